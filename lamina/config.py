@@ -1,0 +1,38 @@
+"""Frozen settings of one runtime. Nothing mutates a config."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lamina.types import DType
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user may choose. Field names follow vLLM's engine arguments where one exists.
+
+    Attributes:
+        model: a Hugging Face model directory; None is the bundled model.
+        compute, memory: pools as typed, ``kind:count`` joined by commas.
+        dtype: of weights and activations; "auto" takes the checkpoint's.
+        kv_cache_memory_bytes: KV bytes per memory worker; None lets ``resolve`` take a share of free memory.
+        max_model_len: tokens of prompt plus completion of one request; None takes the model's own limit.
+        max_num_seqs: sequences decoding at once on one compute worker.
+        max_num_batched_tokens: token rows of one step (decode rows plus prompt-chunk rows).
+        threads: CPU threads per worker; None divides the cores this process may use among the workers.
+        load_format: "auto" reads safetensors; "dummy" makes seeded random weights of the right shapes.
+        seed: of dummy weights and of requests that give none.
+    """
+
+    model: str | None = None
+    compute: str = "cpu:1"
+    memory: str = "cpu:1"
+    dtype: DType | Literal["auto"] = "auto"
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    threads: int | None = None
+    load_format: LoadFormat = "auto"
+    seed: int = 0

@@ -1,0 +1,249 @@
+"""The nouns of Lamina, importing nothing of ours.
+
+Shapes in docstrings use: T tokens of a step, R query rows, S sequences, Hq query heads, Hkv key/value heads,
+D head size of q and k, Dv head size of v.
+"""
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+
+class DType(enum.Enum):
+    """Element type of weights, activations and KV, by its Hugging Face name."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention operator of the model: everything its kernel must know besides q, k and v.
+
+    A query at position p sees the key at position j when j <= p, and p - j < window (if window > 0), and
+    j // chunk == p // chunk (if chunk > 0). Scores are ``scale * q.k``, then ``softcap * tanh(score / softcap)``
+    (if softcap > 0), then ``+ slope[h] * (j - p)`` (if alibi_slopes). ``sinks`` says that the model adds one learned
+    logit per query head to the softmax's denominator; it is applied once, when partials are merged.
+    """
+
+    layer: int
+    query_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def kv_bytes_per_token(self, dtype: DType) -> int:
+        """Bytes of K and V one token keeps in a slab for this attention."""
+        return self.kv_heads * (self.qk_dim + self.v_dim) * dtype.itemsize
+
+    def query_bytes_per_token(self, dtype: DType) -> int:
+        """Bytes of q one token sends to a memory worker for this attention."""
+        return self.query_heads * self.qk_dim * dtype.itemsize
+
+
+class FinishReason(enum.Enum):
+    """The one terminal state of a completion."""
+
+    STOP = "stop"  # a stop string, a stop token or end of sequence
+    LENGTH = "length"  # max_tokens or the model's context is reached
+    ABORT = "abort"  # cancelled by its caller
+    ERROR = "error"  # the runtime could not finish it; RequestOutput.error says why
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn; names and defaults as users of vLLM's ``SamplingParams`` expect.
+
+    Args:
+        n: completions per prompt.
+        temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
+        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
+        repetition_penalty: > 0, over prompt and generated tokens; 1 is none.
+        seed: makes one request reproducible whatever else runs beside it.
+        stop: strings that end a completion; include_stop_str_in_output keeps them in the text.
+        stop_token_ids: tokens that end a completion. ignore_eos: do not stop at the model's end of sequence.
+        max_tokens: at most this many tokens; None: as many as the model's context allows.
+        min_tokens: no end of sequence or stop token before that many.
+        logprobs: number of most likely tokens to report per position besides the drawn one; None: none.
+
+    Raises:
+        ValueError: a value is NaN or outside its range; the message names the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
+        self._require("n", self.n, 1, 128, integer=True)
+        self._require("temperature", self.temperature, 0.0, 100.0)
+        self._require("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise ValueError("top_p is 0; give a value in (0, 1] (1 keeps every token)")
+        self._require("top_k", self.top_k, -1, 2**31 - 1, integer=True)
+        self._require("min_p", self.min_p, 0.0, 1.0)
+        self._require("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._require("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise ValueError("repetition_penalty is 0; give a value above 0 (1 is no penalty)")
+        if self.seed is not None:
+            self._require("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
+        if self.max_tokens is not None:
+            self._require("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
+        self._require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1, integer=True)
+        if self.logprobs is not None:
+            self._require("logprobs", self.logprobs, 0, 20, integer=True)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; every stop string must be a non-empty string")
+        if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give token ids, integers of at least 0")
+
+    @staticmethod
+    def _require(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
+        kind = "an integer" if integer else "a number"
+        right_type = isinstance(value, int) if integer else isinstance(value, int | float)
+        if isinstance(value, bool) or not right_type or math.isnan(value) or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r}; give {kind} from {low} to {high}")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural-log probability of one token at one position; rank 1 is the most likely token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str = ""
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a request. ``logprobs`` holds, per position, the drawn token first, then the most likely."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """(sequence, memory worker, head range, token range): the one unit of KV placement.
+
+    ``tokens`` is [start, stop) in positions; a stop of None means that the segment grows with its sequence.
+    """
+
+    sequence: int
+    worker: str
+    heads: tuple[int, int]
+    tokens: tuple[int, int | None]
+
+
+@dataclass
+class RequestOutput:
+    """What a caller gets back. ``placement`` says where the request's KV lived when the output was made."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    error: str | None = None
+    placement: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its parameters, as admitted by the engine. ``arrival_s`` is on the engine's clock."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float = 0.0
+
+
+class SequenceStep(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of one sequence in one step: positions [start, start + len(tokens)).
+
+    ``draws`` names the sequences for which a next token is drawn from the last row (several right after a prompt
+    with n > 1 completions, none before the last chunk of a prompt).
+    """
+
+    sequence: int
+    start: int
+    tokens: list[int]
+    draws: list[int]
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token of this step."""
+        return self.start + len(self.tokens)
+
+
+class Admission(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence the workers hear of for the first time.
+
+    ``parent`` is a sequence whose first ``shared`` tokens are shared (fork), or -1. ``history`` holds the prompt's
+    tokens only if sampling needs them (penalties); ``generated`` counts tokens drawn already.
+    """
+
+    sequence: int
+    segments: list[Segment]
+    params: SamplingParams
+    parent: int = -1
+    shared: int = 0
+    history: list[int] = []
+    generated: int = 0
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+    """One pass of one batch through all slices on one compute worker: deltas only.
+
+    Workers apply it in this order: ``released`` sequences are forgotten, ``admitted`` ones registered, then
+    ``sequences`` run. The same plan goes to the compute worker and to every memory worker it names.
+    """
+
+    step: int
+    compute: str
+    released: list[int]
+    admitted: list[Admission]
+    sequences: list[SequenceStep]

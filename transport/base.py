@@ -1,0 +1,73 @@
+"""The transport contract. One conformance suite runs against every implementation.
+
+A worker owns one endpoint with one arena: memory that its peers may write into, with numbered doorbells. A doorbell
+holds the sequence number of the last message it announces; sequence numbers only grow. ``ring`` publishes everything
+written to the same peer before it (release), ``wait`` sees it (acquire).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffer = memoryview  # C-contiguous, format "B"
+
+
+class Arena(Protocol):
+    """Registered memory of this process that peers may write into."""
+
+    nbytes: int
+    doorbells: int
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
+        ...
+
+
+class Peer(Protocol):
+    """A connected remote arena."""
+
+    name: str
+    nbytes: int
+    doorbells: int
+
+
+class Endpoint(Protocol):
+    """One worker's end of the data plane. Not thread-safe: one thread owns it."""
+
+    name: str
+
+    def register(self, nbytes: int, doorbells: int) -> Arena:
+        """Allocate the arena (once per endpoint), all doorbells 0."""
+        ...
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to connect to this endpoint's arena; opaque, sent over the control plane."""
+        ...
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Open a peer's arena for writing. Raises TransportError if it cannot be opened by the deadline."""
+        ...
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer; its death no longer ends waits."""
+        ...
+
+    def write(self, peer: Peer, offset: int, data: Buffer) -> None:
+        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
+        ...
+
+    def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
+        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
+        ...
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence.
+
+        Returns the index into ``targets`` (the first that is ready, round-robin fair across calls is not promised).
+        Raises DeadlineError after ``timeout_s``; PeerLostError when a connected peer's process has ended and nothing
+        is ready. Spins briefly, then sleeps; releases the GIL.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back all memory and handles. Idempotent."""
+        ...
