@@ -222,28 +222,38 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True):
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A sequence the workers hear of for the first time.
 
-    ``parent`` is a sequence whose first ``shared`` tokens are shared (fork), or -1. ``history`` holds the prompt's
-    tokens only if sampling needs them (penalties); ``generated`` counts tokens drawn already.
+    ``index`` is its place among the request's ``n`` completions; ``seed`` makes its draws reproducible; ``prompt`` is
+    given only if its penalties need it; ``generated`` are tokens it drew before these workers knew it.
     """
 
     sequence: int
     segments: list[Segment]
     params: SamplingParams
-    parent: int = -1
-    shared: int = 0
-    history: list[int] = []
-    generated: int = 0
+    index: int
+    seed: int
+    prompt: list[int] = []
+    generated: list[int] = []
+
+
+class Fork(msgspec.Struct, array_like=True, frozen=True):
+    """``child`` shares the first ``tokens`` tokens of ``parent``; both were admitted before."""
+
+    parent: int
+    child: int
+    tokens: int
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One pass of one batch through all slices on one compute worker: deltas only.
 
-    Workers apply it in this order: ``released`` sequences are forgotten, ``admitted`` ones registered, then
-    ``sequences`` run. The same plan goes to the compute worker and to every memory worker it names.
+    Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``admitted`` ones registered, then
+    ``sequences`` run. The same plan goes to the compute worker and to every memory worker it names; a memory worker
+    ignores sequences without a segment on it.
     """
 
     step: int
     compute: str
+    forks: list[Fork]
     released: list[int]
     admitted: list[Admission]
     sequences: list[SequenceStep]
