@@ -11,6 +11,8 @@
     ├── TransportError                a peer, an arena or a doorbell
     │   ├── PeerLostError             the peer's process is gone
     │   └── DeadlineError (TimeoutError)  a wait passed its deadline
+    ├── CapacityError                 a slab has too few free token slots
+    ├── LogitsError                   a model's output that no token can be drawn from
     ├── WorkerError                   a worker failed; carries the worker's name and its own message
     └── EngineDeadError               the engine has stopped; says why and what to do
 
@@ -56,6 +58,30 @@ class PeerLostError(TransportError):
 
 class DeadlineError(TransportError, TimeoutError):
     """A wait passed its deadline."""
+
+
+class CapacityError(LaminaError):
+    """A slab has too few free token slots. ``needed``, ``free`` and ``capacity`` are counted in tokens."""
+
+    def __init__(self, *, needed: int, free: int, capacity: int) -> None:
+        super().__init__(
+            f"{needed} token slots are needed and {free} of {capacity} are free; "
+            "wait for sequences to finish or give the memory workers more memory"
+        )
+        self.needed = needed
+        self.free = free
+        self.capacity = capacity
+
+
+class LogitsError(LaminaError):
+    """The model's output is not finite in ``rows``, so no token can be drawn there."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(
+            f"logits are NaN or infinite in rows {rows}; check the checkpoint, or run it in bfloat16 or "
+            "float32 if it overflows float16"
+        )
+        self.rows = rows
 
 
 class WorkerError(LaminaError):

@@ -1,0 +1,177 @@
+"""Bookkeeping of the token slots of one memory worker.
+
+A slot number indexes the K and V arrays of every layer. Allocation is granular to one token, so sharing needs no
+copy-on-write: sequences share the slots of a common prefix, and new tokens always get slots of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.errors import CapacityError
+
+Slots = NDArray[np.int32]
+
+_FIRST_TABLE = 16  # slots of a new page table; it doubles from there
+
+
+class _PageTable:
+    """The slots of one sequence in token order: ``slots[:length]`` is in use."""
+
+    __slots__ = ("length", "slots")
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.length = len(slots)
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` slots; views given out earlier keep the old memory."""
+        if length > len(self.slots):
+            grown = np.empty(max(length, 2 * len(self.slots), _FIRST_TABLE), np.int32)
+            grown[: self.length] = self.slots[: self.length]
+            self.slots = grown
+
+
+class Slab:
+    """Which slots each sequence owns, with a last-in-first-out free list and reference counts.
+
+    Not thread-safe: one thread owns it. An operation that raises has changed nothing.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity`` is the number of token slots, at least 1. Raises ValueError otherwise."""
+        if not 1 <= capacity < 2**31:
+            raise ValueError(f"a slab of {capacity} slots cannot be; give 1 to {2**31 - 1}")
+        # A stack: the top is at the end, so the first pops give slots 0, 1, 2, ...
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self._free_count = capacity
+        self._references = np.zeros(capacity, np.int32)
+        self._tables: dict[int, _PageTable] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Slots in all."""
+        return len(self._free)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no sequence owns."""
+        return self._free_count
+
+    @property
+    def used(self) -> int:
+        """Slots that some sequence owns; a shared slot counts once."""
+        return self.capacity - self._free_count
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._tables
+
+    def __iter__(self) -> Iterator[int]:
+        """The open sequences, oldest first."""
+        return iter(self._tables)
+
+    def open(self, sequence: int) -> None:
+        """Register an empty sequence. Raises ValueError if it is open already."""
+        self._require_new(sequence)
+        self._tables[sequence] = _PageTable(np.empty(0, np.int32))
+
+    def append(self, sequence: int, count: int) -> Slots:
+        """Give ``sequence`` slots for ``count`` more tokens: int32 [count], in token order.
+
+        Raises CapacityError if they do not fit, ValueError for an unknown sequence or a negative count.
+        """
+        return self.extend((sequence,), (count,))
+
+    def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> Slots:
+        """Append to several sequences at once, all or nothing: int32 [sum(counts)], one sequence after the other.
+
+        Raises CapacityError if they do not fit together, ValueError for an unknown sequence, a negative count or
+        lengths that differ.
+        """
+        if len(sequences) != len(counts) or min(counts, default=0) < 0:
+            raise ValueError(f"give each of the {len(sequences)} sequences one count of at least 0, not {counts!r}")
+        tables = [self._table(sequence) for sequence in sequences]
+        slots = self._take(sum(counts))
+        start = 0
+        for table, count in zip(tables, counts, strict=True):
+            length = table.length + count
+            if length > len(table.slots):
+                table.reserve(length)
+            if count == 1:  # decode: an item costs a third of a slice
+                table.slots[length - 1] = slots[start]
+            else:
+                table.slots[table.length : length] = slots[start : start + count]
+            table.length = length
+            start += count
+        return slots
+
+    def fork(self, parent: int, child: int, tokens: int) -> None:
+        """Open ``child`` with the first ``tokens`` slots of ``parent``, shared.
+
+        Raises ValueError if the parent is unknown or shorter than that, or the child is open already.
+        """
+        table = self._table(parent)
+        self._require_new(child)
+        self._require_within(parent, table, tokens)
+        shared = table.slots[:tokens].copy()
+        self._references[shared] += 1
+        self._tables[child] = _PageTable(shared)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens of ``sequence`` and release the others.
+
+        Raises ValueError if the sequence is unknown or shorter than that.
+        """
+        table = self._table(sequence)
+        self._require_within(sequence, table, tokens)
+        self._release(table.slots[tokens : table.length])
+        table.length = tokens
+
+    def free(self, sequence: int) -> None:
+        """Forget ``sequence``; slots it shares stay with the others. Raises ValueError if it is unknown."""
+        self.truncate(sequence, 0)
+        del self._tables[sequence]
+
+    def slots(self, sequence: int) -> Slots:
+        """The page table: read-only int32 [length], a view that is good until the sequence changes.
+
+        Raises ValueError if the sequence is unknown.
+        """
+        table = self._table(sequence)
+        view = table.slots[: table.length]
+        view.flags.writeable = False
+        return view
+
+    def length(self, sequence: int) -> int:
+        """Tokens of ``sequence``. Raises ValueError if it is unknown."""
+        return self._table(sequence).length
+
+    def _take(self, count: int) -> Slots:
+        if count > self._free_count:
+            raise CapacityError(needed=count, free=self._free_count, capacity=self.capacity)
+        self._free_count -= count
+        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self._references[slots] = 1
+        return slots
+
+    def _release(self, slots: Slots) -> None:
+        self._references[slots] -= 1
+        idle = slots[self._references[slots] == 0]
+        # Reversed, so that the slots come back in the order they had: runs in memory stay runs.
+        self._free[self._free_count : self._free_count + len(idle)] = idle[::-1]
+        self._free_count += len(idle)
+
+    def _table(self, sequence: int) -> _PageTable:
+        try:
+            return self._tables[sequence]
+        except KeyError:
+            raise ValueError(f"sequence {sequence} is not open in this slab; open or fork it first") from None
+
+    def _require_new(self, sequence: int) -> None:
+        if sequence in self._tables:
+            raise ValueError(f"sequence {sequence} is open already; free it first or choose another number")
+
+    def _require_within(self, sequence: int, table: _PageTable, tokens: int) -> None:
+        if not 0 <= tokens <= table.length:
+            raise ValueError(f"sequence {sequence} has {table.length} tokens; give 0 to {table.length}, not {tokens}")

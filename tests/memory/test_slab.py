@@ -1,0 +1,187 @@
+"""The slab's bookkeeping against a model made of plain lists."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lamina.errors import CapacityError
+from lamina.memory.slab import Slab
+
+CAPACITY = 40
+
+
+class SlabMachine(RuleBasedStateMachine):
+    """Random operations, legal or not; ``self.model`` maps each sequence to the slots it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slab = Slab(CAPACITY)
+        self.model: dict[int, list[int]] = {}
+        self.next_sequence = 0
+
+    def owned(self) -> set[int]:
+        return {slot for slots in self.model.values() for slot in slots}
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    def new(self) -> int:
+        self.next_sequence += 1
+        return self.next_sequence
+
+    @rule()
+    def open(self) -> None:
+        sequence = self.new()
+        self.slab.open(sequence)
+        self.model[sequence] = []
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=4))
+        counts = [data.draw(st.integers(0, 12) | st.just(1)) for _ in sequences]
+        owned = self.owned()
+        if sum(counts) > CAPACITY - len(owned):
+            with pytest.raises(CapacityError) as error:
+                self.slab.extend(sequences, counts)
+            assert (error.value.needed, error.value.free) == (sum(counts), CAPACITY - len(owned))
+            return
+        slots = self.slab.extend(sequences, counts)
+        assert slots.dtype == np.int32
+        given = slots.tolist()
+        assert len(set(given)) == len(given) == sum(counts)
+        assert owned.isdisjoint(given), "a slot in use was given out again"
+        for sequence, count in zip(sequences, counts, strict=True):
+            self.model[sequence] += given[:count]
+            given = given[count:]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent, child = self.pick(data), self.new()
+        tokens = data.draw(st.integers(0, len(self.model[parent])))
+        self.slab.fork(parent, child, tokens)
+        self.model[child] = self.model[parent][:tokens]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        tokens = data.draw(st.integers(0, len(self.model[sequence])))
+        self.slab.truncate(sequence, tokens)
+        del self.model[sequence][tokens:]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        self.slab.free(sequence)
+        del self.model[sequence]
+
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """Calls that must raise; the invariants then see that nothing has changed."""
+        unknown = -1
+        calls = [
+            lambda: self.slab.append(unknown, 1),
+            lambda: self.slab.fork(unknown, self.new(), 0),
+            lambda: self.slab.truncate(unknown, 0),
+            lambda: self.slab.free(unknown),
+            lambda: self.slab.slots(unknown),
+            lambda: self.slab.length(unknown),
+        ]
+        if self.model:
+            known = self.pick(data)
+            calls += [
+                lambda: self.slab.open(known),
+                lambda: self.slab.fork(known, known, 0),
+                lambda: self.slab.fork(known, self.new(), len(self.model[known]) + 1),
+                lambda: self.slab.fork(known, self.new(), -1),
+                lambda: self.slab.truncate(known, len(self.model[known]) + 1),
+                lambda: self.slab.truncate(known, -1),
+                lambda: self.slab.append(known, -1),
+                lambda: self.slab.extend([known, unknown], [1, 1]),
+                lambda: self.slab.extend([known], [1, 1]),
+            ]
+        with pytest.raises(ValueError, match=r"sequence|give"):
+            data.draw(st.sampled_from(calls))()
+
+    @invariant()
+    def agrees_with_model(self) -> None:
+        assert list(self.slab) == list(self.model)
+        for sequence, slots in self.model.items():
+            assert self.slab.slots(sequence).tolist() == slots
+            assert self.slab.length(sequence) == len(slots)
+            assert len(set(slots)) == len(slots)
+        assert self.slab.used == len(self.owned())
+        assert self.slab.free_slots == CAPACITY - len(self.owned())
+
+    @invariant()
+    def references_and_free_list_are_exact(self) -> None:
+        owners = Counter(slot for slots in self.model.values() for slot in slots)
+        assert self.slab._references.tolist() == [owners[slot] for slot in range(CAPACITY)]
+        free = self.slab._free[: self.slab._free_count].tolist()
+        assert sorted(free) == sorted(set(range(CAPACITY)) - self.owned())
+
+    def teardown(self) -> None:
+        for sequence in list(self.model):
+            self.slab.free(sequence)
+        assert self.slab.used == 0
+
+
+SlabMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlabMachine = SlabMachine.TestCase
+
+
+def test_first_slots_are_consecutive_and_freed_ones_come_back_first() -> None:
+    slab = Slab(100)
+    slab.open(1)
+    slab.open(2)
+    assert slab.append(1, 5).tolist() == [0, 1, 2, 3, 4]
+    assert slab.append(2, 3).tolist() == [5, 6, 7]
+    slab.free(1)
+    assert slab.append(2, 6).tolist() == [0, 1, 2, 3, 4, 8]
+
+
+def test_fork_shares_without_using_slots_until_the_last_owner_goes() -> None:
+    slab = Slab(10)
+    slab.open(1)
+    prompt = slab.append(1, 6).tolist()
+    slab.fork(1, 2, 4)
+    assert slab.used == 6
+    slab.free(1)
+    assert slab.used == 4
+    assert slab.slots(2).tolist() == prompt[:4]
+    assert slab.append(2, 6).tolist()[:2] == prompt[4:]
+    slab.free(2)
+    assert slab.used == 0
+
+
+def test_capacity_error_names_the_numbers() -> None:
+    slab = Slab(10)
+    slab.open(1)
+    slab.append(1, 7)
+    with pytest.raises(CapacityError, match=r"4 token slots are needed and 3 of 10 are free"):
+        slab.append(1, 4)
+
+
+def test_page_table_is_a_read_only_view() -> None:
+    slab = Slab(10)
+    slab.open(1)
+    slab.append(1, 2)
+    view = slab.slots(1)
+    assert np.shares_memory(view, slab.slots(1))
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 9
+    slab.append(1, 1)
+    assert slab.slots(1).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2**31])
+def test_capacity_must_be_a_slot_count(capacity: int) -> None:
+    with pytest.raises(ValueError, match="give 1 to"):
+        Slab(capacity)
