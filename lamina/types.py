@@ -220,23 +220,22 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence the workers hear of for the first time.
+    """A request the workers hear of for the first time: sequences [sequence, sequence + count), one per completion.
 
-    ``index`` is its place among the request's ``n`` completions; ``seed`` makes its draws reproducible; ``prompt`` is
-    given only if its penalties need it; ``generated`` are tokens it drew before these workers knew it.
+    The first sequence runs the prompt; the others are forked from it. ``segments`` say where their KV lives.
+    ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them.
     """
 
     sequence: int
+    count: int
     segments: list[Segment]
     params: SamplingParams
-    index: int
     seed: int
     prompt: list[int] = []
-    generated: list[int] = []
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """``child`` shares the first ``tokens`` tokens of ``parent``; both were admitted before."""
+    """``child`` starts with the first ``tokens`` tokens of ``parent``, shared; both were admitted before."""
 
     parent: int
     child: int

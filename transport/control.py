@@ -5,151 +5,31 @@ The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender
 
 import logging
 import os
-import select
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import zmq
 import zmq.auth.thread
 
-from lamina.errors import DeadlineError, TransportError
-from lamina.types import AttentionSpec, DType, Logprob, StepPlan
+from lamina.errors import DeadlineError, TransportError, WorkerError
+from lamina.transport.messages import (
+    ComputeSetup,
+    Connect,
+    MemorySetup,
+    Register,
+    Step,
+    Stop,
+    ToEngine,
+    ToWorker,
+)
 
 log = logging.getLogger(__name__)
 
+MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
 
-class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to compute worker: load this model."""
-
-    model: str
-    dtype: DType | None
-    load_format: str
-    seed: int
-    threads: int
-
-
-class MemorySetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions."""
-
-    attentions: list[AttentionSpec]
-    dtype: DType
-    capacity: int
-    threads: int
-
-
-class ChannelSetup(msgspec.Struct, frozen=True):
-    """One compute-memory channel: where its slots and doorbells lie in the two arenas."""
-
-    compute: str
-    memory: str
-    slots: int
-    request_nbytes: int
-    reply_nbytes: int
-    request_offset: int
-    request_doorbell: int
-    reply_offset: int
-    reply_doorbell: int
-
-
-class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make an arena of this size; answered by Registered."""
-
-    nbytes: int
-    doorbells: int
-
-
-class Connect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: open these peers' arenas and use these channels; answered by Connected."""
-
-    descriptors: dict[str, bytes]
-    channels: list[ChannelSetup]
-
-
-class Step(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: run this plan."""
-
-    plan: StepPlan
-
-
-class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: end now."""
-
-
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: started."""
-
-
-class LoadProgress(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: ``done`` of ``total`` tensors of ``stage`` are there."""
-
-    worker: str
-    stage: str
-    done: int
-    total: int
-
-
-class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
-    """Compute worker to engine: the model is split and its weights are in memory."""
-
-    attentions: list[AttentionSpec]
-    dtype: DType
-    parameters: int
-
-
-class SlabReady(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: the slab is allocated."""
-
-    capacity: int
-
-
-class Registered(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the arena exists; peers connect with this descriptor."""
-
-    descriptor: bytes
-
-
-class Connected(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: all channels are open."""
-
-
-class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence; ``logprobs`` has the drawn token first, empty if none were asked for."""
-
-    sequence: int
-    token: int
-    logprobs: list[Logprob] = []
-
-
-class StepDone(msgspec.Struct, tag=True, frozen=True):
-    """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan."""
-
-    step: int
-    draws: list[Draw]
-
-
-class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known after plan ``step`` was applied."""
-
-    step: int
-    used: int
-    sequences: int
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it cannot go on. ``kind`` is the exception's class name; ``user`` marks a UserError."""
-
-    kind: str
-    message: str
-    user: bool
-    traceback: str
-
-
-ToWorker = ComputeSetup | MemorySetup | Register | Connect | Step | Stop
-ToEngine = (
-    Hello | LoadProgress | ModelLoaded | SlabReady | Registered | Connected | StepDone | SlabUsage | Failed
-)
+SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
@@ -289,12 +169,9 @@ class ControlClient:
         self._context.term()
 
 
-def exit_with(pid: int) -> None:
-    """End this process as soon as process ``pid`` (its engine) has ended, however that happens."""
-    handle = os.pidfd_open(pid)
-
-    def watch() -> None:
-        select.select([handle], [], [])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+def expect(control: ControlClient, kind: type[MessageT], timeout_s: float = SETUP_TIMEOUT_S) -> MessageT:
+    """The engine's next message during set-up, which must be of ``kind``. Raises DeadlineError, WorkerError."""
+    message = control.receive(timeout_s)
+    if not isinstance(message, kind):
+        raise WorkerError(control.name, f"expected {kind.__name__} from the engine, got {type(message).__name__}")
+    return message

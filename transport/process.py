@@ -1,0 +1,57 @@
+"""Body of every worker process: born from a bootstrap on standard input, gone with its engine."""
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from lamina.env import environment
+from lamina.errors import UserError
+from lamina.transport.control import Bootstrap, ControlClient
+from lamina.transport.messages import Failed, Hello
+
+
+class Worker(Protocol):
+    """What a worker process runs."""
+
+    def run(self) -> None:
+        """Set up, then serve until the engine says stop."""
+        ...
+
+
+def run_worker(make: Callable[[ControlClient], Worker]) -> None:
+    """Body of a worker process: read the bootstrap from standard input, serve, and report a failure to the engine.
+
+    The process ends with its engine, however the engine ends.
+    """
+    logging.basicConfig(level=environment().log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine says when to stop
+    bootstrap = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
+    exit_with(bootstrap.parent_pid)
+    control = ControlClient(bootstrap)
+    try:
+        control.send(Hello())
+        make(control).run()
+    except Exception as error:
+        control.send(Failed(type(error).__name__, str(error), isinstance(error, UserError), traceback.format_exc()))
+        raise SystemExit(1) from error
+    finally:
+        control.close()
+
+
+def exit_with(pid: int) -> None:
+    """End this process as soon as process ``pid`` (its engine) has ended, however that happens."""
+    handle = os.pidfd_open(pid)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
