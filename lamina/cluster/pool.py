@@ -1,0 +1,140 @@
+"""The pool grammar: what is typed after ``--compute`` and ``--memory``.
+
+::
+
+    pool  = entry ("," entry)*
+    entry = kind [":" count]          # a count of 1 when left out
+    kind  = "cpu" | "a100" | "rtx3090" | ...
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from lamina.errors import ConfigError
+
+Role = Literal["compute", "memory"]
+
+CPU = "cpu"
+GPUS = {
+    "p100": "NVIDIA P100",
+    "v100": "NVIDIA V100",
+    "t4": "NVIDIA T4",
+    "a10": "NVIDIA A10",
+    "a16": "NVIDIA A16",
+    "a30": "NVIDIA A30",
+    "a40": "NVIDIA A40",
+    "a800": "NVIDIA A800",
+    "a100": "NVIDIA A100",
+    "a6000": "NVIDIA RTX A6000",
+    "l4": "NVIDIA L4",
+    "l20": "NVIDIA L20",
+    "l40": "NVIDIA L40",
+    "l40s": "NVIDIA L40S",
+    "h20": "NVIDIA H20",
+    "h800": "NVIDIA H800",
+    "h100": "NVIDIA H100",
+    "h200": "NVIDIA H200",
+    "gh200": "NVIDIA GH200",
+    "b200": "NVIDIA B200",
+    "rtx3080": "NVIDIA GeForce RTX 3080",
+    "rtx3090": "NVIDIA GeForce RTX 3090",
+    "rtx4080": "NVIDIA GeForce RTX 4080",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "rtx5080": "NVIDIA GeForce RTX 5080",
+    "rtx5090": "NVIDIA GeForce RTX 5090",
+}
+"""GPU kinds by the name typed, with the name the driver gives the device."""
+
+MAX_COUNT = 1024
+"""Workers of one kind in one pool: above it, a typing error is likelier than a plan."""
+
+_ENTRY = re.compile(r"(?P<kind>[a-z0-9_-]+)\s*(?P<count>:.*)?", re.DOTALL)
+_GRAMMAR = "give kind:count joined by commas, such as cpu:2 or a100:2,rtx3090:6"
+
+
+@dataclass(frozen=True)
+class PoolEntry:
+    """``count`` workers on devices of one ``kind``."""
+
+    kind: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.count}"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What this machine offers to workers: usable CPU cores, bytes of RAM, GPUs by the driver's names."""
+
+    cores: int
+    ram_bytes: int
+    gpus: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        gpus = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "no GPU"
+        cores = "1 CPU core" if self.cores == 1 else f"{self.cores} CPU cores"
+        return f"{gpus} ({cores}, {self.ram_bytes / 2**30:.0f} GiB RAM)"
+
+
+def parse(text: str) -> tuple[PoolEntry, ...]:
+    """Read a pool as typed, in order.
+
+    Raises:
+        ConfigError: the text is empty or malformed, a kind is unknown or named twice, a count is not 1 to 1024.
+    """
+    if not text.strip():
+        raise ConfigError(f"the pool is empty; {_GRAMMAR}")
+    entries = tuple(_parse_entry(part, text) for part in text.split(","))
+    kinds = [entry.kind for entry in entries]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            total = sum(entry.count for entry in entries if entry.kind == kind)
+            raise ConfigError(f"pool {text!r} names {kind} {kinds.count(kind)} times; write {kind}:{total} once")
+    return entries
+
+
+def check_available(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> None:
+    """Refuse a pool that this machine or this version cannot run. Workers run on CPUs only so far.
+
+    Raises:
+        ConfigError: naming what is asked for, what exists and what to type instead.
+    """
+    remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
+    for entry in pool:
+        if entry.kind == CPU:
+            continue
+        asked = f"{entry} asks for {entry.count} GPU{'s' if entry.count > 1 else ''}"
+        found = sum(_is_kind(name, entry.kind) for name in devices.gpus)
+        if found < entry.count:
+            raise ConfigError(f"{asked}; this machine has {devices}. {remedy}")
+        raise ConfigError(f"{asked}; this machine has {devices}, but this version runs workers on CPUs only. {remedy}")
+
+
+def _is_kind(device: str, kind: str) -> bool:
+    # An A100 reads "NVIDIA A100-SXM4-80GB"; an A10 must not match it.
+    return device == GPUS[kind] or device.startswith((f"{GPUS[kind]} ", f"{GPUS[kind]}-"))
+
+
+def _parse_entry(part: str, text: str) -> PoolEntry:
+    match = _ENTRY.fullmatch(part.strip().lower())
+    if match is None:
+        what = repr(part.strip()) if part.strip() else "an empty entry"
+        raise ConfigError(f"pool {text!r} has {what} between its commas; {_GRAMMAR}")
+    kind, count = match["kind"], (match["count"] or ":1")[1:].strip()
+    if kind != CPU and kind not in GPUS:
+        raise ConfigError(f"pool {text!r} asks for {kind!r}, which is no known kind{_near(kind)}. Known: {_known()}")
+    if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
+        raise ConfigError(f"pool {text!r} asks for {count!r} of {kind}; give a whole number from 1 to {MAX_COUNT}")
+    return PoolEntry(kind, int(count))
+
+
+def _near(kind: str) -> str:
+    matches = difflib.get_close_matches(kind, [CPU, *GPUS], n=3)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def _known() -> str:
+    return ", ".join([CPU, *GPUS])

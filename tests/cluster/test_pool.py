@@ -1,0 +1,86 @@
+"""The pool grammar: everything that can be typed is either a pool or one clear error."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.cluster.pool import GPUS, MAX_COUNT, Devices, PoolEntry, check_available, parse
+from lamina.errors import ConfigError
+
+KINDS = ["cpu", *GPUS]
+NO_GPU = Devices(cores=2, ram_bytes=23 * 2**30)
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, MAX_COUNT)), min_size=1, unique_by=lambda e: e[0]))
+def test_every_pool_survives_being_written_and_read(entries: list[tuple[str, int]]) -> None:
+    pool = tuple(PoolEntry(kind, count) for kind, count in entries)
+    assert parse(",".join(map(str, pool))) == pool
+    assert parse(" , ".join(f"{e.kind.upper()} : {e.count}" for e in pool)) == pool
+
+
+@given(st.text() | st.text(alphabet="cpua10:,- ٣", max_size=12))
+def test_any_text_is_a_pool_or_a_config_error(text: str) -> None:
+    try:
+        pool = parse(text)
+    except ConfigError:
+        return
+    assert pool == parse(",".join(map(str, pool)))
+    assert all(entry.kind in KINDS and 1 <= entry.count <= MAX_COUNT for entry in pool)
+
+
+def test_a_count_left_out_is_one() -> None:
+    assert parse("cpu") == (PoolEntry("cpu", 1),)
+    assert parse("cpu,rtx3090:6") == (PoolEntry("cpu", 1), PoolEntry("rtx3090", 6))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the pool is empty; give kind:count"),
+        ("  ", "the pool is empty; give kind:count"),
+        (",cpu:1", "an empty entry between its commas"),
+        ("cpu:1,", "an empty entry between its commas"),
+        ("cpu:", "asks for '' of cpu; give a whole number from 1 to 1024"),
+        ("cpu:0", "asks for '0' of cpu; give a whole number from 1 to 1024"),
+        ("cpu:-1", "asks for '-1' of cpu"),
+        ("cpu:1.5", "asks for '1.5' of cpu"),
+        ("cpu:1:2", "asks for '1:2' of cpu"),
+        ("cpu:٣", "asks for '٣' of cpu"),
+        ("cpu:1025", "asks for '1025' of cpu"),
+        ("cpu:" + "9" * 5000, "give a whole number from 1 to 1024"),
+        ("cpu:1,cpu:2", "names cpu 2 times; write cpu:3 once"),
+        ("rtx309:6", "'rtx309', which is no known kind; did you mean rtx3090"),
+        ("toaster:1", "'toaster', which is no known kind. Known: cpu, p100"),
+        ("cpu 2", "has 'cpu 2' between its commas"),
+    ],
+)
+def test_a_bad_pool_says_what_is_wrong_and_what_to_type(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert said in str(caught.value)
+
+
+def test_cpus_are_always_available() -> None:
+    check_available("memory", parse("cpu:16"), NO_GPU)
+
+
+def test_missing_gpus_are_refused_with_the_devices_that_exist() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_available("memory", parse("cpu:1,rtx3090:6"), NO_GPU)
+    assert str(caught.value) == (
+        "rtx3090:6 asks for 6 GPUs; this machine has no GPU (2 CPU cores, 23 GiB RAM). Use --memory cpu:2"
+    )
+
+
+def test_too_few_gpus_are_refused_with_the_ones_found() -> None:
+    devices = Devices(cores=1, ram_bytes=2**37, gpus=("NVIDIA A100-SXM4-80GB", "NVIDIA H20", "NVIDIA A100-SXM4-80GB"))
+    with pytest.raises(ConfigError, match=r"a100:4 asks for 4 GPUs; this machine has 2 x NVIDIA A100-SXM4-80GB, 1 x"):
+        check_available("compute", parse("a100:4"), devices)
+
+
+def test_gpus_that_exist_are_refused_for_what_this_version_lacks() -> None:
+    devices = Devices(cores=16, ram_bytes=2**37, gpus=("NVIDIA H200",))
+    with pytest.raises(ConfigError, match=r"has 1 x NVIDIA H200 .* CPUs only. Use --compute cpu:1"):
+        check_available("compute", parse("h200:1"), devices)
+    with pytest.raises(ConfigError, match=r"h20:1 asks for 1 GPU; this machine has 1 x NVIDIA H200 \([^)]*\). Use"):
+        check_available("compute", parse("h20:1"), devices)
