@@ -14,6 +14,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     load_format: str
     seed: int
     threads: int
+    eos_token_ids: list[int]
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,214 @@
+"""The compute worker: holds the weights, runs the slices, owns nothing that outlives a step but copies of deltas."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lamina.compute.exchange import Floats, StepExchange, as_numpy
+from lamina.engine.sampler import Row, sample
+from lamina.errors import DeadlineError, WorkerError
+from lamina.models import directory, weights
+from lamina.models.config import load_config, resolve_dtype
+from lamina.splitter import Slice, SplitModel, split
+from lamina.transport.channel import Requester
+from lamina.transport.control import ControlClient, expect
+from lamina.transport.messages import (
+    ComputeSetup,
+    Connect,
+    Connected,
+    Draw,
+    LoadProgress,
+    ModelLoaded,
+    Register,
+    Registered,
+    Step,
+    StepDone,
+    Stop,
+)
+from lamina.transport.process import run_worker
+from lamina.transport.shm import ShmEndpoint
+from lamina.types import Admission, Segment, StepPlan
+
+CONNECT_TIMEOUT_S = 30.0
+IDLE_SLICE_S = 1.0
+
+
+@dataclass
+class SequenceCopy:
+    """What drawing the tokens of one sequence needs; rebuilt from any admission."""
+
+    admission: Admission
+    index: int
+    generated: list[int] = field(default_factory=list)
+
+    def row(self, eos_token_ids: list[int]) -> Row:
+        """The sampler's view of the next token to draw."""
+        return Row(
+            sequence=self.admission.sequence + self.index,
+            params=self.admission.params,
+            seed=self.admission.seed,
+            completion=self.index,
+            generated=len(self.generated),
+            eos_token_ids=eos_token_ids,
+            prompt=self.admission.prompt,
+            output=self.generated,
+        )
+
+
+class SliceRunner:
+    """A split model with its weights: token ids and positions in, logits out, attention left to the caller."""
+
+    def __init__(self, model: SplitModel, tensors: dict[str, torch.Tensor]) -> None:
+        self.model = model
+        self._weights = tensors
+        self.sinks: list[Floats | None] = [
+            None if name is None else as_numpy(tensors[name].float()) for name in model.sinks
+        ]
+
+    @torch.inference_mode()
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, exchange: StepExchange, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [len(rows), vocab] of the step's tokens at ``rows``; ids and positions int64 [T].
+
+        Only ``rows`` go through the last slice: everything after the last attention is per token.
+        """
+        attention: torch.Tensor | None = None
+        context: tuple[torch.Tensor, ...] = ()
+        *inner, last = self.model.slices
+        for piece, spec, sinks in zip(inner, self.model.attentions, self.sinks, strict=True):
+            output = piece.run(ids, positions, attention, context, self._weights)
+            attention = exchange.attend(spec, output.q, output.k, output.v, sinks)
+            context = output.context
+        return self._head(last, ids, positions, attention, context, rows)
+
+    def _head(
+        self,
+        last: Slice,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: torch.Tensor,
+        context: tuple[torch.Tensor, ...],
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        if len(rows) == 0:
+            return torch.empty(0, 0)
+        chosen = tuple(tensor[rows] for tensor in context)
+        return last.run(ids[rows], positions[rows], attention[rows], chosen, self._weights).logits
+
+
+class ComputeWorker:
+    """Runs plans until the engine says stop."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self.name = control.name
+        self._control = control
+        self._endpoint = ShmEndpoint(control.name)
+        self._requesters: dict[str, Requester] = {}
+        self._segments: dict[int, list[Segment]] = {}
+        self._sequences: dict[int, SequenceCopy] = {}
+
+    def run(self) -> None:
+        """Set up as the engine tells, then run its plans."""
+        try:
+            self._set_up()
+            self._serve()
+        finally:
+            self._endpoint.close()
+
+    def _set_up(self) -> None:
+        self._load(expect(self._control, ComputeSetup))
+        register = expect(self._control, Register)
+        arena = self._endpoint.register(register.nbytes, register.doorbells)
+        self._control.send(Registered(self._endpoint.descriptor()))
+        connect = expect(self._control, Connect)
+        for channel in connect.channels:
+            peer = self._endpoint.connect(connect.descriptors[channel.memory], CONNECT_TIMEOUT_S)
+            self._requesters[channel.memory] = Requester(self._endpoint, arena, peer, channel.layout, **channel.offsets)
+        self._control.send(Connected())
+
+    def _load(self, setup: ComputeSetup) -> None:
+        torch.set_num_threads(setup.threads)
+        self._threads = setup.threads
+        self._eos_token_ids = setup.eos_token_ids
+        place = directory.find(setup.model)
+        config = load_config(place)
+        dtype = resolve_dtype(config, setup.dtype)
+        self._progress("splitting", 0, 1)
+        model = split(config, dtype)
+        self._progress("splitting", 1, 1)
+        names = sorted({name for piece in model.slices for name in piece.weights} - set(model.constants))
+        tensors = weights.load(
+            place,
+            names,
+            config,
+            dtype,
+            setup.load_format,
+            setup.seed,
+            lambda done, of: self._progress("weights", done, of),
+        )
+        self._runner = SliceRunner(model, {**tensors, **model.constants})
+        self._control.send(
+            ModelLoaded(list(model.attentions), dtype, sum(tensor.numel() for tensor in tensors.values()))
+        )
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._control.send(LoadProgress(self.name, stage, done, total))
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                message = self._control.receive(IDLE_SLICE_S)
+            except DeadlineError:
+                continue
+            if isinstance(message, Stop):
+                return
+            if not isinstance(message, Step):
+                raise WorkerError(self.name, f"a compute worker that serves cannot take a {type(message).__name__}")
+            self._control.send(StepDone(message.plan.step, self._step(message.plan)))
+
+    def _step(self, plan: StepPlan) -> list[Draw]:
+        self._apply(plan)
+        if not plan.sequences:
+            return []
+        ids = torch.tensor([token for step in plan.sequences for token in step.tokens])
+        positions = torch.cat([torch.arange(step.start, step.stop) for step in plan.sequences])
+        ends = np.cumsum([len(step.tokens) for step in plan.sequences]) - 1
+        rows = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
+        exchange = StepExchange(plan, self._segments, self._requesters, self._threads)
+        logits = self._runner.run(ids, positions, exchange, torch.tensor(rows, dtype=torch.int64))
+        return self._draw(plan, logits)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for sequence in plan.released:
+            self._segments.pop(sequence, None)
+            self._sequences.pop(sequence, None)
+        for admission in plan.admitted:
+            for index in range(admission.count):
+                self._segments[admission.sequence + index] = admission.segments
+                self._sequences[admission.sequence + index] = SequenceCopy(admission, index)
+
+    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> list[Draw]:
+        """One token for every sequence that a plan's step draws for; several may share a prompt's last row."""
+        copies, which = [], []
+        drawing = [step for step in plan.sequences if step.draws]
+        for row, step in enumerate(drawing):
+            copies += [self._sequences[sequence] for sequence in step.draws]
+            which += [row] * len(step.draws)
+        if not copies:
+            return []
+        rows = [copy.row(self._eos_token_ids) for copy in copies]
+        draws = sample(logits if len(which) == len(drawing) else logits[which], rows)
+        for copy, draw in zip(copies, draws, strict=True):
+            copy.generated.append(draw.token)
+        return draws
+
+
+def main() -> None:
+    """Entry point of the process."""
+    run_worker(ComputeWorker)
+
+
+if __name__ == "__main__":
+    main()
