@@ -14,6 +14,7 @@
     ├── CapacityError                 a slab has too few free token slots
     ├── LogitsError                   a model's output that no token can be drawn from
     ├── WorkerError                   a worker failed; carries the worker's name and its own message
+    ├── OverloadedError               too many requests wait; HTTP 429
     └── EngineDeadError               the engine has stopped; says why and what to do
 
 Messages name the fact, the numbers and the remedy.
@@ -94,3 +95,7 @@ class WorkerError(LaminaError):
 
 class EngineDeadError(LaminaError):
     """The engine has stopped and takes no more requests."""
+
+
+class OverloadedError(LaminaError):
+    """Too many requests are in the engine; the same request may succeed later."""

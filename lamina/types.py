@@ -192,13 +192,13 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its parameters, as admitted by the engine. ``arrival_s`` is on the engine's clock."""
+    """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    arrival_s: float = 0.0
+    seed: int = 0
 
 
 class SequenceStep(msgspec.Struct, array_like=True, frozen=True):

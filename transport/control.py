@@ -5,6 +5,7 @@ The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -83,6 +84,7 @@ class ControlServer:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wakeup, zmq.POLLIN)
         self._closed = False
+        self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
 
     def _issue(self, name: str, address: str, engine_key: bytes, parent_pid: int) -> Bootstrap:
         public, secret = zmq.curve_keypair()
@@ -100,7 +102,9 @@ class ControlServer:
 
     def wake(self) -> None:
         """End the current or next ``receive`` early. Any thread."""
-        os.eventfd_write(self._wakeup, 1)
+        with self._wakeup_lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
         """All messages that are there, waiting at most ``timeout_s`` for the first or for ``wake``."""
@@ -120,11 +124,12 @@ class ControlServer:
 
     def close(self) -> None:
         """Close sockets and the authenticator's thread. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._poller.unregister(self._wakeup)
-        os.close(self._wakeup)
+        with self._wakeup_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._poller.unregister(self._wakeup)
+            os.close(self._wakeup)
         self._socket.close()
         self._authenticator.stop()
         self._context.term()

@@ -1,0 +1,207 @@
+"""From started worker processes to a cluster that can run steps, over the control plane alone."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from lamina import errors
+from lamina.errors import ConfigError, DeadlineError, WorkerError
+from lamina.transport.control import ControlServer
+from lamina.transport.messages import (
+    ChannelSetup,
+    ComputeSetup,
+    Connect,
+    Connected,
+    Failed,
+    Hello,
+    LoadProgress,
+    MemorySetup,
+    ModelLoaded,
+    Register,
+    Registered,
+    SlabReady,
+    ToEngine,
+)
+from lamina.transport.wire import reply_nbytes, request_nbytes
+from lamina.types import AttentionSpec, DType
+
+CHANNEL_SLOTS = 2  # a layer's K and V travel while the memory worker keeps the layer before
+START_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 1800.0
+CONNECT_TIMEOUT_S = 60.0
+POLL_S = 0.2
+
+MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Connected)
+
+
+class Workers(Protocol):
+    """Worker processes, wherever they run."""
+
+    def ended(self) -> Mapping[str, str]:
+        """Workers that are gone, with what is known of why."""
+        ...
+
+    def close(self) -> None:
+        """End all workers. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Who takes part and with what: decided before any worker starts, except what the model tells."""
+
+    computes: tuple[str, ...]
+    memories: tuple[str, ...]
+    compute_setup: ComputeSetup
+    memory_threads: int
+    kv_bytes_per_worker: int
+    most_useful_tokens: int  # more slots than this in one worker could never be used
+    rows: int  # most rows of one step
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the engine must know of a cluster that is up."""
+
+    computes: tuple[str, ...]
+    capacities: Mapping[str, int]  # token slots by memory worker
+    attentions: tuple[AttentionSpec, ...]
+    dtype: DType
+    parameters: int
+
+
+def bring_up(
+    control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: Callable[[LoadProgress], None]
+) -> Cluster:
+    """Load the model, make slabs and arenas, connect every compute worker with every memory worker.
+
+    Raises the worker's own UserError if a user can mend it, else WorkerError or DeadlineError.
+    """
+    gather = _Gather(control, workers, on_progress)
+    everyone = (*plan.computes, *plan.memories)
+    gather.all(Hello, everyone, START_TIMEOUT_S)
+    control.send(plan.computes, plan.compute_setup)
+    loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
+    capacity = _capacity(plan, loaded)
+    control.send(plan.memories, MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads))
+    ready = gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
+    _connect(control, gather, plan, loaded)
+    return Cluster(
+        plan.computes,
+        {name: message.capacity for name, message in ready.items()},
+        tuple(loaded.attentions),
+        loaded.dtype,
+        loaded.parameters,
+    )
+
+
+def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
+    per_token = sum(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
+    capacity = plan.kv_bytes_per_worker // per_token
+    if capacity < 1:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {plan.kv_bytes_per_worker}; one token of this model needs {per_token} bytes. "
+            f"Give each memory worker more"
+        )
+    return min(capacity, plan.most_useful_tokens)
+
+
+def _connect(control: ControlServer, gather: "_Gather", plan: ClusterPlan, loaded: ModelLoaded) -> None:
+    channels = _channels(plan, loaded)
+    sizes = arena_sizes(channels)
+    descriptors: dict[str, bytes] = {}
+    for group in (plan.computes, plan.memories):
+        for name in group:
+            control.send([name], Register(*sizes[name]))
+        descriptors |= {
+            name: message.descriptor for name, message in gather.all(Registered, group, CONNECT_TIMEOUT_S).items()
+        }
+    for name in (*plan.computes, *plan.memories):
+        own = [channel for channel in channels if name in (channel.compute, channel.memory)]
+        peers = {peer for channel in own for peer in (channel.compute, channel.memory)} - {name}
+        control.send([name], Connect({peer: descriptors[peer] for peer in peers}, own))
+    gather.all(Connected, (*plan.computes, *plan.memories), CONNECT_TIMEOUT_S)
+
+
+def _channels(plan: ClusterPlan, loaded: ModelLoaded) -> list[ChannelSetup]:
+    """One channel for each compute-memory pair; arenas are laid out in the order of the pairs."""
+    request = _align(request_nbytes(loaded.attentions, loaded.dtype, plan.rows))
+    reply = _align(reply_nbytes(loaded.attentions, plan.rows))
+    return [
+        ChannelSetup(
+            compute=compute,
+            memory=memory,
+            slots=CHANNEL_SLOTS,
+            request_nbytes=request,
+            reply_nbytes=reply,
+            request_offset=c * CHANNEL_SLOTS * request,
+            request_doorbell=c,
+            reply_offset=m * CHANNEL_SLOTS * reply,
+            reply_doorbell=m,
+        )
+        for c, compute in enumerate(plan.computes)
+        for m, memory in enumerate(plan.memories)
+    ]
+
+
+def _align(nbytes: int) -> int:
+    return (nbytes + 63) // 64 * 64
+
+
+def arena_sizes(channels: Sequence[ChannelSetup]) -> dict[str, tuple[int, int]]:
+    """(bytes, doorbells) of every worker's arena."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for channel in channels:
+        for name, end, doorbell in (
+            (channel.memory, channel.request_offset + channel.slots * channel.request_nbytes, channel.request_doorbell),
+            (channel.compute, channel.reply_offset + channel.slots * channel.reply_nbytes, channel.reply_doorbell),
+        ):
+            nbytes, doorbells = sizes.get(name, (0, 0))
+            sizes[name] = max(nbytes, end), max(doorbells, doorbell + 1)
+    return sizes
+
+
+class _Gather:
+    """Collects one answer from each of several workers, noticing failures and deaths meanwhile."""
+
+    def __init__(self, control: ControlServer, workers: Workers, on_progress: Callable[[LoadProgress], None]) -> None:
+        self._control = control
+        self._workers = workers
+        self._on_progress = on_progress
+
+    def all(self, kind: type[MessageT], names: Sequence[str], timeout_s: float) -> dict[str, MessageT]:
+        answers: dict[str, MessageT] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(names):
+            for worker, message in self._control.receive(POLL_S):
+                if isinstance(message, kind):
+                    answers[worker] = message
+                else:
+                    self._handle(worker, message)
+            missing = [name for name in names if name not in answers]
+            for worker, reason in self._workers.ended().items():
+                self._drain()
+                raise WorkerError(worker, reason)
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s")
+        return answers
+
+    def _drain(self) -> None:
+        """A worker that ended may have said why just before."""
+        for worker, message in self._control.receive(POLL_S):
+            self._handle(worker, message)
+
+    def _handle(self, worker: str, message: ToEngine) -> None:
+        if isinstance(message, Failed):
+            raise failure(worker, message)
+        if isinstance(message, LoadProgress):
+            self._on_progress(message)
+
+
+def failure(worker: str, message: Failed) -> errors.LaminaError:
+    """The exception a worker's last words stand for: its own UserError, else a WorkerError."""
+    kind = getattr(errors, message.kind, None)
+    if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
+        return kind(message.message)
+    return WorkerError(worker, f"{message.kind}: {message.message}\n{message.traceback}")

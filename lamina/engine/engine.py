@@ -1,0 +1,262 @@
+"""The engine: one thread that plans steps, sends them, takes in what was drawn, and tells callers."""
+
+import collections
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lamina.config import EngineConfig
+from lamina.engine.bringup import Cluster, Workers, failure
+from lamina.engine.placement import Placement
+from lamina.engine.scheduler import Limits, Scheduler
+from lamina.engine.tracking import OnOutput, TrackedRequest
+from lamina.errors import EngineDeadError, OverloadedError, RequestError, TransportError
+from lamina.models.tokenizer import Tokenizer
+from lamina.transport.control import ControlServer
+from lamina.transport.messages import Failed, SlabUsage, Step, StepDone, Stop, ToEngine
+from lamina.types import FinishReason, Request, SamplingParams, StepPlan
+
+log = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S = 600.0
+POLL_S = 0.1
+MAX_WAITING = 16384
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Token slots of one memory worker, as it reported them last."""
+
+    used: int
+    capacity: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A look at the engine. ``dead`` says why it has stopped, if it has."""
+
+    running: int
+    waiting: int
+    steps: int
+    memory: Mapping[str, MemoryStats]
+    dead: str | None
+
+
+class Engine:
+    """Owns requests, tokens and the placement of KV. Its public methods are thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_name: str,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        control: ControlServer,
+        workers: Workers,
+        cluster: Cluster,
+    ) -> None:
+        """Take over a cluster that is up; ``close`` ends it."""
+        self.config = config
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.max_model_len = limits.max_model_len
+        self.cluster = cluster
+        self._control = control
+        self._workers = workers
+        self._scheduler = Scheduler(
+            limits,
+            Placement(cluster.capacities),
+            cluster.computes,
+            kv_heads=max(spec.kv_heads for spec in cluster.attentions),
+        )
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._in_flight: dict[str, tuple[StepPlan, float]] = {}
+        self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
+        self._steps = 0
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._lock = threading.Lock()  # guards _commands, _accepted and _dead together
+        self._accepted: set[str] = set()
+        self._dead: str | None = None
+        self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread ---------------------------------------------------------------------------------
+
+    def submit(self, request_id: str, prompt: str | list[int], params: SamplingParams, on_output: OnOutput) -> None:
+        """Queue a request. ``on_output`` is called from the engine's thread with everything so far, every time
+        something is added; exactly one call has ``finished`` set.
+
+        Raises RequestError for what can never be served, OverloadedError when too many requests wait,
+        EngineDeadError when the engine has stopped.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_tokens(tokens)
+        self._scheduler.check(len(tokens), params)
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_output)
+        with self._lock:
+            self._require_alive()
+            if request_id in self._accepted:
+                raise RequestError(f"request id {request_id!r} is in use; give each request its own")
+            if len(self._accepted) >= MAX_WAITING:
+                raise OverloadedError(f"{len(self._accepted)} requests are in the engine, the most it takes; try later")
+            self._accepted.add(request_id)
+            self._commands.append(lambda: self._add(tracked))
+        self._control.wake()
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        vocabulary = self.tokenizer.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise RequestError(f"token id {token} is outside the vocabulary of {vocabulary} tokens")
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has. Unknown and finished requests are left alone."""
+        with self._lock:
+            if self._dead is not None:
+                return
+            self._commands.append(lambda: self._abort(request_id))
+        self._control.wake()
+
+    def stats(self) -> EngineStats:
+        """Counters as of now."""
+        with self._lock:
+            accepted, dead = len(self._accepted), self._dead
+        running = self._scheduler.running
+        return EngineStats(running, max(0, accepted - running), self._steps, dict(self._usage), dead)
+
+    def close(self) -> None:
+        """End all requests and workers. Idempotent."""
+        self._die("the engine was closed")
+        self._control.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=30.0)
+
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._dead}. Start a new one")
+
+    def _die(self, reason: str) -> None:
+        with self._lock:
+            if self._dead is None:
+                self._dead = reason
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._dead is None:
+                self._step()
+        except Exception as error:
+            log.exception("the engine failed")
+            self._die(f"{type(error).__name__}: {error}")
+        finally:
+            self._end()
+
+    def _step(self) -> None:
+        """One turn: commands, what workers said, then a new plan for every compute worker that is free."""
+        for worker, message in self._control.receive(POLL_S):  # all that can change state wakes this wait
+            self._take(worker, message)
+        self._run_commands()
+        for compute in self.cluster.computes:
+            if compute not in self._in_flight:
+                self._launch(compute)
+        self._watch()
+
+    def _run_commands(self) -> None:
+        with self._lock:
+            commands, self._commands = self._commands, collections.deque()
+        for command in commands:
+            command()
+
+    def _add(self, tracked: TrackedRequest) -> None:
+        tracked.start(self._scheduler.add(tracked.request))
+        self._tracked[tracked.request.request_id] = tracked
+
+    def _abort(self, request_id: str) -> None:
+        if self._scheduler.abort(request_id) is not None:
+            self._finish(request_id, FinishReason.ABORT)
+
+    def _launch(self, compute: str) -> None:
+        plan = self._scheduler.plan(compute)
+        if plan is None:
+            return
+        self._in_flight[compute] = plan, time.monotonic() + STEP_TIMEOUT_S
+        # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
+        self._control.send([*self._scheduler.placement.capacities, compute], Step(plan))
+
+    def _take(self, worker: str, message: ToEngine) -> None:
+        if isinstance(message, StepDone):
+            self._complete(worker, message)
+        elif isinstance(message, SlabUsage):
+            capacity = self.cluster.capacities[worker]
+            self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
+        elif isinstance(message, Failed):
+            raise failure(worker, message)
+        else:
+            raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+
+    def _complete(self, compute: str, done: StepDone) -> None:
+        del self._in_flight[compute]
+        self._steps += 1
+        drawn = self._scheduler.complete(compute)
+        touched: dict[str, TrackedRequest] = {}
+        for draw in done.draws:
+            if draw.sequence not in drawn:  # aborted while the step ran
+                continue
+            group, completion = drawn[draw.sequence]
+            completion.generated.append(draw.token)
+            tracked = self._tracked[group.request.request_id]
+            touched[group.request.request_id] = tracked
+            if tracked.append(completion, draw):
+                self._scheduler.finish(group, completion)
+        for request_id, tracked in touched.items():
+            self._publish(request_id, tracked)
+
+    def _publish(self, request_id: str, tracked: TrackedRequest) -> None:
+        if tracked.finished:
+            self._forget(request_id)
+        try:
+            tracked.publish()
+        except Exception:
+            log.exception("the output callback of request %s failed; the request is aborted", request_id)
+            self._scheduler.abort(request_id)
+            self._forget(request_id)
+
+    def _finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        tracked = self._tracked[request_id]
+        tracked.end(reason, error)
+        self._publish(request_id, tracked)
+
+    def _forget(self, request_id: str) -> None:
+        self._tracked.pop(request_id, None)
+        with self._lock:
+            self._accepted.discard(request_id)
+
+    def _watch(self) -> None:
+        for worker, reason in self._workers.ended().items():
+            for sender, message in self._control.receive(POLL_S):  # it may have said why
+                self._take(sender, message)
+            raise TransportError(f"worker {worker} is gone: {reason}")
+        now = time.monotonic()
+        for compute, (plan, deadline) in self._in_flight.items():
+            if now > deadline:
+                raise TransportError(f"{compute} did not finish step {plan.step} within {STEP_TIMEOUT_S:.0f} s")
+
+    def _end(self) -> None:
+        """Every request still here ends with an error, then the workers end."""
+        reason = f"the engine has stopped: {self._dead}"
+        self._run_commands()
+        for request_id in list(self._tracked):
+            self._finish(request_id, FinishReason.ERROR, reason)
+        try:
+            self._control.send([*self.cluster.computes, *self.cluster.capacities], Stop())
+        except TransportError as error:
+            log.info("not every worker could be told to stop: %s", error)
+        self._workers.close()
+        self._control.close()

@@ -1,0 +1,283 @@
+"""Continuous batching: which tokens of which sequences run in the next step of a compute worker.
+
+A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``finish`` and ``abort``, in the order they
+are called. It holds no clock, socket or tensor, so a simulator can drive it as the engine does.
+
+A request runs on one compute worker. Its life: waiting -> admitted (KV reserved) -> prompt chunks -> its other
+completions forked -> one token a step -> finished -> released (the workers forget it and its slots are free).
+"""
+
+import collections
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lamina.engine.placement import Placement
+from lamina.errors import RequestError
+from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one step on one compute worker, and of one request."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass
+class Completion:
+    """One sequence: its place in the batch and what it has drawn."""
+
+    sequence: int
+    index: int
+    cached: int = 0  # tokens whose K and V are on the memory worker
+    generated: list[int] = field(default_factory=list)
+    finished: bool = False
+    retired: bool = False  # given up for release
+
+
+@dataclass
+class Group:
+    """A request with its completions."""
+
+    request: Request
+    max_tokens: int
+    completions: list[Completion]
+    compute: str = ""
+    memory: str = ""
+    heads: tuple[int, int] = (0, 0)
+    in_flight: bool = False
+    forked: bool = False
+    holders: int = 0  # completions whose KV reservation stands
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def own_tokens(self) -> int:
+        """Most KV tokens one completion keeps besides the prompt: the last token drawn is never kept."""
+        return self.max_tokens - 1
+
+    @property
+    def tokens(self) -> int:
+        """Most KV tokens the request keeps; the prompt is shared by its completions."""
+        return self.prompt_length + len(self.completions) * self.own_tokens
+
+    @property
+    def prompt_done(self) -> bool:
+        return self.completions[0].cached >= self.prompt_length
+
+    @property
+    def alive(self) -> list[Completion]:
+        return [completion for completion in self.completions if not completion.finished]
+
+
+class Scheduler:
+    """First in, first out; decode before prompts; a prompt is cut into chunks that fill what a step has left."""
+
+    def __init__(self, limits: Limits, placement: Placement, computes: Sequence[str], kv_heads: int) -> None:
+        """``computes`` name the compute workers, ``kv_heads`` is the head range of a whole segment."""
+        self.limits = limits
+        self.placement = placement
+        self._kv_heads = kv_heads
+        self._waiting: collections.deque[Group] = collections.deque()
+        self._running: dict[str, list[Group]] = {compute: [] for compute in computes}
+        self._ending: dict[str, list[tuple[Group, Completion]]] = {compute: [] for compute in computes}
+        self._in_flight: dict[str, StepPlan] = {}
+        self._requests: dict[str, Group] = {}
+        self._groups: dict[int, Group] = {}
+        self._sequences = itertools.count()
+        self._steps = itertools.count(1)
+
+    @property
+    def waiting(self) -> int:
+        """Requests not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests admitted and not finished."""
+        return sum(len(groups) for groups in self._running.values())
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits, runs, is in flight or is still to be released."""
+        return not (self._waiting or self._in_flight or self.running or any(self._ending.values()))
+
+    def check(self, prompt_length: int, params: SamplingParams) -> None:
+        """Refuse what can never be served. Raises RequestError with the figures."""
+        limit = self.limits.max_model_len
+        if prompt_length == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        if prompt_length >= limit:
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens; this runtime takes at most {limit - 1} "
+                f"(max_model_len {limit}, one left for the answer). Shorten the prompt or raise max_model_len"
+            )
+        if params.n > self.limits.max_num_seqs:
+            raise RequestError(f"n is {params.n}; this runtime decodes {self.limits.max_num_seqs} sequences at once")
+        own = self._max_tokens(prompt_length, params) - 1
+        self.placement.require_possible(prompt_length + params.n * own)
+
+    def _max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        room = self.limits.max_model_len - prompt_length
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def add(self, request: Request) -> Group:
+        """Queue a request. Raises RequestError if it can never be served."""
+        length = len(request.prompt_token_ids)
+        self.check(length, request.params)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
+        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        group = Group(request, self._max_tokens(length, request.params), completions, heads=(0, self._kv_heads))
+        self._requests[request.request_id] = group
+        self._groups.update((completion.sequence, group) for completion in completions)
+        self._waiting.append(group)
+        return group
+
+    def plan(self, compute: str) -> StepPlan | None:
+        """The next step of ``compute``, which must have none in flight; None if there is nothing to do."""
+        if compute in self._in_flight:
+            raise AssertionError(f"{compute} has step {self._in_flight[compute].step} in flight")
+        forks = [fork for group in self._running[compute] for fork in self._forks(group)]
+        released = self._release(compute)
+        admitted = self._admit(compute)
+        steps = self._steps_of(compute)
+        if not (forks or released or admitted or steps):
+            return None
+        plan = StepPlan(next(self._steps), compute, forks, released, admitted, steps)
+        self._in_flight[compute] = plan
+        for step in steps:
+            self._groups[step.sequence].in_flight = True
+        return plan
+
+    def _forks(self, group: Group) -> list[Fork]:
+        if group.forked or not group.prompt_done:
+            return []
+        group.forked = True
+        first, *others = group.completions
+        for other in others:
+            other.cached = group.prompt_length
+        return [Fork(first.sequence, other.sequence, group.prompt_length) for other in others if not other.finished]
+
+    def _release(self, compute: str) -> list[int]:
+        """Let go of finished completions, whose own slots are free once this plan is applied."""
+        ending, self._ending[compute] = self._ending[compute], []
+        for group, _ in ending:
+            group.holders -= 1
+            prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
+            self.placement.release(group.memory, group.own_tokens + prompt)
+        return [completion.sequence for _, completion in ending]
+
+    def _admit(self, compute: str) -> list[Admission]:
+        admitted = []
+        budget = self.limits.max_num_batched_tokens - self._seats_taken(compute)
+        while self._waiting and budget > 0 and self._is_least_loaded(compute):
+            group = self._waiting[0]
+            if self._seats_taken(compute) + len(group.completions) > self.limits.max_num_seqs:
+                break
+            memory = self.placement.reserve(group.tokens)
+            if memory is None:
+                break
+            self._waiting.popleft()
+            group.compute, group.memory, group.holders = compute, memory, len(group.completions)
+            self._running[compute].append(group)
+            admitted.append(self._admission(group))
+            budget -= group.prompt_length
+        return admitted
+
+    def _seats_taken(self, compute: str) -> int:
+        return sum(len(group.completions) for group in self._running[compute])
+
+    def _is_least_loaded(self, compute: str) -> bool:
+        return self._seats_taken(compute) <= min(map(self._seats_taken, self._running))
+
+    def _admission(self, group: Group) -> Admission:
+        params, first = group.request.params, group.completions[0].sequence
+        segment = Segment(first, group.memory, group.heads, (0, None))
+        prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+        return Admission(first, len(group.completions), [segment], params, group.request.seed, prompt)
+
+    def _steps_of(self, compute: str) -> list[SequenceStep]:
+        groups = self._running[compute]
+        steps = [
+            SequenceStep(completion.sequence, completion.cached, completion.generated[-1:], [completion.sequence])
+            for group in groups
+            if group.prompt_done
+            for completion in group.alive
+        ]
+        budget = self.limits.max_num_batched_tokens - len(steps)
+        for group in groups:
+            if budget <= 0:
+                break
+            if not group.prompt_done:
+                steps.append(self._chunk(group, budget))
+                budget -= len(steps[-1].tokens)
+        return steps
+
+    @staticmethod
+    def _chunk(group: Group, budget: int) -> SequenceStep:
+        first = group.completions[0]
+        stop = min(group.prompt_length, first.cached + budget)
+        last = stop == group.prompt_length
+        draws = [completion.sequence for completion in group.alive] if last else []
+        return SequenceStep(first.sequence, first.cached, group.request.prompt_token_ids[first.cached : stop], draws)
+
+    def complete(self, compute: str) -> dict[int, tuple[Group, Completion]]:
+        """The step in flight on ``compute`` has run. Returns, by sequence, the completions that drew a token and live.
+
+        The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
+        """
+        plan = self._in_flight.pop(compute)
+        drawn = {}
+        for step in plan.sequences:
+            group = self._groups[step.sequence]
+            group.in_flight = False
+            for completion in group.completions:
+                if completion.sequence == step.sequence:
+                    completion.cached = step.stop
+                if completion.sequence in step.draws and not completion.finished:
+                    drawn[completion.sequence] = group, completion
+        for step in plan.sequences:
+            self._retire(self._groups.get(step.sequence))
+        return drawn
+
+    def finish(self, group: Group, completion: Completion) -> None:
+        """A completion has ended, by itself or by its caller's wish."""
+        completion.finished = True
+        self._retire(group)
+
+    def abort(self, request_id: str) -> Group | None:
+        """End a request wherever it is; None if it is not known (any more)."""
+        group = self._requests.get(request_id)
+        if group is None:
+            return None
+        for completion in group.completions:
+            completion.finished = True
+        if group.compute:
+            self._retire(group)
+        else:
+            self._waiting.remove(group)
+            self._forget(group)
+        return group
+
+    def _retire(self, group: Group | None) -> None:
+        """Hand finished completions, once no step uses their group, to the next plan for release."""
+        if group is None or group.in_flight:
+            return
+        for completion in group.completions:
+            if completion.finished and not completion.retired:
+                completion.retired = True
+                self._ending[group.compute].append((group, completion))
+        if not group.alive and group.request.request_id in self._requests:
+            self._running[group.compute].remove(group)
+            self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        del self._requests[group.request.request_id]
+        for completion in group.completions:
+            del self._groups[completion.sequence]
