@@ -1,6 +1,11 @@
 // The Python module lamina._native: one register_* function per concept, each in its own file.
 #include <nanobind/nanobind.h>
 
+void register_attention(nanobind::module_ &module);
+void register_transport(nanobind::module_ &module);
+
 NB_MODULE(_native, module) {
     module.doc() = "Native attention and transport of Lamina.";
+    register_attention(module);
+    register_transport(module);
 }

@@ -1,0 +1,115 @@
+"""Native attention and transport of Lamina: types of the compiled module."""
+
+import enum
+from typing import Any
+
+from numpy.typing import NDArray
+
+# -- attention: see lamina.kernels.attention for the meaning of every argument
+
+class AttentionPath(enum.Enum):
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512_BF16 = 2
+
+def attention_paths() -> list[AttentionPath]: ...
+def attention_partial(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    query_offsets: NDArray[Any],
+    query_start: NDArray[Any],
+    kv_offsets: NDArray[Any],
+    kv_start: NDArray[Any],
+    slots: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    *,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    alibi_slopes: NDArray[Any] | None,
+    threads: int,
+    path: AttentionPath,
+) -> None: ...
+def attention_append(slab: NDArray[Any], rows: NDArray[Any], slots: NDArray[Any], threads: int) -> None: ...
+def attention_merge(
+    outs: list[NDArray[Any]],
+    lses: list[NDArray[Any]],
+    sinks: NDArray[Any] | None,
+    out: NDArray[Any],
+    lse: NDArray[Any] | None,
+) -> None: ...
+
+from collections.abc import Sequence
+
+from lamina.transport.base import Part
+
+# --- transport.cpp
+
+class ShmArena:
+    """An arena mapped into this process; exports its data as a writable buffer."""
+
+    @staticmethod
+    def file_nbytes(nbytes: int, doorbells: int) -> int:
+        """Bytes of a file that holds ``nbytes`` of data and that many doorbells."""
+
+    @staticmethod
+    def create(fd: int, nbytes: int, doorbells: int) -> ShmArena:
+        """Map a new, zero-filled file and make it an arena. Raises MemoryError."""
+
+    @staticmethod
+    def open(fd: int) -> ShmArena:
+        """Map the arena that another process made. Raises ValueError if the file is none, MemoryError."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+
+    @property
+    def doorbells(self) -> int:
+        """Number of doorbells."""
+
+    @property
+    def gone(self) -> bool:
+        """True once the owner has closed its endpoint or has been found dead."""
+
+    def mark_gone(self) -> None:
+        """Tell everybody who has mapped this arena that its owner is gone."""
+
+    def nudge(self) -> None:
+        """Wake the owner's wait without a message, so that it looks around."""
+
+    def sequence(self, doorbell: int) -> int:
+        """Where a doorbell stands. Raises ValueError for one that does not exist."""
+
+    def write(self, offset: int, nbytes: int, parts: Sequence[Part]) -> None:
+        """Copy the parts one after another into [offset, offset + nbytes).
+
+        Raises ValueError, before anything is written, if they do not fit; ConnectionResetError if the owner is gone.
+        """
+
+    def ring(self, doorbell: int, sequence: int) -> None:
+        """Set a doorbell after all earlier writes and wake whoever waits. Raises ValueError, ConnectionResetError."""
+
+    def post(self, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """``write``, then ``ring``."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class ShmWaiter:
+    """Waits on the doorbells of one's own arena while watching over peers. One thread at a time."""
+
+    def __init__(self, own: ShmArena) -> None: ...
+    def watch(self, peer: ShmArena, pidfd: int) -> None:
+        """Watch a peer's process and arena from now on; the pidfd stays the caller's."""
+
+    def forget(self, index: int) -> None:
+        """Forget the peer at this index; later ones move down by one."""
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float, spin_s: float) -> int:
+        """Wait until a target = (doorbell, sequence) is reached; its index. Releases the GIL.
+
+        Raises TimeoutError; ConnectionResetError(index of the peer) if nothing is ready and a peer is gone.
+        """

@@ -1,0 +1,115 @@
+"""Partial attention over segments of a KV slab, on this machine's processor.
+
+Arrays are C-contiguous numpy arrays; uint16 means bfloat16 bits. Shapes use R query rows, Hq query heads, Hkv
+key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module imports no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina import _native
+from lamina.types import AttentionSpec
+
+Path = _native.AttentionPath
+Array = npt.NDArray[Any]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+
+BEST_PATH = _native.attention_paths()[-1]
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """S (sequence, segment) pairs: which query rows attend to which slots. Planned once per step, used by every layer.
+
+    Args:
+        query_offsets: int32 [S + 1], rows of q of each pair, contiguous.
+        query_start: int32 [S], position of the pair's first query row; its row i is at ``query_start + i``.
+        kv_offsets: int64 or int32 [S + 1], into ``slots``.
+        kv_start: int32 [S], position of the segment's first token.
+        slots: int32 [N], slab slot of each token, by ascending position.
+
+    Every call checks sizes, order and bounds against its q, k and v.
+    """
+
+    query_offsets: IntArray
+    query_start: IntArray
+    kv_offsets: npt.NDArray[np.int64] | IntArray
+    kv_start: IntArray
+    slots: IntArray
+
+
+def partial(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: SegmentTable,
+    spec: AttentionSpec,
+    threads: int,
+    out: FloatArray | None = None,
+    lse: FloatArray | None = None,
+    *,
+    path: Path = BEST_PATH,
+) -> tuple[FloatArray, FloatArray]:
+    """Attention of every query row over its pair's segment, without sinks: those are applied by ``merge``.
+
+    Args:
+        q: [R, Hq, D] float32 or the element type of k; rounded to bfloat16 on ``Path.AVX512_BF16`` if k holds that.
+        k: [slots, Hkv, D] float32, float16 or uint16. v: [slots, Hkv, Dv] likewise.
+        spec: scale, window, chunk, softcap and alibi slopes; its head counts and sizes must be those of q, k and v.
+        threads: threads to use, this one included.
+        out, lse: written if given, else allocated.
+        path: instruction set, one of ``lamina._native.attention_paths()``.
+
+    Returns:
+        out float32 [R, Hq, Dv] and natural-log lse float32 [R, Hq]; 0 and -inf for a row that sees nothing.
+
+    Raises:
+        ValueError: a shape, an element type, an order or a slot that does not fit.
+    """
+    _check_spec(q, k, v, spec)
+    out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
+    lse = np.empty(q.shape[:2], np.float32) if lse is None else lse
+    slopes = None if spec.alibi_slopes is None else np.asarray(spec.alibi_slopes, np.float32)
+    _native.attention_partial(
+        q,
+        k,
+        v,
+        segments.query_offsets,
+        segments.query_start,
+        segments.kv_offsets.astype(np.int64, copy=False),
+        segments.kv_start,
+        segments.slots,
+        out,
+        lse,
+        scale=spec.scale,
+        window=spec.window,
+        chunk=spec.chunk,
+        softcap=spec.softcap,
+        alibi_slopes=slopes,
+        threads=threads,
+        path=path,
+    )
+    return out, lse
+
+
+def append(k_slab: Array, v_slab: Array, k: Array, v: Array, slots: IntArray, threads: int = 1) -> None:
+    """Writes k [T, Hkv, D] and v [T, Hkv, Dv] into rows ``slots`` [T] of k_slab and v_slab, which are mutated.
+
+    k and v hold float32, rounded to nearest even, or the slab's element type.
+
+    Raises:
+        ValueError: a shape, an element type, an order or a slot that does not fit; nothing is written to that slab.
+    """
+    _native.attention_append(k_slab, k, slots, threads)
+    _native.attention_append(v_slab, v, slots, threads)
+
+
+def _check_spec(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
+    shapes = (q.shape[1:], k.shape[1:], v.shape[1:])
+    wanted = ((spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim))
+    if shapes != wanted:
+        raise ValueError(f"q, k and v have rows of shapes {shapes}; the spec of layer {spec.layer} says {wanted}")

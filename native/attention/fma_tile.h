@@ -1,0 +1,107 @@
+// Tiles of float words for any vector width: KV of every type is widened to float while it is packed.
+#pragma once
+
+#include "attend.h"
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace lamina::attention {
+namespace {
+
+struct Float32 {
+    using Kv = float;
+    static float widen(Kv value) { return value; }
+    template <int W> static Floats<W> load_wide(const Kv *source) { return load<Floats<W>>(source); }
+};
+
+struct Float16 {
+    using Kv = _Float16;
+    static float widen(Kv value) { return static_cast<float>(value); }
+    template <int W> static Floats<W> load_wide(const Kv *source) {
+#ifdef __F16C__
+        if constexpr (W == 8)
+            return reinterpret_cast<Floats<W>>(_mm256_cvtph_ps(load<__m128i>(source)));
+#endif
+#ifdef __AVX512F__
+        if constexpr (W == 16)
+            return reinterpret_cast<Floats<W>>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(source)));
+#endif
+        Floats<W> wide;
+        for (int i = 0; i < W; ++i)
+            wide[i] = widen(source[i]);
+        return wide;
+    }
+};
+
+struct BFloat16 {
+    using Kv = uint16_t;
+    static float widen(Kv value) { return __builtin_bit_cast(float, static_cast<uint32_t>(value) << 16); }
+    template <int W> static Floats<W> load_wide(const Kv *source) {
+        using Halves = typename Vectors<W>::Halves;
+        return reinterpret_cast<Floats<W>>(__builtin_convertvector(load<Halves>(source), Ints<W>) << 16);
+    }
+};
+
+// W floats a vector; blocks of ROWS x COLUMNS vectors stay in registers.
+template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
+    using Kv = typename Element::Kv;
+    static constexpr int W = WIDTH, kRows = ROWS, kColumns = COLUMNS;
+    static constexpr int kWord = 1;
+    using F = Floats<W>;
+
+    static F multiply_add(F sum, const float *a, F b) { return sum + *a * b; }
+
+    static void pack_query(const Problem &problem, int64_t offset, float *packed) {
+        for (int64_t d = 0; d < problem.shape.qk_dim; ++d)
+            packed[d] = problem.q_type == ElementType::Float32
+                            ? static_cast<const float *>(problem.q)[offset + d]
+                            : Element::widen(static_cast<const Kv *>(problem.q)[offset + d]);
+    }
+
+    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed) {
+        int64_t d = 0;
+        for (; d + W <= dim; d += W)
+            for (int64_t t = 0; t < kTileTokens; t += W) {
+                F block[W];
+                for (int i = 0; i < W; ++i)
+                    block[i] = Element::template load_wide<W>(rows[t + i] + d);
+                transpose<W>(block);
+                for (int i = 0; i < W; ++i)
+                    store(packed + (d + i) * kTileTokens + t, block[i]);
+            }
+        for (; d < dim; ++d)
+            for (int64_t t = 0; t < kTileTokens; ++t)
+                packed[d * kTileTokens + t] = Element::widen(rows[t][d]);
+    }
+
+    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed) {
+        for (int64_t t = 0; t < kTileTokens; ++t, packed += padded) {
+            int64_t d = 0;
+            for (; d + W <= dim; d += W)
+                store(packed + d, Element::template load_wide<W>(rows[t] + d));
+            for (; d < dim; ++d)
+                packed[d] = Element::widen(rows[t][d]);
+            for (; d < padded; ++d)
+                packed[d] = 0;
+        }
+    }
+
+    static void store_probabilities(float *target, int64_t token, F p) { store(target + token, p); }
+};
+
+template <int WIDTH, int ROWS, int COLUMNS> TaskKernel fma_kernel(ElementType kv_type) {
+    switch (kv_type) {
+    case ElementType::Float32:
+        return attend<FmaTile<Float32, WIDTH, ROWS, COLUMNS>>;
+    case ElementType::Float16:
+        return attend<FmaTile<Float16, WIDTH, ROWS, COLUMNS>>;
+    case ElementType::BFloat16:
+        return attend<FmaTile<BFloat16, WIDTH, ROWS, COLUMNS>>;
+    }
+    return nullptr;
+}
+
+} // namespace
+} // namespace lamina::attention

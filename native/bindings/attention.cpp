@@ -1,0 +1,243 @@
+// lamina._native: attention_partial, attention_append, attention_merge. Checks every shape, type and bound
+// before the kernels, which trust their arguments, run without the GIL.
+#include "lamina/attention.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+namespace nb = nanobind;
+using namespace lamina::attention;
+
+namespace {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu>;
+using OutArray = nb::ndarray<nb::device::cpu>;
+
+template <class... Parts> [[noreturn]] void fail(const Parts &...parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw nb::value_error(text.str().c_str());
+}
+
+template <class A> std::string shape_text(const A &array) {
+    std::ostringstream text;
+    text << "[";
+    for (size_t i = 0; i < array.ndim(); ++i)
+        text << (i ? ", " : "") << array.shape(i);
+    text << "]";
+    return text.str();
+}
+
+// Checks C order and the shape; a wanted size of -1 is free.
+template <class A> void check_shape(const char *name, const A &array, const std::vector<int64_t> &wanted) {
+    bool right = array.ndim() == wanted.size();
+    for (size_t i = 0; right && i < wanted.size(); ++i)
+        right = wanted[i] < 0 || static_cast<int64_t>(array.shape(i)) == wanted[i];
+    if (!right) {
+        std::ostringstream text;
+        for (size_t i = 0; i < wanted.size(); ++i)
+            text << (i ? ", " : "") << (wanted[i] < 0 ? std::string("any") : std::to_string(wanted[i]));
+        fail(name, " has shape ", shape_text(array), "; expected [", text.str(), "]");
+    }
+    int64_t stride = 1;
+    for (size_t i = wanted.size(); i-- > 0;) {
+        if (array.shape(i) > 1 && array.stride(i) != stride)
+            fail(name, " of shape ", shape_text(array), " is not C-contiguous; pass numpy.ascontiguousarray(",
+                 name, ")");
+        stride *= static_cast<int64_t>(array.shape(i));
+    }
+}
+
+template <class T, class A> void check_type(const char *name, const A &array, const char *expected) {
+    if (array.dtype() != nb::dtype<T>())
+        fail(name, " must hold ", expected, " elements");
+}
+
+template <class A> ElementType element_type(const char *name, const A &array) {
+    const nb::dlpack::dtype type = array.dtype();
+    if (type == nb::dtype<float>())
+        return ElementType::Float32;
+    if (type == nb::dtype<uint16_t>())
+        return ElementType::BFloat16;
+    if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && type.bits == 16 &&
+        type.lanes == 1)
+        return ElementType::Float16;
+    fail(name, " must hold float32, float16 or uint16 (bfloat16 bits) elements");
+}
+
+void check_source_type(const char *name, ElementType type, const char *slab, ElementType slab_type) {
+    if (type != ElementType::Float32 && type != slab_type)
+        fail(name, " must hold float32 elements or the element type of ", slab);
+}
+
+void check_slots(const int32_t *slots, int64_t count, int64_t capacity) {
+    uint32_t most = 0; // a negative slot is a huge unsigned one
+    for (int64_t i = 0; i < count; ++i)
+        most = std::max(most, static_cast<uint32_t>(slots[i]));
+    if (count > 0 && most >= capacity)
+        fail("slots holds ", static_cast<int32_t>(most), "; the slab has slots 0 to ", capacity - 1);
+}
+
+template <class T> void check_offsets(const char *name, const T *offsets, int64_t count, int64_t end) {
+    if (offsets[0] != 0 || offsets[count] != end)
+        fail(name, " spans ", offsets[0], " to ", offsets[count], "; expected 0 to ", end);
+    for (int64_t i = 0; i < count; ++i)
+        if (offsets[i] > offsets[i + 1])
+            fail(name, " decreases from ", offsets[i], " to ", offsets[i + 1], " at pair ", i);
+}
+
+template <class T> const T *data(const Array &array) {
+    return static_cast<const T *>(array.data());
+}
+
+void check_threads(int threads) {
+    if (threads < 1)
+        fail("threads is ", threads, "; give at least 1");
+}
+
+Segments make_segments(const Array &query_offsets, const Array &query_start, const Array &kv_offsets,
+                       const Array &kv_start, const Array &slots, int64_t rows, int64_t capacity) {
+    check_shape("query_start", query_start, {-1});
+    const auto count = static_cast<int64_t>(query_start.shape(0));
+    check_shape("query_offsets", query_offsets, {count + 1});
+    check_shape("kv_offsets", kv_offsets, {count + 1});
+    check_shape("kv_start", kv_start, {count});
+    check_shape("slots", slots, {-1});
+    check_type<int32_t>("query_offsets", query_offsets, "int32");
+    check_type<int32_t>("query_start", query_start, "int32");
+    check_type<int64_t>("kv_offsets", kv_offsets, "int64");
+    check_type<int32_t>("kv_start", kv_start, "int32");
+    check_type<int32_t>("slots", slots, "int32");
+    const auto tokens = static_cast<int64_t>(slots.shape(0));
+    check_offsets("query_offsets", data<int32_t>(query_offsets), count, rows);
+    check_offsets("kv_offsets", data<int64_t>(kv_offsets), count, tokens);
+    check_slots(data<int32_t>(slots), tokens, capacity);
+    return {count,
+            data<int32_t>(query_offsets),
+            data<int32_t>(query_start),
+            data<int64_t>(kv_offsets),
+            data<int32_t>(kv_start),
+            data<int32_t>(slots)};
+}
+
+void partial_binding(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
+                     const Array &query_start, const Array &kv_offsets, const Array &kv_start,
+                     const Array &slots, const OutArray &out, const OutArray &lse, float scale,
+                     int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
+                     int threads, Path path) {
+    check_shape("q", q, {-1, -1, -1});
+    check_shape("k", k, {-1, -1, static_cast<int64_t>(q.shape(2))});
+    check_shape("v", v, {static_cast<int64_t>(k.shape(0)), static_cast<int64_t>(k.shape(1)), -1});
+    const auto rows = static_cast<int64_t>(q.shape(0));
+    const Shape shape{static_cast<int64_t>(q.shape(1)), static_cast<int64_t>(k.shape(1)),
+                      static_cast<int64_t>(q.shape(2)), static_cast<int64_t>(v.shape(2))};
+    if (shape.kv_heads == 0 || shape.query_heads == 0 || shape.query_heads % shape.kv_heads != 0)
+        fail("q has ", shape.query_heads, " heads; expected a positive multiple of the ", shape.kv_heads,
+             " heads of k and v");
+    check_shape("out", out, {rows, shape.query_heads, shape.v_dim});
+    check_shape("lse", lse, {rows, shape.query_heads});
+    check_type<float>("out", out, "float32");
+    check_type<float>("lse", lse, "float32");
+    const ElementType kv_type = element_type("k", k), q_type = element_type("q", q);
+    if (element_type("v", v) != kv_type)
+        fail("v must hold the element type of k");
+    check_source_type("q", q_type, "k", kv_type);
+    if (alibi_slopes) {
+        check_shape("alibi_slopes", *alibi_slopes, {shape.query_heads});
+        check_type<float>("alibi_slopes", *alibi_slopes, "float32");
+    }
+    check_threads(threads);
+    const std::vector<Path> available = available_paths();
+    if (std::find(available.begin(), available.end(), path) == available.end())
+        fail("this processor cannot run the given attention path; choose one of attention_paths()");
+    const Segments segments = make_segments(query_offsets, query_start, kv_offsets, kv_start, slots, rows,
+                                            static_cast<int64_t>(k.shape(0)));
+    const Scoring scoring{scale, window, chunk, softcap, alibi_slopes ? data<float>(*alibi_slopes) : nullptr};
+    const Problem problem{shape,
+                          scoring,
+                          segments,
+                          q_type,
+                          kv_type,
+                          q.data(),
+                          k.data(),
+                          v.data(),
+                          static_cast<float *>(out.data()),
+                          static_cast<float *>(lse.data())};
+    nb::gil_scoped_release release;
+    partial(problem, threads, path);
+}
+
+void append_binding(const OutArray &slab, const Array &rows, const Array &slots, int threads) {
+    check_shape("slab", slab, {-1, -1, -1});
+    check_shape("slots", slots, {-1});
+    check_type<int32_t>("slots", slots, "int32");
+    const auto count = static_cast<int64_t>(slots.shape(0));
+    const auto heads = static_cast<int64_t>(slab.shape(1)), dim = static_cast<int64_t>(slab.shape(2));
+    check_shape("rows", rows, {count, heads, dim});
+    const ElementType slab_type = element_type("slab", slab), row_type = element_type("rows", rows);
+    check_source_type("rows", row_type, "slab", slab_type);
+    check_slots(data<int32_t>(slots), count, static_cast<int64_t>(slab.shape(0)));
+    check_threads(threads);
+    nb::gil_scoped_release release;
+    append(slab.data(), slab_type, rows.data(), row_type, data<int32_t>(slots), count, heads * dim, threads);
+}
+
+void merge_binding(const std::vector<Array> &outs, const std::vector<Array> &lses,
+                   const std::optional<Array> &sinks, const OutArray &out,
+                   const std::optional<OutArray> &lse) {
+    check_shape("out", out, {-1, -1, -1});
+    check_type<float>("out", out, "float32");
+    const auto rows = static_cast<int64_t>(out.shape(0)), heads = static_cast<int64_t>(out.shape(1)),
+               v_dim = static_cast<int64_t>(out.shape(2));
+    if (outs.empty() || outs.size() != lses.size())
+        fail("merge got ", outs.size(), " outs and ", lses.size(),
+             " lses; give one lse for each of at least one out");
+    std::vector<const float *> out_data, lse_data;
+    for (size_t i = 0; i < outs.size(); ++i) {
+        check_shape("outs", outs[i], {rows, heads, v_dim});
+        check_shape("lses", lses[i], {rows, heads});
+        check_type<float>("outs", outs[i], "float32");
+        check_type<float>("lses", lses[i], "float32");
+        out_data.push_back(data<float>(outs[i]));
+        lse_data.push_back(data<float>(lses[i]));
+    }
+    if (sinks) {
+        check_shape("sinks", *sinks, {heads});
+        check_type<float>("sinks", *sinks, "float32");
+    }
+    if (lse) {
+        check_shape("lse", *lse, {rows, heads});
+        check_type<float>("lse", *lse, "float32");
+    }
+    nb::gil_scoped_release release;
+    merge(out_data.data(), lse_data.data(), static_cast<int64_t>(outs.size()), rows, heads, v_dim,
+          sinks ? data<float>(*sinks) : nullptr, static_cast<float *>(out.data()),
+          lse ? static_cast<float *>(lse->data()) : nullptr);
+}
+
+} // namespace
+
+void register_attention(nb::module_ &module) {
+    nb::enum_<Path>(module, "AttentionPath", "Instruction sets with attention kernels of their own.")
+        .value("PORTABLE", Path::Portable)
+        .value("AVX2", Path::Avx2)
+        .value("AVX512_BF16", Path::Avx512Bf16);
+    module.def("attention_paths", &available_paths, "What this processor can run, slowest first.");
+    module.def("attention_partial", &partial_binding, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+               nb::arg("query_offsets"), nb::arg("query_start"), nb::arg("kv_offsets"), nb::arg("kv_start"),
+               nb::arg("slots"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("scale"),
+               nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("alibi_slopes").none(),
+               nb::arg("threads"), nb::arg("path"));
+    module.def("attention_append", &append_binding, nb::arg("slab"), nb::arg("rows"), nb::arg("slots"),
+               nb::arg("threads"));
+    module.def("attention_merge", &merge_binding, nb::arg("outs"), nb::arg("lses"), nb::arg("sinks").none(),
+               nb::arg("out"), nb::arg("lse").none());
+}

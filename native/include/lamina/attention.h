@@ -1,0 +1,76 @@
+// Attention over segments of a token-granular KV slab, and the algebra that merges its partial results.
+// Plain pointers to C-contiguous memory; nothing here knows Python or a framework.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace lamina::attention {
+
+enum class ElementType { Float32, Float16, BFloat16 };
+
+constexpr int64_t element_size(ElementType type) {
+    return type == ElementType::Float32 ? 4 : 2;
+}
+
+// Instruction sets with kernels of their own, slowest first.
+enum class Path { Portable, Avx2, Avx512Bf16 };
+
+// What this processor can run, slowest first; never empty.
+std::vector<Path> available_paths();
+
+struct Shape {
+    int64_t query_heads; // a multiple of kv_heads
+    int64_t kv_heads;
+    int64_t qk_dim;
+    int64_t v_dim;
+};
+
+// A query at position p sees the key at position j when j <= p, p - j < window (if window > 0) and
+// j / chunk == p / chunk (if chunk > 0).
+struct Scoring {
+    float scale;
+    int64_t window;            // 0: none
+    int64_t chunk;             // 0: none
+    float softcap;             // 0: none
+    const float *alibi_slopes; // [query_heads], or null
+};
+
+// (sequence, segment) pairs: the query rows of each, and the slab slots of the segment's tokens.
+struct Segments {
+    int64_t count;
+    const int32_t *query_offsets; // [count + 1] into the rows of q
+    const int32_t *query_start;   // [count] position of the first query row
+    const int64_t *kv_offsets;    // [count + 1] into slots
+    const int32_t *kv_start;      // [count] position of the first token
+    const int32_t *slots;         // [kv_offsets[count]] ascending positions
+};
+
+struct Problem {
+    Shape shape;
+    Scoring scoring;
+    Segments segments;
+    ElementType q_type; // Float32 or kv_type
+    ElementType kv_type;
+    const void *q; // [rows, query_heads, qk_dim]
+    const void *k; // [slots, kv_heads, qk_dim]
+    const void *v; // [slots, kv_heads, v_dim]
+    float *out;    // [rows, query_heads, v_dim]; 0 for a row that sees nothing
+    float *lse;    // [rows, query_heads] natural log; -inf for a row that sees nothing
+};
+
+// Writes every row of out and lse. Offsets and slots must be valid. `path` must be available.
+void partial(const Problem &problem, int threads, Path path);
+
+// Copies rows [count, row_elements] of `source_type` into slots of a slab of `slab_type`, rounding to nearest
+// even. source_type is Float32 or slab_type.
+void append(void *slab, ElementType slab_type, const void *source, ElementType source_type,
+            const int32_t *slots, int64_t count, int64_t row_elements, int threads);
+
+// Merges `count` partials of `rows * heads` rows into out and lse (null: not wanted); out and lse may be
+// the first partial's.
+// sinks [heads] (or null) join the softmax's denominator once.
+void merge(const float *const *outs, const float *const *lses, int64_t count, int64_t rows, int64_t heads,
+           int64_t v_dim, const float *sinks, float *out, float *lse);
+
+} // namespace lamina::attention
