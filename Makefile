@@ -1,0 +1,42 @@
+# Two commands: `make run` from nothing to text, `make test` from nothing to a green suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CPP := $(shell find native -name '*.cpp' -o -name '*.h')
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: run test test-all check native venv clean
+
+run: venv
+	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 \
+		"def fibonacci(n):" "class Stack:" "import os" "for key, value in"
+
+test: check
+	$(BIN)/pytest -m "not slow"
+
+test-all: check
+	$(BIN)/pytest
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt CMakeLists.txt $(CPP)
+	@command -v c++ >/dev/null || { echo "error: no C++ compiler. Install one (Debian: apt-get install g++) and run again."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed. Debian: apt-get install python3-venv"; exit 1; }
+	@echo "Installing PyTorch and build tools into $(VENV) ..."
+	$(PIP) torch numpy scikit-build-core nanobind cmake ninja
+	@echo "Building Lamina ..."
+	$(PIP) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+# Rebuild the native module alone, after a change under native/.
+native:
+	$(PIP) --no-build-isolation --no-deps -e .
+
+clean:
+	rm -rf $(VENV) build dist
