@@ -1,0 +1,156 @@
+"""A Hugging Face model directory: found, checked, and described without torch or transformers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import ModelError, UnsupportedModelError
+from lamina.models.checkpoint import TensorEntry, read_checkpoint
+
+BUNDLED = Path(__file__).parent / "bundled"
+BUNDLED_NAME = "lamina-bundled"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """What a model directory says about its model. The dicts are the parsed JSON files; nobody changes them.
+
+    Attributes:
+        path: the directory. name: what clients call the model.
+        config: config.json. generation_config: generation_config.json, empty if there is none.
+        tensors: every tensor of the checkpoint by its name there; empty when it was found without weights.
+    """
+
+    path: Path
+    name: str
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict, repr=False)
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The part of the config that describes the language model: multi-modal configs nest it."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding, or None where the config does not say."""
+        size = self.text_config.get("vocab_size", self.config.get("vocab_size"))
+        return size if isinstance(size, int) else None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text: generation_config.json's, else config.json's."""
+        for config in (self.generation_config, self.config, self.text_config):
+            ids = config.get("eos_token_id")
+            if ids is not None:
+                return frozenset(ids if isinstance(ids, list) else [ids])
+        return frozenset()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """See ``max_model_len``."""
+        return max_model_len(self.config)
+
+
+def find(model: str | Path | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
+    """The model directory ``model``; None is the model that comes with Lamina.
+
+    Args:
+        weights: read the headers of the safetensors files and check them; False for dummy weights or a config alone.
+        tokenizer: require tokenizer.json.
+
+    Raises:
+        ModelError: there is no such directory, or a file in it is missing, truncated or not what its name says.
+        UnsupportedModelError: the weights are quantised.
+    """
+    path = BUNDLED if model is None else Path(model).expanduser()
+    _require_directory(path)
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"{path} has no {CONFIG}, so it is not a Hugging Face model directory")
+    config = read_json(path / CONFIG)
+    if tokenizer and not (path / TOKENIZER).is_file():
+        raise ModelError(_no_tokenizer(path))
+    if weights:
+        _refuse_quantised(path, config)
+    return ModelDirectory(
+        path=path,
+        name=BUNDLED_NAME if model is None else path.resolve().name,
+        config=config,
+        generation_config=read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {},
+        tensors=read_checkpoint(path) if weights else {},
+    )
+
+
+def max_model_len(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence, in tokens, that a config.json allows; None when it states no limit (ALiBi models).
+
+    YaRN configs whose max_position_embeddings is still that of the training get the length YaRN extends them to.
+    """
+    nested = config.get("text_config")
+    config = nested if isinstance(nested, dict) else config
+    stated: int | None = next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
+    if stated is None:
+        return None
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) == "yarn" and "original_max_position_embeddings" in rope:
+        return max(stated, int(rope["original_max_position_embeddings"] * rope.get("factor", 1.0)))
+    return stated
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``.
+
+    Raises:
+        ModelError: it does not hold one.
+    """
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}. Copy the file again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} holds a JSON {type(value).__name__}, not an object. Copy the file again")
+    return value
+
+
+def _require_directory(path: Path) -> None:
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ModelError(
+            f"{path} is a file. Give the directory that holds {CONFIG}, safetensors weights and {TOKENIZER}"
+        )
+    raise ModelError(
+        f"there is no directory {path}. Lamina downloads nothing: give the path of a Hugging Face model directory, "
+        "made with `hf download NAME --local-dir DIR` where there is a network or with save_pretrained, or leave the "
+        "model out to use the one that comes with Lamina"
+    )
+
+
+def _no_tokenizer(path: Path) -> str:
+    slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (path / name).is_file()]
+    found = f"only {', '.join(slow)}" if slow else "no tokenizer at all"
+    return (
+        f"{path} has no {TOKENIZER} ({found}). Make it with transformers: "
+        "AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
+    )
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    quantisation = config.get("quantization_config")
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
+    raise UnsupportedModelError(
+        f"{path} holds weights quantised with {method}; Lamina reads float32, bfloat16 and float16. Dequantise it with "
+        "transformers: AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16') with dequantize=True in its "
+        "quantization_config, then save_pretrained(NEW)"
+    )

@@ -1,0 +1,267 @@
+"""Tokenizer and incremental detokenisation against transformers and against the whole decode."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lamina.errors import ModelError, RequestError
+from lamina.models.chat import DEFAULT_TEMPLATE
+from lamina.models.directory import ModelDirectory, find
+from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It doesn't stop: it runs, and runs, and runs.",
+    "def main() -> None:\n    for i in range(10):\n        print(i)  # üben macht den Meister",
+    "你好,世界。今天天气很好。 こんにちは世界。 Привет, мир! 😀😃👩‍👩‍👧 naïve café",
+] * 20
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    " leading",
+    "trailing ",
+    "a\n\n  b\tc",
+    "😀 naïve 你好 👩‍👩‍👧",
+    "\u200d\ufffd x",
+    "<s> </s>",
+]
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["ADDED"])
+    return tokenizer
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """As sentencepiece's unigram models with a Metaspace decoder (T5 and others)."""
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2: spaces are ▁, unknown characters are spelt in bytes, and one leading space is stripped."""
+    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL + bytes_, show_progress=False)
+    trained.train_from_iterator([text for text in CORPUS if text.isascii()], trainer)
+    parts = json.loads(trained.to_str())
+    parts["model"].update(byte_fallback=True, fuse_unk=True)
+    parts["added_tokens"] = parts["added_tokens"][: len(SPECIAL)]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+KINDS = {"byte_level": byte_level, "unigram": unigram, "byte_fallback": byte_fallback}
+
+
+def save(path: Path, backend: tokenizers.Tokenizer, **settings: object) -> ModelDirectory:
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
+    )
+    fast.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
+    return find(path, weights=False)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelDirectory]:
+    found = {kind: save(tmp_path_factory.mktemp(kind), make()) for kind, make in KINDS.items()}
+    return found | {"bundled": find(None)}
+
+
+@pytest.fixture(scope="module")
+def ours(directories: dict[str, ModelDirectory]) -> dict[str, Tokenizer]:
+    return {kind: Tokenizer(directory) for kind, directory in directories.items()}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bundled"])
+def test_encodes_and_decodes_as_transformers(
+    kind: str, directories: dict[str, ModelDirectory], ours: dict[str, Tokenizer]
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(directories[kind].path)
+    assert ours[kind].vocab_size == len(theirs)
+    assert ours[kind].eos_token_ids == {theirs.eos_token_id}
+    for text in TEXTS + CORPUS[:3]:
+        ids = ours[kind].encode(text)
+        assert ids == theirs.encode(text)
+        assert ours[kind].encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        for skip in (True, False):
+            assert ours[kind].decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], sizes: list[int]) -> list[str]:
+    """Texts handed out when ``ids`` arrive in steps of ``sizes`` (in turn), and then the rest."""
+    detokenizer, out, at, turn = IncrementalDetokenizer(tokenizer, prompt), [], 0, 0
+    while at < len(ids):
+        size = sizes[turn % len(sizes)]
+        out.append(detokenizer.append(ids[at : at + size]))
+        at, turn = at + size, turn + 1
+    return [*out, detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram", "bundled"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_of_any_tokens_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], data: st.DataObject) -> None:
+    tokenizer = ours[kind]
+    token = st.integers(0, tokenizer.vocab_size + 5)  # a model's embedding may have rows beyond the vocabulary
+    prompt = data.draw(st.lists(token, max_size=30))
+    ids = data.draw(st.lists(token, max_size=60))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    before = len(tokenizer.decode(prompt).rstrip("\ufffd"))
+    assert "".join(pieces(tokenizer, prompt, ids, sizes)) == tokenizer.decode(prompt + ids)[before:]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bundled"])
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20),
+    text=st.text(st.sampled_from("ab ▁\n😀👩‍👧é你, "), max_size=40),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+def test_pieces_of_a_text_never_show_half_a_character(
+    kind: str, ours: dict[str, Tokenizer], prompt: str, text: str, sizes: list[int]
+) -> None:
+    tokenizer = ours[kind]
+    before, ids = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)
+    out = pieces(tokenizer, before, ids, sizes)
+    assert not any("\ufffd" in piece for piece in out)
+    assert "".join(out) == tokenizer.decode(before + ids)[len(tokenizer.decode(before)) :]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "bundled"])
+def test_an_emoji_split_over_tokens_comes_out_once_and_whole(kind: str, ours: dict[str, Tokenizer]) -> None:
+    tokenizer = ours[kind]
+    prompt, ids = tokenizer.encode("say"), tokenizer.encode(" 🦜!", add_special_tokens=False)
+    assert len(ids) >= 5
+    out = pieces(tokenizer, prompt, ids, [1])
+    assert "".join(out) == tokenizer.decode(prompt + ids)[len("say") :]
+    assert [piece for piece in out if "🦜" in piece] and out[-1] == ""
+
+
+def test_unfinished_bytes_are_flushed(ours: dict[str, Tokenizer]) -> None:
+    tokenizer = ours["byte_level"]
+    ids = tokenizer.encode("🦜")[:-1]
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("say "))
+    assert [detokenizer.append([token]) for token in ids] == [""] * len(ids)
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+CHATML = (
+    "{%- for message in messages %}\n    {%- if loop.first and message.role == 'system' %}{{ bos_token }}{% endif %}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' }}{% generation %}{{ message.content | trim }}{% endgeneration %}"
+    "{{ '<|im_end|>\\n' }}{% if message.name is defined %}{{ {'n': message.name} | tojson(indent=2) }}{% endif %}"
+    "{%- if message.role == 'skip' %}{% continue %}{% endif %}\n{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}{{ eos_token }}{{ tools is none }}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Be <brief>."},
+    {"role": "user", "content": " What is 1 + 1? ", "name": "Zoë"},
+    {"role": "assistant", "content": "2\n"},
+    {"role": "skip", "content": "x"},
+]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_TEMPLATE])
+def test_chat_template_renders_as_transformers(tmp_path: Path, template: str, add_generation_prompt: bool) -> None:
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert Tokenizer(directory).apply_chat_template(MESSAGES, add_generation_prompt) == expected
+
+
+def test_bundled_chat_template_renders_as_transformers(ours: dict[str, Tokenizer]) -> None:
+    theirs = AutoTokenizer.from_pretrained(find(None).path)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert ours["bundled"].apply_chat_template(MESSAGES) == expected
+
+
+def test_template_may_live_in_tokenizer_config(tmp_path: Path) -> None:
+    directory = save(tmp_path, byte_level())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer(directory).apply_chat_template([{"role": "user", "content": "x"}]) == "yes"
+
+
+def test_without_a_template_the_plain_one_is_used(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level()))
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": parts}]) == "user: Hello\nthere\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "fact"),
+    [
+        ([], CHATML, "messages is empty"),
+        (["hi"], CHATML, r"messages\[0\] is 'hi'"),
+        ([{"content": "hi"}], CHATML, r"messages\[0\] .* string role"),
+        ([{"role": "user"}], CHATML, r"messages\[0\] has no content"),
+        ([{"role": "user", "content": 3}], CHATML, r"messages\[0\].content is a int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], CHATML, "content part of type 'image_url'"),
+        (MESSAGES, "{% for %}", "not valid Jinja"),
+        (MESSAGES, "{{ raise_exception('no system role') }}", "no system role"),
+        (MESSAGES, "{{ ''.__class__.__mro__ }}", "unsafe"),
+        (MESSAGES, "{{ messages.append(1) }}", "not safely callable|unsafe"),
+        (MESSAGES, "{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_chat_errors_are_request_errors(tmp_path: Path, messages: list, template: str, fact: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    with pytest.raises(RequestError, match=fact):
+        tokenizer.apply_chat_template(messages)
+
+
+def test_add_bos_token_of_tokenizer_config_is_followed(tmp_path: Path) -> None:
+    directory = save(tmp_path, byte_level(), add_bos_token=True, add_eos_token=True)
+    ids = AutoTokenizer.from_pretrained(tmp_path).encode("Hello")
+    assert ids[0] == 1 and ids[-1] == 2
+    assert Tokenizer(directory).encode("Hello") == ids
+
+
+def test_eos_ids_are_the_models_and_the_tokenizers(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    directory = find(tmp_path, weights=False)
+    assert directory.eos_token_ids == {7, 9}
+    assert Tokenizer(directory).eos_token_ids == {7, 9, 2}
+
+
+def test_a_broken_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    directory = save(tmp_path, byte_level())
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer(directory)
+
+
+def test_text_and_ids_that_cannot_be(ours: dict[str, Tokenizer]) -> None:
+    with pytest.raises(RequestError, match="surrogates"):
+        ours["bundled"].encode("\ud800")
+    with pytest.raises(RequestError, match="at least 0"):
+        ours["bundled"].decode([-1])
