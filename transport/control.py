@@ -108,7 +108,7 @@ class ControlServer:
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
         """All messages that are there, waiting at most ``timeout_s`` for the first or for ``wake``."""
-        ready = dict(self._poller.poll(timeout_s * 1000))
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
         while True:
@@ -157,16 +157,20 @@ class ControlClient:
 
     def receive(self, timeout_s: float) -> ToWorker:
         """The engine's next message. Raises DeadlineError after ``timeout_s``."""
-        if not self._socket.poll(timeout_s * 1000):
+        if not self._socket.poll(int(timeout_s * 1000)):
             raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
-        return self._decoder.decode(self._socket.recv())
+        return self._decode(self._socket.recv())
 
     def poll(self) -> ToWorker | None:
         """The engine's next message if one is there."""
         try:
-            return self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            return self._decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
+
+    def _decode(self, payload: bytes) -> ToWorker:
+        message: ToWorker = self._decoder.decode(payload)
+        return message
 
     def close(self) -> None:
         """Flush what was sent (at most 2 s) and close."""

@@ -27,26 +27,19 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class ChannelSetup(msgspec.Struct, frozen=True):
-    """One compute-memory channel: where its slots and doorbells lie in the two arenas."""
+    """One compute-memory channel: its layout, and where its slots and doorbells lie in the two arenas."""
 
     compute: str
     memory: str
-    slots: int
-    request_nbytes: int
-    reply_nbytes: int
+    layout: ChannelLayout
     request_offset: int
     request_doorbell: int
     reply_offset: int
     reply_doorbell: int
 
     @property
-    def layout(self) -> ChannelLayout:
-        """Slots and their sizes."""
-        return ChannelLayout(self.slots, self.request_nbytes, self.reply_nbytes)
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Where the slots and doorbells lie, as keyword arguments of Requester and Responder."""
+    def places(self) -> dict[str, int]:
+        """Keyword arguments of Requester and Responder."""
         return {
             "request_offset": self.request_offset,
             "request_doorbell": self.request_doorbell,

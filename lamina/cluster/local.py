@@ -119,7 +119,9 @@ def _names(text: str, role: pool.Role) -> tuple[str, ...]:
 def _limits(config: EngineConfig, model: directory.ModelDirectory) -> Limits:
     longest = model.max_model_len
     wanted = config.max_model_len or longest
-    if wanted > longest:
+    if wanted is None:
+        raise ConfigError(f"the config of {model.name} does not tell its context length; give max_model_len")
+    if longest is not None and wanted > longest:
         raise ConfigError(f"max_model_len is {wanted}; {model.name} was made for at most {longest} tokens")
     if wanted < 2:
         raise ConfigError(f"max_model_len is {wanted}; give at least 2, one prompt token and one drawn")

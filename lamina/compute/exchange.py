@@ -108,10 +108,8 @@ class StepExchange:
             if len(remote.rows.queries):
                 reply = remote.requester.reply(message, REPLY_TIMEOUT_S)
                 self._put(remote.source, *read_reply(reply, spec, len(remote.rows.queries)), outs, lses)
-        if self._most_parts == 1 and sinks is None:
-            merged = outs[0]
-        else:
-            merged, _ = merge(list(outs), list(lses), sinks)
+        single = self._most_parts == 1 and sinks is None
+        merged = outs[0].copy() if single else merge(list(outs), list(lses), sinks)
         return torch.from_numpy(merged).to(q.dtype)
 
     def _send(self, remote: Remote, q: Array, k: Array, v: Array) -> int:

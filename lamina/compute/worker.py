@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lamina.compute.exchange import Floats, StepExchange, as_numpy
+from lamina.compute.exchange import Floats, StepExchange
 from lamina.engine.sampler import Row, sample
 from lamina.errors import DeadlineError, WorkerError
 from lamina.models import directory, weights
@@ -63,7 +63,7 @@ class SliceRunner:
         self.model = model
         self._weights = tensors
         self.sinks: list[Floats | None] = [
-            None if name is None else as_numpy(tensors[name].float()) for name in model.sinks
+            None if name is None else tensors[name].float().numpy() for name in model.sinks
         ]
 
     @torch.inference_mode()
@@ -125,7 +125,7 @@ class ComputeWorker:
         connect = expect(self._control, Connect)
         for channel in connect.channels:
             peer = self._endpoint.connect(connect.descriptors[channel.memory], CONNECT_TIMEOUT_S)
-            self._requesters[channel.memory] = Requester(self._endpoint, arena, peer, channel.layout, **channel.offsets)
+            self._requesters[channel.memory] = Requester(self._endpoint, arena, peer, channel.layout, **channel.places)
         self._control.send(Connected())
 
     def _load(self, setup: ComputeSetup) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from lamina import errors
 from lamina.errors import ConfigError, DeadlineError, WorkerError
+from lamina.transport.channel import ChannelLayout
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import (
     ChannelSetup,
@@ -109,7 +110,9 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
 
 def _connect(control: ControlServer, gather: "_Gather", plan: ClusterPlan, loaded: ModelLoaded) -> None:
     channels = _channels(plan, loaded)
-    sizes = arena_sizes(channels)
+    layout = channels[0].layout
+    sizes = dict.fromkeys(plan.computes, (len(plan.memories) * layout.replies_nbytes, len(plan.memories)))
+    sizes |= dict.fromkeys(plan.memories, (len(plan.computes) * layout.requests_nbytes, len(plan.computes)))
     descriptors: dict[str, bytes] = {}
     for group in (plan.computes, plan.memories):
         for name in group:
@@ -125,41 +128,25 @@ def _connect(control: ControlServer, gather: "_Gather", plan: ClusterPlan, loade
 
 
 def _channels(plan: ClusterPlan, loaded: ModelLoaded) -> list[ChannelSetup]:
-    """One channel for each compute-memory pair; arenas are laid out in the order of the pairs."""
-    request = _align(request_nbytes(loaded.attentions, loaded.dtype, plan.rows))
-    reply = _align(reply_nbytes(loaded.attentions, plan.rows))
+    """One channel for each compute-memory pair; channels lie side by side in the arenas, in the order of the pairs."""
+    layout = ChannelLayout(
+        CHANNEL_SLOTS,
+        request_nbytes(loaded.attentions, loaded.dtype, plan.rows),
+        reply_nbytes(loaded.attentions, plan.rows),
+    )
     return [
         ChannelSetup(
-            compute=compute,
-            memory=memory,
-            slots=CHANNEL_SLOTS,
-            request_nbytes=request,
-            reply_nbytes=reply,
-            request_offset=c * CHANNEL_SLOTS * request,
+            compute,
+            memory,
+            layout,
+            request_offset=c * layout.requests_nbytes,
             request_doorbell=c,
-            reply_offset=m * CHANNEL_SLOTS * reply,
+            reply_offset=m * layout.replies_nbytes,
             reply_doorbell=m,
         )
         for c, compute in enumerate(plan.computes)
         for m, memory in enumerate(plan.memories)
     ]
-
-
-def _align(nbytes: int) -> int:
-    return (nbytes + 63) // 64 * 64
-
-
-def arena_sizes(channels: Sequence[ChannelSetup]) -> dict[str, tuple[int, int]]:
-    """(bytes, doorbells) of every worker's arena."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for channel in channels:
-        for name, end, doorbell in (
-            (channel.memory, channel.request_offset + channel.slots * channel.request_nbytes, channel.request_doorbell),
-            (channel.compute, channel.reply_offset + channel.slots * channel.reply_nbytes, channel.reply_doorbell),
-        ):
-            nbytes, doorbells = sizes.get(name, (0, 0))
-            sizes[name] = max(nbytes, end), max(doorbells, doorbell + 1)
-    return sizes
 
 
 class _Gather:

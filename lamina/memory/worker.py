@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.store import KvStore, StepTables
+from lamina.transport.base import Peer
 from lamina.transport.channel import Responder
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.messages import (
@@ -40,7 +41,7 @@ CONNECT_TIMEOUT_S = 30.0
 class ComputeChannel:
     """The channel to one compute worker with the steps announced for it and the layer it is at."""
 
-    compute: str
+    peer: Peer
     responder: Responder
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
     layer: int = 0
@@ -76,12 +77,15 @@ class MemoryWorker:
         connect = expect(self._control, Connect)
         for channel in connect.channels:
             peer = self._endpoint.connect(connect.descriptors[channel.compute], CONNECT_TIMEOUT_S)
-            responder = Responder(self._endpoint, arena, peer, channel.layout, **channel.offsets)
-            self._channels[channel.compute] = ComputeChannel(channel.compute, responder)
+            responder = Responder(self._endpoint, arena, peer, channel.layout, **channel.places)
+            self._channels[channel.compute] = ComputeChannel(peer, responder)
         self._control.send(Connected())
 
     def _serve_once(self) -> None:
         channels = list(self._channels.values())
+        if not channels:  # every compute worker is gone; the engine will say what comes next
+            self._handle(self._control.receive(PLAN_TIMEOUT_S))
+            return
         try:
             ready = self._endpoint.wait([channel.responder.target for channel in channels], IDLE_SLICE_S)
         except DeadlineError:
@@ -128,7 +132,7 @@ class MemoryWorker:
         """A compute worker is gone: its steps end here; the engine decides what becomes of their requests."""
         log.warning("%s: compute worker %s is gone", self.name, compute)
         channel = self._channels.pop(compute)
-        self._endpoint.disconnect(channel.responder.peer)
+        self._endpoint.disconnect(channel.peer)
 
 
 def main() -> None:

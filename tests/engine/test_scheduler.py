@@ -98,7 +98,7 @@ def test_every_request_ends_and_every_slot_comes_back(requests: list, workers: i
         turn += 1
     assert all(memory.slab.used == 0 and not memory.here for memory in memories.values())
     assert all(reserved == 0 for reserved in under_test.placement.reserved.values())
-    for index, (_, max_tokens, n, stops, aborted, _) in enumerate(requests):
+    for index, (_, _, n, stops, aborted, _) in enumerate(requests):
         if aborted is None:
             expected = stops if 0 < stops < groups[index].max_tokens else groups[index].max_tokens
             assert drawn[str(index)] == [expected] * n
