@@ -1,9 +1,12 @@
 """Native attention and transport of Lamina: types of the compiled module."""
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
+
+from lamina.transport.base import Part
 
 # -- attention: see lamina.kernels.attention for the meaning of every argument
 
@@ -42,11 +45,7 @@ def attention_merge(
     lse: NDArray[Any] | None,
 ) -> None: ...
 
-from collections.abc import Sequence
-
-from lamina.transport.base import Part
-
-# --- transport.cpp
+# -- transport: shared-memory arenas and the wait on their doorbells
 
 class ShmArena:
     """An arena mapped into this process; exports its data as a writable buffer."""

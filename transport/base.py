@@ -6,9 +6,12 @@ written to the same peer before it (release), ``wait`` sees it (acquire).
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 Buffer = memoryview  # C-contiguous, format "B"
+Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
 
 
 class Arena(Protocol):
@@ -51,20 +54,35 @@ class Endpoint(Protocol):
         """Forget a peer; its death no longer ends waits."""
         ...
 
-    def write(self, peer: Peer, offset: int, data: Buffer) -> None:
-        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
+    def write(self, peer: Peer, offset: int, data: Part) -> None:
+        """Copy ``data`` into the peer's arena at ``offset``.
+
+        Raises ValueError outside the arena; PeerLostError once the peer is known to be gone (``wait`` finds it out,
+        a write alone may not).
+        """
         ...
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
-        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
+        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter.
+
+        A doorbell has one ringer. Raises like ``write``.
+        """
+        ...
+
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """Send a message in one call: the parts one after another into [offset, offset + nbytes), then the doorbell.
+
+        Raises ValueError, before anything is written, if the parts are larger than ``nbytes``; else like ``write``.
+        """
         ...
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence.
 
         Returns the index into ``targets`` (the first that is ready, round-robin fair across calls is not promised).
-        Raises DeadlineError after ``timeout_s``; PeerLostError when a connected peer's process has ended and nothing
-        is ready. Spins briefly, then sleeps; releases the GIL.
+        Raises DeadlineError after ``timeout_s``; PeerLostError when a connected peer has closed its endpoint or its
+        process has ended, and nothing is ready, each time until that peer is disconnected. Spins briefly, then
+        sleeps; releases the GIL.
         """
         ...
 

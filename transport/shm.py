@@ -1,0 +1,240 @@
+"""Shared memory between processes of one machine.
+
+An arena is an anonymous file (memfd) that peers open through ``/proc/<pid>/fd/<n>``: it has no name, so nothing is
+left behind however its processes end. Layout, doorbells and the wait are native (``native/transport``).
+"""
+
+import fcntl
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from lamina._native import ShmArena as NativeArena
+from lamina._native import ShmWaiter
+from lamina.errors import DeadlineError, PeerLostError, TransportError
+from lamina.transport.base import Buffer, Part, Peer
+
+PROTOCOL = 1
+
+# About what a futex wake costs: whoever spins that long before sleeping loses at most twice the best choice's time.
+SPIN_S = 50e-6
+
+
+class Descriptor(msgspec.Struct, array_like=True, frozen=True):
+    """Where an arena is found. ``start_time`` (clock ticks since boot) tells a process from a later one of its id."""
+
+    protocol: int
+    name: str
+    pid: int
+    start_time: int
+    fd: int
+    nbytes: int
+    doorbells: int
+
+
+def _start_time(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", "rb") as stat:
+        after_name = stat.read().rpartition(b")")[2]  # a name may contain blanks and parentheses
+    return int(after_name.split()[19])  # field 22 of proc(5), the 20th after the name
+
+
+class ShmArena:
+    """Arena of this process. Views stay valid, and keep the memory, after the endpoint has closed."""
+
+    def __init__(self, native: NativeArena) -> None:
+        self.nbytes = native.nbytes
+        self.doorbells = native.doorbells
+        self._data = memoryview(native)
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes at offset {offset} lie outside an arena of {self.nbytes} bytes")
+        return self._data[offset : offset + nbytes]
+
+
+class ShmPeer:
+    """A mapped remote arena and a handle on its process."""
+
+    def __init__(self, descriptor: Descriptor, native: NativeArena, pidfd: int) -> None:
+        self.name = descriptor.name
+        self.pid = descriptor.pid
+        self.nbytes = native.nbytes
+        self.doorbells = native.doorbells
+        self.native = native
+        self.pidfd = pidfd
+
+
+class ShmEndpoint:
+    """One worker's end of the data plane in shared memory. Implements ``transport.base.Endpoint``.
+
+    Args:
+        name: how peers call this endpoint in their errors.
+        spin_s: seconds a wait spins before it sleeps. Spin longer only if a core is free for it.
+    """
+
+    def __init__(self, name: str, *, spin_s: float = SPIN_S) -> None:
+        self.name = name
+        self._spin_s = spin_s
+        self._fd: int | None = None
+        self._native: NativeArena | None = None
+        self._waiter: ShmWaiter | None = None
+        self._peers: list[ShmPeer] = []  # in the waiter's order
+
+    def register(self, nbytes: int, doorbells: int) -> ShmArena:
+        """Allocate the arena (once per endpoint), all doorbells 0."""
+        if self._native is not None:
+            raise TransportError(f"endpoint {self.name} has an arena of {self._native.nbytes} bytes already")
+        if nbytes <= 0 or doorbells <= 0:
+            raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
+        fd = os.memfd_create(f"lamina-{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, NativeArena.file_nbytes(nbytes, doorbells))
+            # Nobody can shrink it under another process's feet (SIGBUS).
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._native = NativeArena.create(fd, nbytes, doorbells)
+        except (OSError, MemoryError) as error:
+            os.close(fd)
+            raise TransportError(f"cannot map an arena of {nbytes} bytes for {self.name}: {error}") from error
+        self._fd = fd
+        self._waiter = ShmWaiter(self._native)
+        return ShmArena(self._native)
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
+        native = self._arena()
+        assert self._fd is not None
+        pid = os.getpid()
+        return msgspec.msgpack.encode(
+            Descriptor(PROTOCOL, self.name, pid, _start_time(pid), self._fd, native.nbytes, native.doorbells)
+        )
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
+        """Open a peer's arena for writing; needs no time. Raises TransportError, PeerLostError."""
+        self._arena()
+        assert self._waiter is not None
+        try:
+            where = msgspec.msgpack.decode(descriptor, type=Descriptor)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"not the descriptor of a shared-memory endpoint: {error}") from error
+        if where.protocol != PROTOCOL:
+            raise TransportError(
+                f"{where.name} speaks version {where.protocol} of shared memory, this process {PROTOCOL}; "
+                "run the same release of lamina in all workers"
+            )
+        peer = _open(where)
+        self._peers.append(peer)
+        self._waiter.watch(peer.native, peer.pidfd)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer; its death no longer ends waits."""
+        known = self._connected(peer)
+        assert self._waiter is not None
+        index = self._peers.index(known)
+        self._waiter.forget(index)
+        del self._peers[index]
+        os.close(known.pidfd)
+
+    def write(self, peer: Peer, offset: int, data: Part) -> None:
+        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
+        native = self._connected(peer).native
+        try:
+            native.write(offset, peer.nbytes - offset, (data,))
+        except ConnectionResetError:
+            raise _lost(peer) from None
+
+    def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
+        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
+        native = self._connected(peer).native
+        try:
+            native.ring(doorbell, sequence)
+        except ConnectionResetError:
+            raise _lost(peer) from None
+
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
+        native = self._connected(peer).native
+        try:
+            native.post(offset, nbytes, parts, doorbell, sequence)
+        except ConnectionResetError:
+            raise _lost(peer) from None
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        if self._waiter is None:
+            self._arena()
+        assert self._waiter is not None
+        try:
+            return self._waiter.wait(targets, timeout_s, self._spin_s)
+        except TimeoutError:
+            raise DeadlineError(self._unreached(targets, timeout_s)) from None
+        except ConnectionResetError as gone:
+            raise _lost(self._peers[gone.args[0]]) from None
+
+    def close(self) -> None:
+        """Tell peers, then give back all memory and handles. Idempotent. Views keep their memory."""
+        if self._native is not None:
+            self._native.mark_gone()
+        for peer in self._peers:
+            peer.native.nudge()
+            os.close(peer.pidfd)
+        self._peers.clear()
+        self._native = self._waiter = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _arena(self) -> NativeArena:
+        if self._native is None:
+            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
+        return self._native
+
+    def _connected(self, peer: Peer) -> ShmPeer:
+        if not isinstance(peer, ShmPeer) or peer not in self._peers:
+            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
+        return peer
+
+    def _unreached(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> str:
+        native = self._arena()
+        states = ", ".join(f"{doorbell} is at {native.sequence(doorbell)} of {goal}" for doorbell, goal in targets)
+        return f"{self.name} waited {timeout_s:g} s for a message (doorbell {states})"
+
+
+def _open(where: Descriptor) -> ShmPeer:
+    """Map the arena of another process, having made sure that it is the process meant."""
+    try:
+        pidfd = os.pidfd_open(where.pid)
+    except OSError as error:
+        raise PeerLostError(
+            where.name,
+            f"process {where.pid} is not visible here ({error.strerror}); shared memory joins workers of one machine "
+            "and one PID namespace",
+        ) from error
+    try:
+        # After pidfd_open: if the id was that of the right process here, the handle is on that process.
+        if _start_time(where.pid) != where.start_time:
+            raise PeerLostError(where.name, f"process {where.pid} is another one now")
+        fd = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            native = NativeArena.open(fd)
+        finally:
+            os.close(fd)
+        if (native.nbytes, native.doorbells) != (where.nbytes, where.doorbells):
+            raise ValueError(f"it has {native.nbytes} bytes and {native.doorbells} doorbells")
+        return ShmPeer(where, native, pidfd)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        os.close(pidfd)
+        raise PeerLostError(where.name, f"process {where.pid} has closed its arena or ended") from error
+    except (OSError, ValueError, MemoryError) as error:
+        os.close(pidfd)
+        raise TransportError(f"cannot open the arena of {where.name} in process {where.pid}: {error}") from error
+    except PeerLostError:
+        os.close(pidfd)
+        raise
+
+
+def _lost(peer: Peer) -> PeerLostError:
+    pid = f"process {peer.pid}" if isinstance(peer, ShmPeer) else "its process"
+    return PeerLostError(peer.name, f"{pid} has ended or closed its endpoint")
