@@ -1,3 +1,54 @@
 """Lamina: LLM inference that cuts the model at its attention operators."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lamina.errors import (
+        ConfigError,
+        DeadlineError,
+        EngineDeadError,
+        LaminaError,
+        ModelError,
+        PeerLostError,
+        RequestError,
+        TransportError,
+        UnsupportedModelError,
+        UserError,
+        WorkerError,
+    )
+    from lamina.sdk import Lamina
+    from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, Segment
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CompletionOutput",
+    "ConfigError",
+    "DeadlineError",
+    "EngineDeadError",
+    "FinishReason",
+    "Lamina",
+    "LaminaError",
+    "Logprob",
+    "ModelError",
+    "PeerLostError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Segment",
+    "TransportError",
+    "UnsupportedModelError",
+    "UserError",
+    "WorkerError",
+]
+
+_TYPES = {"CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams", "Segment"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `import lamina` and `lamina --help` must not wait for torch.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    source = "lamina.sdk" if name == "Lamina" else "lamina.types" if name in _TYPES else "lamina.errors"
+    return getattr(importlib.import_module(source), name)

@@ -1,0 +1,65 @@
+"""Progress bars on standard error; nothing is drawn when it is not a terminal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lamina.transport.messages import LoadProgress
+from lamina.types import RequestOutput
+
+
+@contextmanager
+def loading_progress() -> Iterator[Callable[[LoadProgress], None]]:
+    """One line per worker while the model loads; yields the callback for ``launch``."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks = {}
+
+        def show(report: LoadProgress) -> None:
+            if report.worker not in tasks:
+                tasks[report.worker] = progress.add_task(report.worker, stage=report.stage)
+            progress.update(tasks[report.worker], completed=report.done, total=report.total, stage=report.stage)
+
+        yield show
+
+
+class BatchProgress:
+    """Requests finished and tokens per second of one offline batch."""
+
+    def __init__(self, requests: int, *, enabled: bool) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=console,
+            transient=True,
+            disable=not (enabled and console.is_terminal),
+        )
+        self._task = self._progress.add_task("Generating", total=requests, rate="")
+        self._tokens: dict[int, int] = {}
+        self._total = 0
+
+    def update(self, index: int, output: RequestOutput) -> None:
+        """Take in the newest output of the prompt at ``index``."""
+        if self._progress.disable:
+            return
+        tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        self._total += tokens - self._tokens.get(index, 0)
+        self._tokens[index] = tokens
+        elapsed = self._progress.tasks[0].elapsed
+        rate = f"{self._total / elapsed:.0f} tokens/s" if elapsed else ""
+        self._progress.update(self._task, advance=1 if output.finished else 0, rate=rate)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,210 @@
+"""The Python SDK.
+
+::
+
+    from lamina import Lamina, SamplingParams
+
+    with Lamina(compute="cpu:1", memory="cpu:2") as lamina:
+        for output in lamina.generate(["def fibonacci(n):", "import os"], SamplingParams(max_tokens=64)):
+            print(output.prompt, output.outputs[0].text)
+"""
+
+import logging
+import os
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Literal, Self, cast
+
+from lamina.cluster.local import launch
+from lamina.config import EngineConfig, LoadFormat
+from lamina.engine.prompts import Message, Prompt, as_prompts, chat_prompt
+from lamina.engine.streams import AsyncOutputs, Outputs
+from lamina.errors import ConfigError, RequestError
+from lamina.models.tokenizer import Tokenizer
+from lamina.observe.progress import BatchProgress, loading_progress
+from lamina.types import DType, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Lamina:
+    """A model running on a pool of compute workers and a pool of memory workers of this machine.
+
+    The workers start here and end with :meth:`close`, with the ``with`` block, with this object or with the process.
+    All methods may be called from several threads.
+
+    Args:
+        model: a Hugging Face model directory; None is the bundled model.
+        compute, memory: pools as ``kind:count`` joined by commas.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        The others are fields of :class:`lamina.config.EngineConfig`.
+
+    Raises:
+        ConfigError: a pool or setting that cannot be.
+        ModelError: the model directory cannot be used.
+        WorkerError: a worker did not start.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        compute: str = "cpu:1",
+        memory: str = "cpu:1",
+        dtype: DType | str = "auto",
+        kv_cache_memory_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        threads: int | None = None,
+        load_format: LoadFormat = "auto",
+        seed: int = 0,
+    ) -> None:
+        config = EngineConfig(
+            model=None if model is None else os.fspath(model),
+            compute=compute,
+            memory=memory,
+            dtype=_dtype(dtype),
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            threads=threads,
+            load_format=load_format,
+            seed=seed,
+        )
+        with loading_progress() as on_progress:
+            self.engine = launch(config, on_progress)
+        self._close = weakref.finalize(self, self.engine.close)  # also runs when the interpreter exits
+
+    def generate(
+        self,
+        prompts: str | list[int] | Sequence[str] | Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts, texts or token ids, and return when the last has ended.
+
+        Args:
+            sampling_params: one for all prompts or one per prompt; None is ``SamplingParams()``.
+            use_tqdm: show a progress bar if standard error is a terminal.
+
+        Returns:
+            One output per prompt, in the order of the prompts. ``error`` of an output says why the runtime could
+            not finish it; that is also logged as a warning.
+
+        Raises:
+            RequestError: a prompt is empty, too long or not text; nothing is generated then.
+            EngineDeadError: the engine has stopped.
+        """
+        wanted = as_prompts(prompts)
+        finished: dict[int, RequestOutput] = {}
+        with (
+            Outputs(self.engine, _new_id(), wanted, _params_of(sampling_params, len(wanted))) as outputs,
+            BatchProgress(len(wanted), enabled=use_tqdm) as progress,
+        ):
+            for index, output in outputs:
+                progress.update(index, output)
+                if output.finished:
+                    finished[index] = output
+        return _in_order(finished)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, with the model's chat template; otherwise as :meth:`generate`.
+
+        Raises:
+            RequestError: also when the model has no chat template or the template refuses the messages.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [chat_prompt(self.tokenizer, cast(Sequence[Message], turns)) for turns in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield the growing output of one prompt; each holds the whole text so far.
+
+        Closing the iterator early cancels the request. Errors as :meth:`generate`, raised by the first ``next``.
+        """
+        with Outputs(self.engine, _new_id(), [_one(prompt)], _params_of(sampling_params, 1)) as outputs:
+            for _, output in outputs:
+                yield output
+
+    async def generate_async(
+        self,
+        prompts: str | list[int] | Sequence[str] | Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """As :meth:`generate`, for an event loop; cancelling the task cancels the requests."""
+        wanted = as_prompts(prompts)
+        finished: dict[int, RequestOutput] = {}
+        params = _params_of(sampling_params, len(wanted))
+        async with await AsyncOutputs.submit(self.engine, _new_id(), wanted, params) as outputs:
+            async for index, output in outputs:
+                if output.finished:
+                    finished[index] = output
+        return _in_order(finished)
+
+    async def stream_async(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """As :meth:`stream`, for an event loop; closing the iterator or cancelling the task cancels the request."""
+        params = _params_of(sampling_params, 1)
+        async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        """Stop all workers; unfinished requests end as aborted. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _dtype(value: DType | str) -> DType | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    try:
+        return DType(value)
+    except ValueError:
+        known = ", ".join(d.value for d in DType)
+        raise ConfigError(f"dtype is {value!r}; give auto, {known}") from None
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _one(prompt: str | list[int]) -> Prompt:
+    prompts = as_prompts(prompt)
+    if prompts[0] is not prompt:
+        raise RequestError("stream takes one prompt, a text or a list of token ids; use generate for several")
+    return prompts[0]
+
+
+def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * prompts
+    if len(given) != prompts:
+        raise RequestError(f"{len(given)} sampling_params for {prompts} prompts; give one for all or one per prompt")
+    return list(given)
+
+
+def _in_order(finished: dict[int, RequestOutput]) -> list[RequestOutput]:
+    failed = [output for output in finished.values() if output.error is not None]
+    if failed:
+        logger.warning("%d of %d requests failed; the first: %s", len(failed), len(finished), failed[0].error)
+    return [finished[index] for index in sorted(finished)]

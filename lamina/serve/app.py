@@ -1,0 +1,80 @@
+"""The OpenAI-compatible HTTP application over one engine."""
+
+import asyncio
+import time
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+import lamina
+from lamina.engine.engine import Engine
+from lamina.engine.prompts import chat_prompt
+from lamina.serve import errors
+from lamina.serve.errors import APIError
+from lamina.serve.generation import Form, check_model, respond
+from lamina.serve.protocol import ChatRequest, CompletionRequest
+from lamina.serve.responses import chat_choice, completion_choice
+
+COMPLETION = Form("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
+CHAT = Form(
+    "chat.completion",
+    "chat.completion.chunk",
+    "chatcmpl",
+    lambda piece: chat_choice(piece, "message"),
+    lambda piece: chat_choice(piece, "delta"),
+    {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
+)
+
+
+def create_app(engine: Engine) -> FastAPI:
+    """The application. It uses ``engine`` and leaves closing it to the caller."""
+    app = FastAPI(title="Lamina", version=lamina.__version__)
+    errors.install(app)
+    started = int(time.time())
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue one or several prompts."""
+        check_model(engine, body.model)
+        texts = [p if isinstance(p, str) else engine.tokenizer.decode(p) for p in body.prompt] if body.echo else []
+        return await respond(request, engine, COMPLETION, body, body.prompt, body.sampling_params(), texts)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        check_model(engine, body.model)
+        params = body.sampling_params()
+        messages = [message.model_dump() for message in body.messages]
+        prompt = await asyncio.to_thread(chat_prompt, engine.tokenizer, messages)
+        return await respond(request, engine, CHAT, body, [prompt], params)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model served."""
+        return JSONResponse({"object": "list", "data": [_model(engine, started)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The model served, if ``name`` is its name."""
+        check_model(engine, name)
+        return JSONResponse(_model(engine, started))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine takes requests, else 503 with the reason."""
+        stats = engine.stats()
+        if stats.dead is not None:
+            raise APIError(503, f"the engine has stopped: {stats.dead}", code="engine_dead")
+        return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+
+    return app
+
+
+def _model(engine: Engine, created: int) -> dict[str, object]:
+    return {
+        "id": engine.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "lamina",
+        "max_model_len": engine.max_model_len,
+    }

@@ -1,0 +1,105 @@
+"""Every failure as the status and body an OpenAI client expects."""
+
+import http
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from lamina.errors import EngineDeadError, OverloadedError, UserError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5
+
+
+class APIError(Exception):
+    """An answer other than 200: HTTP status, message, and the fields of an OpenAI error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """``{"error": {"message", "type", "param", "code"}}``."""
+        kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(self.status)
+        fields = {"message": str(self), "type": kind or "invalid_request_error", "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told of ``error``; causes that are the server's own are logged."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, UserError):
+        return APIError(400, str(error))
+    if isinstance(error, OverloadedError):
+        return APIError(429, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, EngineDeadError):
+        return APIError(503, str(error), code="engine_dead")
+    logger.error("a request failed", exc_info=error)
+    return APIError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` answer every failure in this form."""
+
+    async def known(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        return _from_http(request, cast(HTTPException, error)).response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        return _from_validation(cast(RequestValidationError, error).errors()).response()
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ClientDisconnect, gone)
+    for kind in (APIError, UserError, OverloadedError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, known)
+
+
+def _from_http(request: Request, error: HTTPException) -> APIError:
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == http.HTTPStatus.NOT_FOUND:
+        return APIError(404, f"{where} does not exist; the routes are listed at /docs", code="not_found")
+    if error.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return APIError(405, f"{where} is not allowed; use {allowed}", code="method_not_allowed", headers=error.headers)
+    return APIError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def _from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+    loc = [str(part) for part in first["loc"][1:]]
+    if not loc and first["type"] in ("model_attributes_type", "dict_type", "missing"):
+        return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    param = first.get("ctx", {}).get("param") or ".".join(loc) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return APIError(400, message if param is None or param in message else f"{param}: {message}", param=param)

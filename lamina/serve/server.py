@@ -1,0 +1,68 @@
+"""Listening: a socket bound before the model is loaded, and uvicorn on it afterwards."""
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from lamina.engine.engine import Engine
+from lamina.errors import ConfigError
+from lamina.serve.app import create_app
+
+GRACE_S = 5  # open answers may end by themselves so long once the server is told to stop
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on ``host``; port 0 lets the system choose.
+
+    Raises:
+        ConfigError: the port is in use or may not be opened, or the host is not an address of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"{host}:{port} is no address to listen on ({error}); use --host 127.0.0.1") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_why_not(error, host, port)) from error
+    return listener
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        other = port + 1 if port < 65535 else port - 1
+        return f"port {port} on {host} is in use. Use --port {other}, or --port 0 for any free port"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges this process has not. Use a port from 1024 up, such as --port 8000"
+    return f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Use --host 127.0.0.1, or 0.0.0.0 for all"
+
+
+def url(listener: socket.socket) -> str:
+    """Where clients reach ``listener``."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended or GRACE_S is over."""
+    config = uvicorn.Config(
+        create_app(engine), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off"
+    )
+    _Server(config, on_ready).run(sockets=[listener])
