@@ -1,0 +1,200 @@
+"""Which room may import which, read from the source: also imports inside functions and under TYPE_CHECKING."""
+
+import ast
+import fnmatch
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A room imports its own level and those above it in this list. "lamina" is lamina/__init__.py, the public names.
+LEVELS = (
+    {"types", "errors", "config", "env", "_native"},
+    {"transport", "splitter", "kernels", "models"},
+    {"compute", "memory", "engine"},
+    {"cluster", "plan", "observe"},
+    {"sdk", "serve", "lamina"},
+    {"cli", "__main__"},
+)
+
+# Package -> the files that may import it.
+ONLY_IN = {
+    "torch.fx": ("splitter/*.py",),
+    "networkx": ("splitter/*.py",),
+    "ray": ("lamina/cluster/ray*.py",),
+    "pyverbs": ("transport/rdma.py",),
+    "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
+    "triton": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
+}
+
+# Absent on most machines: what imports one of these at its top is itself imported inside functions only.
+OPTIONAL = {"ray", "pyverbs", "cupy", "triton"}
+
+# Started often or by processes that need no model: these must not wait for the heavy packages.
+LIGHT = ("lamina", "lamina.types", "lamina.memory.slab", "lamina.models.tokenizer", "lamina.kernels.attention")
+HEAVY = {"torch", "transformers", "networkx", *OPTIONAL}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name; ``deferred`` if importing the file does not run it."""
+
+    file: str
+    line: int
+    importer: str
+    target: str
+    deferred: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.target}"
+
+
+def module_name(file: str) -> str:
+    """splitter/cut.py -> lamina.splitter.cut; lamina/cli/__init__.py -> lamina.cli."""
+    parts = Path(file).with_suffix("").parts
+    parts = parts if parts[0] == "lamina" else ("lamina", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """lamina.splitter.cut -> splitter."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "lamina"
+
+
+def read_imports(file: str, source: str) -> Iterator[Import]:
+    """All imports of one file, with ``from a import b`` as a.b."""
+    importer = module_name(file)
+    package = importer if file.endswith("__init__.py") else importer.rpartition(".")[0]
+
+    def visit(node: ast.AST, deferred: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, importer, alias.name, deferred)
+        elif isinstance(node, ast.ImportFrom):
+            ancestors = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*ancestors, *filter(None, [node.module])])
+            for alias in node.names:
+                yield Import(file, node.lineno, importer, f"{base}.{alias.name}", deferred)
+        in_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, deferred or in_function or for_types)
+
+    yield from visit(ast.parse(source), False)
+
+
+def source_files() -> list[str]:
+    """Paths from the root; lamina/splitter and lamina/transport are symlinks and are not entered twice."""
+    return sorted(
+        str((Path(folder) / name).relative_to(ROOT))
+        for top in ("lamina", "splitter", "transport")
+        for folder, _, names in os.walk(ROOT / top)
+        for name in names
+        if name.endswith(".py")
+    )
+
+
+MODULES = {module_name(file) for file in source_files()} | {"lamina._native"}
+IMPORTS = [found for file in source_files() for found in read_imports(file, (ROOT / file).read_text())]
+
+
+def our_module(target: str) -> str | None:
+    """The module of ours that holds ``target``, which may be a name in it; None if it is not ours."""
+    while target and target not in MODULES:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+OURS = [(found, module) for found in IMPORTS if (module := our_module(found.target)) is not None]
+
+
+def is_in_package(target: str, package: str) -> bool:
+    return target == package or target.startswith(package + ".")
+
+
+def test_every_room_has_a_level() -> None:
+    rooms = {room(module) for module in MODULES}
+    assert rooms <= set().union(*LEVELS), "a new room: give it a place in LEVELS and in ARCHITECTURE.md"
+
+
+def test_imports_go_down() -> None:
+    level = {name: height for height, names in enumerate(LEVELS) for name in names}
+    upward = [str(found) for found, module in OURS if level[room(module)] > level[room(found.importer)]]
+    assert not upward
+
+
+@pytest.mark.parametrize("unit", [room, str], ids=["rooms", "modules"])
+def test_no_cycles(unit: Callable[[str], str]) -> None:
+    graph: dict[str, set[str]] = {}
+    for found, module in OURS:
+        if unit(found.importer) != unit(module):
+            graph.setdefault(unit(found.importer), set()).add(unit(module))
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_package_is_imported_only_where_it_belongs(package: str) -> None:
+    strays = [
+        str(found)
+        for found in IMPORTS
+        if is_in_package(found.target, package)
+        and not any(fnmatch.fnmatch(found.file, pattern) for pattern in ONLY_IN[package])
+    ]
+    assert not strays, f"{package} belongs in {ONLY_IN[package]}"
+
+
+def test_optional_packages_are_imported_only_when_used() -> None:
+    at_top = [found for found in IMPORTS if not found.deferred]
+    special = {found.importer for found in at_top for package in OPTIONAL if is_in_package(found.target, package)}
+    eager = [str(found) for found in at_top if our_module(found.target) in special and found.importer not in special]
+    assert not eager, f"import {sorted(special)} inside the function that uses it"
+
+
+def test_imports_are_absolute_and_of_one_copy() -> None:
+    strays = [str(found) for found in IMPORTS if found.target.split(".")[0] in ("splitter", "transport")]
+    assert not strays, "say lamina.splitter and lamina.transport"
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_stay_light(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == []
+
+
+def test_the_reader_sees_every_kind_of_import() -> None:
+    source = """
+import torch.fx
+from torch import fx
+from lamina.types import DType
+from . import cut
+from ..errors import ModelError
+if TYPE_CHECKING:
+    import ray
+async def later():
+    with lock:
+        import triton.language as tl
+"""
+    found = [(item.target, item.deferred) for item in read_imports("splitter/example.py", source)]
+    assert found == [
+        ("torch.fx", False),
+        ("torch.fx", False),
+        ("lamina.types.DType", False),
+        ("lamina.splitter.cut", False),
+        ("lamina.errors.ModelError", False),
+        ("ray", True),
+        ("triton.language", True),
+    ]
+    assert our_module("lamina.types.DType") == "lamina.types"
+    assert our_module("torch.fx") is None
