@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from lamina.errors import DeadlineError
+
 Buffer = memoryview  # C-contiguous, format "B"
 Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
 
@@ -81,11 +83,25 @@ class Endpoint(Protocol):
 
         Returns the index into ``targets`` (the first that is ready, round-robin fair across calls is not promised).
         Raises DeadlineError after ``timeout_s``; PeerLostError when a connected peer has closed its endpoint or its
-        process has ended, and nothing is ready, each time until that peer is disconnected. Spins briefly, then
-        sleeps; releases the GIL.
+        process has ended, and nothing is ready, each time until that peer is disconnected. A timeout of 0 or less
+        only looks. Spins briefly, then sleeps; releases the GIL.
         """
         ...
 
     def close(self) -> None:
         """Give back all memory and handles. Idempotent."""
         ...
+
+
+def check_range(offset: int, nbytes: int, arena_nbytes: int) -> None:
+    """Raise ValueError unless [offset, offset + nbytes) lies inside an arena of ``arena_nbytes``."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > arena_nbytes:
+        raise ValueError(f"{nbytes} bytes at offset {offset} lie outside an arena of {arena_nbytes} bytes")
+
+
+def deadline_error(
+    name: str, targets: Sequence[tuple[int, int]], reached: Sequence[int], timeout_s: float
+) -> DeadlineError:
+    """What ``wait`` of endpoint ``name`` raises, given where the doorbells of its targets stand."""
+    states = ", ".join(f"{bell} is at {at} of {goal}" for (bell, goal), at in zip(targets, reached, strict=True))
+    return DeadlineError(f"{name} waited {timeout_s:g} s for a message (doorbell {states})")

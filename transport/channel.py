@@ -4,7 +4,7 @@ Message n (from 1) travels in slot ``n % slots`` both ways, and n is the value i
 also the credit for its request's slot: request n may be sent once reply n - slots has arrived.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.errors import DeadlineError
@@ -52,15 +52,6 @@ class ChannelLayout:
     def reply_offset(self, n: int) -> int:
         """Offset of reply n from the channel's first reply slot."""
         return n % self.slots * _aligned(self.reply_nbytes)
-
-
-def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Lay several channels' slots side by side in one arena: the offset of each size, and the arena's bytes."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += _aligned(size)
-    return starts, end
 
 
 class Requester:

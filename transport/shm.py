@@ -7,13 +7,14 @@ left behind however its processes end. Layout, doorbells and the wait are native
 import fcntl
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from lamina._native import ShmArena as NativeArena
 from lamina._native import ShmWaiter
-from lamina.errors import DeadlineError, PeerLostError, TransportError
-from lamina.transport.base import Buffer, Part, Peer
+from lamina.errors import PeerLostError, TransportError
+from lamina.transport.base import Buffer, Part, Peer, check_range, deadline_error
 
 PROTOCOL = 1
 
@@ -49,8 +50,7 @@ class ShmArena:
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes at offset {offset} lie outside an arena of {self.nbytes} bytes")
+        check_range(offset, nbytes, self.nbytes)
         return self._data[offset : offset + nbytes]
 
 
@@ -66,6 +66,15 @@ class ShmPeer:
         self.pidfd = pidfd
 
 
+@dataclass(frozen=True)
+class _Own:
+    """What an endpoint has from register() to close()."""
+
+    fd: int
+    native: NativeArena
+    waiter: ShmWaiter
+
+
 class ShmEndpoint:
     """One worker's end of the data plane in shared memory. Implements ``transport.base.Endpoint``.
 
@@ -77,15 +86,13 @@ class ShmEndpoint:
     def __init__(self, name: str, *, spin_s: float = SPIN_S) -> None:
         self.name = name
         self._spin_s = spin_s
-        self._fd: int | None = None
-        self._native: NativeArena | None = None
-        self._waiter: ShmWaiter | None = None
+        self._own: _Own | None = None
         self._peers: list[ShmPeer] = []  # in the waiter's order
 
     def register(self, nbytes: int, doorbells: int) -> ShmArena:
         """Allocate the arena (once per endpoint), all doorbells 0."""
-        if self._native is not None:
-            raise TransportError(f"endpoint {self.name} has an arena of {self._native.nbytes} bytes already")
+        if self._own is not None:
+            raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
         if nbytes <= 0 or doorbells <= 0:
             raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
         fd = os.memfd_create(f"lamina-{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -93,27 +100,24 @@ class ShmEndpoint:
             os.ftruncate(fd, NativeArena.file_nbytes(nbytes, doorbells))
             # Nobody can shrink it under another process's feet (SIGBUS).
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._native = NativeArena.create(fd, nbytes, doorbells)
+            native = NativeArena.create(fd, nbytes, doorbells)
         except (OSError, MemoryError) as error:
             os.close(fd)
             raise TransportError(f"cannot map an arena of {nbytes} bytes for {self.name}: {error}") from error
-        self._fd = fd
-        self._waiter = ShmWaiter(self._native)
-        return ShmArena(self._native)
+        self._own = _Own(fd, native, ShmWaiter(native))
+        return ShmArena(native)
 
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
-        native = self._arena()
-        assert self._fd is not None
+        own = self._registered()
         pid = os.getpid()
         return msgspec.msgpack.encode(
-            Descriptor(PROTOCOL, self.name, pid, _start_time(pid), self._fd, native.nbytes, native.doorbells)
+            Descriptor(PROTOCOL, self.name, pid, _start_time(pid), own.fd, own.native.nbytes, own.native.doorbells)
         )
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
         """Open a peer's arena for writing; needs no time. Raises TransportError, PeerLostError."""
-        self._arena()
-        assert self._waiter is not None
+        own = self._registered()
         try:
             where = msgspec.msgpack.decode(descriptor, type=Descriptor)
         except msgspec.DecodeError as error:
@@ -125,15 +129,14 @@ class ShmEndpoint:
             )
         peer = _open(where)
         self._peers.append(peer)
-        self._waiter.watch(peer.native, peer.pidfd)
+        own.waiter.watch(peer.native, peer.pidfd)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; its death no longer ends waits."""
         known = self._connected(peer)
-        assert self._waiter is not None
         index = self._peers.index(known)
-        self._waiter.forget(index)
+        self._registered().waiter.forget(index)
         del self._peers[index]
         os.close(known.pidfd)
 
@@ -163,43 +166,36 @@ class ShmEndpoint:
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
-        if self._waiter is None:
-            self._arena()
-        assert self._waiter is not None
+        own = self._registered()
         try:
-            return self._waiter.wait(targets, timeout_s, self._spin_s)
+            return own.waiter.wait(targets, timeout_s, self._spin_s)
         except TimeoutError:
-            raise DeadlineError(self._unreached(targets, timeout_s)) from None
+            reached = [own.native.sequence(doorbell) for doorbell, _ in targets]
+            raise deadline_error(self.name, targets, reached, timeout_s) from None
         except ConnectionResetError as gone:
             raise _lost(self._peers[gone.args[0]]) from None
 
     def close(self) -> None:
         """Tell peers, then give back all memory and handles. Idempotent. Views keep their memory."""
-        if self._native is not None:
-            self._native.mark_gone()
+        if self._own is None:
+            return
+        self._own.native.mark_gone()
         for peer in self._peers:
             peer.native.nudge()
             os.close(peer.pidfd)
         self._peers.clear()
-        self._native = self._waiter = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        os.close(self._own.fd)
+        self._own = None
 
-    def _arena(self) -> NativeArena:
-        if self._native is None:
+    def _registered(self) -> _Own:
+        if self._own is None:
             raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
-        return self._native
+        return self._own
 
     def _connected(self, peer: Peer) -> ShmPeer:
         if not isinstance(peer, ShmPeer) or peer not in self._peers:
             raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
         return peer
-
-    def _unreached(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> str:
-        native = self._arena()
-        states = ", ".join(f"{doorbell} is at {native.sequence(doorbell)} of {goal}" for doorbell, goal in targets)
-        return f"{self.name} waited {timeout_s:g} s for a message (doorbell {states})"
 
 
 def _open(where: Descriptor) -> ShmPeer:

@@ -1,4 +1,6 @@
 // Bindings of shared-memory arenas and of the wait on their doorbells.
+#include <algorithm>
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,8 +28,12 @@ constexpr std::size_t kReleaseNbytes = 256 * 1024;
 class HeldBuffer {
 public:
     explicit HeldBuffer(nb::handle object) {
-        if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_C_CONTIGUOUS) != 0)
-            throw nb::python_error();
+        if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_C_CONTIGUOUS) == 0)
+            return;
+        if (PyErr_ExceptionMatches(PyExc_TypeError))
+            throw nb::python_error(); // no buffer at all
+        PyErr_Clear();
+        throw nb::value_error("a part is not C-contiguous; copy it first");
     }
     ~HeldBuffer() { PyBuffer_Release(&buffer_); } // does nothing once moved from
     HeldBuffer(HeldBuffer &&other) noexcept : buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
@@ -48,17 +54,22 @@ void raise_if_gone(const ShmArena &arena) {
     }
 }
 
-void check_doorbell(ShmArena &arena, std::size_t doorbell) {
-    if (doorbell >= arena.doorbells().size())
-        throw nb::value_error(("doorbell " + std::to_string(doorbell) + " of an arena with " +
-                               std::to_string(arena.doorbells().size()))
-                                  .c_str());
+// The doorbell's index, once it is known to exist.
+std::uint32_t checked(const lamina::Doorbells &doorbells, std::int64_t doorbell) {
+    if (doorbell < 0 || doorbell >= static_cast<std::int64_t>(doorbells.size())) {
+        const std::string message = "doorbell " + std::to_string(doorbell) +
+                                    " does not exist: the arena has " + std::to_string(doorbells.size());
+        throw nb::value_error(message.c_str());
+    }
+    return static_cast<std::uint32_t>(doorbell);
 }
 
-void write_parts(ShmArena &arena, std::size_t offset, std::size_t nbytes, nb::sequence parts) {
+void write_parts(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts) {
     raise_if_gone(arena);
     std::vector<HeldBuffer> held;
     std::vector<Part> pieces;
+    held.reserve(nb::len(parts));
+    pieces.reserve(nb::len(parts));
     std::size_t total = 0;
     for (nb::handle part : parts) {
         held.emplace_back(part);
@@ -73,35 +84,34 @@ void write_parts(ShmArena &arena, std::size_t offset, std::size_t nbytes, nb::se
     }
 }
 
-void ring_doorbell(ShmArena &arena, std::size_t doorbell, std::uint64_t sequence) {
+void ring_doorbell(ShmArena &arena, std::int64_t doorbell, std::uint64_t sequence) {
     raise_if_gone(arena);
-    check_doorbell(arena, doorbell);
-    arena.doorbells().ring(doorbell, sequence);
+    arena.doorbells().ring(checked(arena.doorbells(), doorbell), sequence);
 }
 
-void post(ShmArena &arena, std::size_t offset, std::size_t nbytes, nb::sequence parts, std::size_t doorbell,
-          std::uint64_t sequence) {
-    check_doorbell(arena, doorbell);
+void post(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts,
+          std::int64_t doorbell, std::uint64_t sequence) {
+    const std::uint32_t index = checked(arena.doorbells(), doorbell);
     write_parts(arena, offset, nbytes, parts);
-    arena.doorbells().ring(doorbell, sequence);
+    arena.doorbells().ring(index, sequence);
 }
 
+// Negative times count as 0.
 std::chrono::nanoseconds nanoseconds(double seconds) {
     constexpr double kLongest = 1e9; // 31 years: what a steady clock can surely hold
-    if (!(seconds >= 0 && seconds <= kLongest))
-        throw nb::value_error("give a time from 0 to 1e9 seconds");
-    return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+    if (!std::isfinite(seconds))
+        throw nb::value_error("a wait needs a finite timeout");
+    return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9));
 }
 
-std::size_t wait_for(ShmWaiter &waiter, const std::vector<std::pair<std::uint32_t, std::uint64_t>> &pairs,
+std::size_t wait_for(ShmWaiter &waiter, const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
                      double timeout_s, double spin_s) {
+    if (pairs.empty())
+        throw nb::value_error("a wait needs at least one doorbell");
     std::vector<Target> targets;
     targets.reserve(pairs.size());
-    for (const auto &[doorbell, sequence] : pairs) {
-        if (doorbell >= waiter.doorbells().size())
-            throw nb::value_error(("no doorbell " + std::to_string(doorbell)).c_str());
-        targets.push_back({doorbell, sequence});
-    }
+    for (const auto &[doorbell, sequence] : pairs)
+        targets.push_back({checked(waiter.doorbells(), doorbell), sequence});
     const auto deadline = std::chrono::steady_clock::now() + nanoseconds(timeout_s);
     if (const auto index = waiter.doorbells().ready(targets))
         return *index; // without giving up the GIL
@@ -151,9 +161,8 @@ void register_transport(nb::module_ &module) {
         .def("nudge", [](ShmArena &arena) { arena.doorbells().nudge(); })
         .def(
             "sequence",
-            [](ShmArena &arena, std::size_t doorbell) {
-                check_doorbell(arena, doorbell);
-                return arena.doorbells().sequence(doorbell);
+            [](ShmArena &arena, std::int64_t doorbell) {
+                return arena.doorbells().sequence(checked(arena.doorbells(), doorbell));
             },
             "doorbell"_a)
         .def("write", &write_parts, "offset"_a, "nbytes"_a, "parts"_a)

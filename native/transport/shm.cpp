@@ -92,13 +92,14 @@ void ShmArena::mark_gone() {
     header_->gone.store(1, std::memory_order_release);
 }
 
-void ShmArena::write(std::size_t offset, std::size_t nbytes, std::span<const Part> parts) {
-    if (offset > data_.size() || nbytes > data_.size() - offset)
+void ShmArena::write(std::int64_t offset, std::int64_t nbytes, std::span<const Part> parts) {
+    const auto size = static_cast<std::int64_t>(data_.size());
+    if (offset < 0 || nbytes < 0 || offset > size || nbytes > size - offset)
         throw std::invalid_argument(std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) +
-                                    " lie outside an arena of " + std::to_string(data_.size()) + " bytes");
-    std::size_t total = 0;
+                                    " lie outside an arena of " + std::to_string(size) + " bytes");
+    std::int64_t total = 0;
     for (const Part &part : parts)
-        total += part.size();
+        total += static_cast<std::int64_t>(part.size());
     if (total > nbytes)
         throw std::invalid_argument("a message of " + std::to_string(total) + " bytes does not fit into " +
                                     std::to_string(nbytes) + " bytes");

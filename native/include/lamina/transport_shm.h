@@ -46,7 +46,7 @@ public:
 
     // Copies the parts one after another into [offset, offset + nbytes). Throws std::invalid_argument, before
     // it writes anything, if they are larger or lie outside the data.
-    void write(std::size_t offset, std::size_t nbytes, std::span<const Part> parts);
+    void write(std::int64_t offset, std::int64_t nbytes, std::span<const Part> parts);
 
 private:
     ShmArena(std::byte *base, std::size_t mapped_nbytes);

@@ -1,0 +1,288 @@
+"""Endpoints inside one process that drop, hold back, reorder and corrupt on command: what fault tests use.
+
+Nothing is random: a test plans every fault. To its peers a closed endpoint is a dead one.
+"""
+
+import enum
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lamina.errors import PeerLostError, TransportError
+from lamina.transport.base import Buffer, Part, Peer, check_range, deadline_error
+
+
+class Operation(enum.Enum):
+    """What an endpoint sends to a peer. ``post`` is one WRITE of all its parts and one RING."""
+
+    WRITE = enum.auto()
+    RING = enum.auto()
+
+
+class Fault(enum.Enum):
+    """What may become of an operation on its way."""
+
+    DROP = enum.auto()  # it never arrives
+    HOLD = enum.auto()  # it arrives when the test says so: a delay, or with others another order
+    CORRUPT = enum.auto()  # a write arrives with one bit of its middle byte flipped
+
+
+@dataclass
+class _Plan:
+    fault: Fault
+    operation: Operation
+    skip: int
+    count: int
+
+
+@dataclass
+class _Sent:
+    """An operation on its way to an arena."""
+
+    operation: Operation
+    arena: "NullArena"
+    place: int  # offset of a write, number of a doorbell
+    data: bytes
+    sequence: int
+
+    def arrive(self) -> None:
+        with _changed:
+            if self.operation is Operation.WRITE:
+                self.arena.data[self.place : self.place + len(self.data)] = self.data
+            else:
+                self.arena.sequences[self.place] = self.sequence
+                _changed.notify_all()
+
+
+@dataclass
+class Faults:
+    """Faults of everything one endpoint sends.
+
+    ::
+
+        faults.plan(Fault.DROP, Operation.RING)             # the next ring is lost
+        faults.plan(Fault.HOLD, Operation.WRITE, count=2)   # two writes are kept back ...
+        faults.release(1, 0)                                # ... and arrive in the other order
+    """
+
+    held: list[_Sent] = field(default_factory=list)
+    _plans: list[_Plan] = field(default_factory=list)
+
+    def plan(self, fault: Fault, operation: Operation, *, skip: int = 0, count: int = 1) -> None:
+        """Let ``skip`` operations of this kind pass, then treat ``count`` of them so. The earliest plan goes first."""
+        if fault is Fault.CORRUPT and operation is Operation.RING:
+            raise ValueError("only a WRITE can be corrupted; a RING carries nothing but its number")
+        self._plans.append(_Plan(fault, operation, skip, count))
+
+    def release(self, *order: int) -> None:
+        """Deliver held operations in this order of their indices in ``held``; all, oldest first, if none is given."""
+        chosen = [self.held[index] for index in (order or range(len(self.held)))]
+        self.held = [sent for sent in self.held if not any(sent is other for other in chosen)]
+        for sent in chosen:
+            sent.arrive()
+
+    def pass_on(self, sent: _Sent) -> None:
+        """Take an operation to its arena, by way of the fault planned for it."""
+        match self._next(sent.operation):
+            case None:
+                sent.arrive()
+            case Fault.DROP:
+                pass
+            case Fault.HOLD:
+                self.held.append(sent)
+            case Fault.CORRUPT:
+                middle = len(sent.data) // 2
+                damaged = bytes(byte ^ (index == middle) for index, byte in enumerate(sent.data))
+                _Sent(sent.operation, sent.arena, sent.place, damaged, sent.sequence).arrive()
+
+    def _next(self, operation: Operation) -> Fault | None:
+        plan = next((plan for plan in self._plans if plan.operation is operation), None)
+        if plan is None:
+            return None
+        if plan.skip > 0:
+            plan.skip -= 1
+            return None
+        plan.count -= 1
+        if plan.count == 0:
+            self._plans.remove(plan)
+        return plan.fault
+
+
+class NullArena:
+    """Memory of one endpoint."""
+
+    def __init__(self, nbytes: int, doorbells: int) -> None:
+        self.nbytes = nbytes
+        self.doorbells = doorbells
+        self.data = bytearray(nbytes)
+        self.sequences = [0] * doorbells
+        self.gone = False
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
+        check_range(offset, nbytes, self.nbytes)
+        return memoryview(self.data)[offset : offset + nbytes]
+
+
+class NullPeer:
+    """A connected arena of this process."""
+
+    def __init__(self, name: str, arena: NullArena) -> None:
+        self.name = name
+        self.nbytes = arena.nbytes
+        self.doorbells = arena.doorbells
+        self.arena = arena
+
+
+class _Descriptor(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    pid: int
+    number: int
+
+
+# All endpoints of this process share one lock, and wake together: they are for tests, not for speed.
+_changed = threading.Condition()
+_arenas: "weakref.WeakValueDictionary[int, NullArena]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class NullEndpoint:
+    """One end of an in-process data plane. Implements ``transport.base.Endpoint``.
+
+    Args:
+        name: how peers call this endpoint in their errors.
+        faults: what happens to everything this endpoint sends; by default nothing.
+    """
+
+    def __init__(self, name: str, faults: Faults | None = None) -> None:
+        self.name = name
+        self.faults = faults or Faults()
+        self._arena: NullArena | None = None
+        self._number = next(_numbers)
+        self._peers: list[NullPeer] = []
+
+    def register(self, nbytes: int, doorbells: int) -> NullArena:
+        """Allocate the arena (once per endpoint), all doorbells 0."""
+        if self._arena is not None:
+            raise TransportError(f"endpoint {self.name} has an arena of {self._arena.nbytes} bytes already")
+        if nbytes <= 0 or doorbells <= 0:
+            raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
+        self._arena = _arenas[self._number] = NullArena(nbytes, doorbells)
+        return self._arena
+
+    def descriptor(self) -> bytes:
+        """What a peer in this process needs to connect. Raises TransportError before ``register``."""
+        self._registered()
+        return msgspec.msgpack.encode(_Descriptor(self.name, os.getpid(), self._number))
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> NullPeer:
+        """Find a peer's arena; needs no time. Raises TransportError, PeerLostError."""
+        self._registered()
+        try:
+            where = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"not the descriptor of a null endpoint: {error}") from error
+        if where.pid != os.getpid():
+            raise TransportError(
+                f"{where.name} lives in process {where.pid}; null endpoints join threads of one process"
+            )
+        arena = _arenas.get(where.number)
+        if arena is None or arena.gone:
+            raise PeerLostError(where.name, "its endpoint is closed")
+        peer = NullPeer(where.name, arena)
+        self._peers.append(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer; its death no longer ends waits."""
+        self._peers.remove(self._connected(peer))
+
+    def write(self, peer: Peer, offset: int, data: Part) -> None:
+        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
+        content = _content(data)
+        check_range(offset, len(content), peer.nbytes)
+        self.faults.pass_on(_Sent(Operation.WRITE, self._living(peer), offset, content, 0))
+
+    def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
+        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
+        _check_doorbell(doorbell, peer.doorbells)
+        self.faults.pass_on(_Sent(Operation.RING, self._living(peer), doorbell, b"", sequence))
+
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
+        _check_doorbell(doorbell, peer.doorbells)
+        check_range(offset, nbytes, peer.nbytes)
+        content = b"".join(_content(part) for part in parts)
+        if len(content) > nbytes:
+            raise ValueError(f"a message of {len(content)} bytes does not fit into {nbytes} bytes")
+        self.write(peer, offset, content)
+        self.ring(peer, doorbell, sequence)
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        arena = self._registered()
+        if not targets:
+            raise ValueError("a wait needs at least one doorbell")
+        for doorbell, _ in targets:
+            _check_doorbell(doorbell, arena.doorbells)
+
+        def ready() -> int | None:
+            return next((i for i, (bell, goal) in enumerate(targets) if arena.sequences[bell] >= goal), None)
+
+        def gone() -> NullPeer | None:
+            return next((peer for peer in self._peers if peer.arena.gone), None)
+
+        with _changed:
+            _changed.wait_for(lambda: ready() is not None or gone() is not None, max(timeout_s, 0.0))
+            index, lost = ready(), gone()
+            if index is not None:
+                return index
+            if lost is not None:
+                raise PeerLostError(lost.name, "its endpoint is closed")
+            reached = [arena.sequences[doorbell] for doorbell, _ in targets]
+        raise deadline_error(self.name, targets, reached, timeout_s)
+
+    def close(self) -> None:
+        """Tell peers, then give back all memory. Idempotent. Views keep their memory."""
+        if self._arena is None:
+            return
+        with _changed:
+            self._arena.gone = True
+            _changed.notify_all()
+        self._peers.clear()
+        self.faults.held.clear()
+        self._arena = None
+
+    def _registered(self) -> NullArena:
+        if self._arena is None:
+            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
+        return self._arena
+
+    def _connected(self, peer: Peer) -> NullPeer:
+        if not isinstance(peer, NullPeer) or peer not in self._peers:
+            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
+        return peer
+
+    def _living(self, peer: Peer) -> NullArena:
+        arena = self._connected(peer).arena
+        if arena.gone:
+            raise PeerLostError(peer.name, "its endpoint is closed")
+        return arena
+
+
+def _content(part: Any) -> bytes:  # Any: numpy declares its buffer protocol from Python 3.12 on only
+    view = memoryview(part)
+    if not view.c_contiguous:
+        raise ValueError("a part is not C-contiguous; copy it first")
+    return view.tobytes()
+
+
+def _check_doorbell(doorbell: int, doorbells: int) -> None:
+    if not 0 <= doorbell < doorbells:
+        raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")
