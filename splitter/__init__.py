@@ -2,3 +2,10 @@
 
 if __name__ != "lamina.splitter":
     raise ImportError(f"import this package as lamina.splitter, not {__name__}: a second copy would not share types")
+
+from lamina.splitter.assemble import load_config, split
+from lamina.splitter.capture import Weight
+from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel
+from lamina.splitter.verify import verify
+
+__all__ = ["Crossing", "Cut", "Slice", "SliceOutput", "SplitModel", "Weight", "load_config", "split", "verify"]

@@ -1,0 +1,129 @@
+"""Models that compute attention themselves instead of calling the registered function.
+
+Each adapter replaces the attention arithmetic of one family and leaves its weights, projections and rotary embedding
+alone. A model is built with ``build_implementation``, adapted, and then told to use ours.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
+from transformers.models.mpt import modeling_mpt
+
+from lamina.splitter.attention import IMPLEMENTATION, attention
+
+
+def build_implementation(model_type: str) -> str:
+    """The ``attn_implementation`` with which to construct a model of this type."""
+    return "eager" if model_type in _ADAPTERS else IMPLEMENTATION
+
+
+def adapt(model: nn.Module, model_type: str) -> None:
+    """Make the attentions of ``model`` (mutated) call the operator, if its family needs help to do so."""
+    adapter = _ADAPTERS.get(model_type)
+    if adapter is None:
+        return
+    for module in model.modules():
+        adapter(module)
+    # MPT converts its mask and cannot do without; the mask of eager attention is dead code that capture removes.
+    model.config._attn_implementation = "eager" if model_type == "mpt" else IMPLEMENTATION
+
+
+def knows_positions(model_type: str) -> bool:
+    """True for families whose only notion of position is alibi, so that they take no ``position_ids``."""
+    return model_type in ("bloom", "mpt")
+
+
+def _bind(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+    setattr(module, method, types.MethodType(function, module))
+
+
+def _bloom(module: nn.Module) -> None:
+    def forward(self: Any, hidden_states: Tensor, residual: Tensor, **_: Any) -> tuple[Tensor, None]:
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        out = attention(query, key, value, scale=self.inv_norm_factor, slopes=slopes)
+        return self.dense(out.flatten(2)) + residual, None
+
+    if isinstance(module, modeling_bloom.BloomAttention):
+        slopes = _real(lambda: modeling_bloom._get_alibi_slopes(module.num_heads, torch.device("cpu")))
+        _bind(module, "forward", forward)
+
+
+def _mpt(module: nn.Module) -> None:
+    def forward(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        heads = mixed.unflatten(2, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        out = attention(heads[0], heads[1], heads[2], scale=self.softmax_scale, slopes=slopes)
+        return self.out_proj(out.flatten(2)), None
+
+    if isinstance(module, modeling_mpt.MptAttention):
+        # The tensor for two positions holds -slope and 0 in its last two places.
+        slopes = _real(lambda: -modeling_mpt.build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0])
+        _bind(module, "forward", forward)
+
+
+def _falcon(module: nn.Module) -> None:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        fused = self.query_key_value(hidden_states)
+        if self.new_decoder_architecture:  # keep K and V grouped; the original repeats them per query head
+            groups = fused.unflatten(2, (self.num_kv_heads, -1, self.head_dim))
+            query, key, value = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+        else:
+            query, key, value = self._split_heads(fused)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if alibi is None:
+            assert position_embeddings is not None
+            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
+        out = attention(query, key, value, scale=self.inv_norm_factor, slopes=slopes)
+        return self.dense(out.flatten(2)), None
+
+    if isinstance(module, modeling_falcon.FalconAttention):
+        slopes = _real(lambda: _falcon_slopes(module)) if module.config.alibi else None
+        _bind(module, "forward", forward)
+
+
+def _falcon_slopes(module: Any) -> Tensor:
+    """Slopes as the model rounds them to bfloat16, scaled like its scores."""
+    alibi = modeling_falcon.build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), module.num_heads, torch.float32)
+    return alibi[:, 0, 1] * module.inv_norm_factor
+
+
+def _gptj_or_neo(module: nn.Module) -> None:
+    def _attn(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, None]:
+        # GPT-J divides by scale_attn; GPT-Neo does not scale at all.
+        scale = 1.0 / getattr(self, "scale_attn", 1.0)
+        window = self.config.window_size if getattr(self, "attention_type", None) == "local" else 0
+        return attention(query, key, value, scale=scale, window=window).transpose(1, 2), None
+
+    if hasattr(module, "_attn"):
+        _bind(module, "_attn", _attn)
+
+
+def _real(compute: Callable[[], Tensor]) -> list[float]:
+    """Values of a tensor although the model is being built without any."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return [float(value) for value in compute()]
+
+
+_ADAPTERS: dict[str, Callable[[nn.Module], None]] = {
+    "bloom": _bloom,
+    "falcon": _falcon,
+    "gpt_neo": _gptj_or_neo,
+    "gptj": _gptj_or_neo,
+    "mpt": _mpt,
+}

@@ -1,0 +1,105 @@
+"""From a model to its slices: capture, clean, cut, build, replicate; verified after every pass."""
+
+from pathlib import Path
+
+import torch
+from torch import fx
+from transformers import AutoConfig, PretrainedConfig
+
+from lamina.errors import ModelError
+from lamina.splitter import attention
+from lamina.splitter.capture import Capture, capture
+from lamina.splitter.flow import clean, row_layout
+from lamina.splitter.names import shift
+from lamina.splitter.slices import Partition, build, partition
+from lamina.splitter.split_model import Crossing, Cut, Slice, SplitModel
+from lamina.splitter.verify import verify, verify_capture, verify_partition
+from lamina.types import DType
+
+
+def split(config: PretrainedConfig | str | Path, dtype: DType = DType.FLOAT32) -> SplitModel:
+    """Cut a model at its attention operators. No weights are read or allocated.
+
+    Args:
+        config: of the model; or its directory, or a ``config.json``.
+        dtype: of weights, activations and KV.
+
+    Raises:
+        ModelError: there is no configuration at that path. UnsupportedModelError: the model cannot be split.
+    """
+    config = load_config(config) if isinstance(config, str | Path) else config
+    captured = capture(config, dtype)
+    clean(captured)
+    verify_capture(captured)
+    parts = partition(captured)
+    verify_partition(captured, parts)
+    model = _replicate(config, dtype, captured, parts)
+    verify(model)
+    return model
+
+
+def load_config(path: str | Path) -> PretrainedConfig:
+    """The configuration in a model directory or a ``config.json``. Raises ModelError."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"{file} is not a file; give a model directory with a config.json, or a config.json")
+    try:
+        return AutoConfig.from_pretrained(file)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{file} holds no model configuration that transformers knows: {error}") from error
+
+
+def _replicate(config: PretrainedConfig, dtype: DType, captured: Capture, parts: Partition) -> SplitModel:
+    """Slices of the whole model from those of the captured layers; equal ones share their graph."""
+    attentions = captured.attentions
+    built = [build(captured, parts, index) for index in range(len(attentions) + 1)]
+    graphs: dict[object, fx.GraphModule] = {}
+    slices, cuts, specs, sinks = [], [], [], []
+    last = len(captured.representatives) - 1
+    for index, source in enumerate(captured.representatives):
+        part = built[source]
+        slices.append(
+            Slice(
+                index=index,
+                graph=graphs.setdefault(part.key, part.module),
+                weights=tuple(shift(name, index - source) for name in part.weights),
+                constants=tuple(shift(name, index - source) for name in part.constants),
+                last=index == last,
+                linears_before_q=part.linears_before_q,
+            )
+        )
+        if index == last:
+            break
+        cuts.append(Cut(index, tuple(_crossing(node, index - source) for node in parts.contexts[source])))
+        specs.append(attention.spec(attentions[source], index))
+        sink = attention.sinks(attentions[source])
+        sinks.append(None if sink is None else shift(captured.weights[sink.name], index - source))
+    used = {name for part in slices for name in part.weights} | {name for name in sinks if name}
+    return SplitModel(
+        config=config,
+        dtype=dtype,
+        slices=tuple(slices),
+        cuts=tuple(cuts),
+        attentions=tuple(specs),
+        sinks=tuple(sinks),
+        weights={name: weight for name, weight in captured.shapes.items() if name in used},
+        ties={name: target for name, target in captured.ties.items() if target in used},
+        constants=captured.buffers,
+    )
+
+
+def _crossing(node: fx.Node, layers: int) -> Crossing:
+    layout = row_layout(node)
+    assert layout is not None
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return Crossing(shift(_origin(node), layers), (layout.width,), value.dtype)
+
+
+def _origin(node: fx.Node) -> str:
+    """The module whose code made a node, and the operator: ``model.layers.3: add``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    operator = getattr(node.target, "_opname", None) or node.name
+    return f"{path.removeprefix('model.')}: {operator}"

@@ -1,0 +1,174 @@
+"""The attention operator that capture leaves in the graph, and what it says about the attention it stands for.
+
+Hugging Face models call whatever is registered under their ``attn_implementation``. Ours is an opaque operator with a
+shape and no arithmetic: the graph is cut at it. No mask function is registered under our name, so the models build no
+mask; window and chunk travel as arguments instead.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lamina.errors import UnsupportedModelError
+from lamina.types import AttentionSpec
+
+IMPLEMENTATION = "lamina"
+
+
+@torch.library.custom_op("lamina::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    slopes: list[float],
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+) -> Tensor:
+    raise AssertionError("lamina::attention marks where a model is cut; it is never executed")
+
+
+@_attention.register_fake
+def _attention_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    slopes: list[float],
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+OPERATOR = torch.ops.lamina.attention.default
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    slopes: list[float] | None = None,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Stand for one causal attention over one sequence.
+
+    Args:
+        query: [1, Hq, T, D]; key: [1, Hkv, T, D]; value: [1, Hkv, T, Dv]; Hkv divides Hq.
+        sinks: [Hq] logits or None. The other arguments are those of AttentionSpec.
+
+    Returns: [1, T, Hq, Dv], without values.
+    """
+    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    return OPERATOR(*rows, sinks, slopes or [], scale, window, chunk, softcap).unsqueeze(0)
+
+
+# What models hand to their attention function that does not change causal attention over one unpadded sequence.
+_IRRELEVANT = {
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+def _registered(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention function signature; returns ([1, T, Hq, Dv], None)."""
+    name = type(module).__name__
+    unknown = {key for key, value in kwargs.items() if value is not None} - _IRRELEVANT
+    if unknown:
+        raise UnsupportedModelError(f"{name} gives its attention {sorted(unknown)}, which Lamina's kernels do not know")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name} adds a mask or bias of its own to causal attention")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise UnsupportedModelError(f"{name} is not causal: only decoder attention can be served from a KV cache")
+    window, chunk = _visibility(module, sliding_window)
+    out = attention(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sinks=s_aux,
+        window=window,
+        chunk=chunk,
+        softcap=softcap or 0.0,
+    )
+    return out, None
+
+
+def _visibility(module: torch.nn.Module, sliding_window: int | None) -> tuple[int, int]:
+    """(window, chunk) of one attention. ``config.layer_types`` decides where it exists: masks are built from it."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return sliding_window or 0, 0
+    kind = kinds[module.layer_idx]
+    if kind == "full_attention":
+        return 0, 0
+    if kind == "sliding_attention":
+        return sliding_window or config.sliding_window, 0
+    if kind == "chunked_attention":
+        return 0, config.attention_chunk_size
+    raise UnsupportedModelError(
+        f"layer {module.layer_idx} is of type {kind!r}; the splitter knows full, sliding and chunked attention"
+    )
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _registered)
+
+
+def sinks(node: fx.Node) -> fx.Node | None:
+    """The placeholder of an operator node's sink logits, whatever casts lie between, or None."""
+    source = node.args[3]
+    while isinstance(source, fx.Node) and source.op != "placeholder":
+        (source,) = source.all_input_nodes
+    assert source is None or isinstance(source, fx.Node)
+    return source
+
+
+def spec(node: fx.Node, layer: int) -> AttentionSpec:
+    """What an operator node of a captured graph says about the attention it stands for."""
+    query, key, value, sink, slopes, scale, window, chunk, softcap = node.args
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+    assert isinstance(slopes, list)
+    return AttentionSpec(
+        layer=layer,
+        query_heads=query.meta["val"].shape[1],
+        kv_heads=key.meta["val"].shape[1],
+        qk_dim=query.meta["val"].shape[2],
+        v_dim=value.meta["val"].shape[2],
+        scale=scale,  # type: ignore[arg-type]
+        window=window,  # type: ignore[arg-type]
+        chunk=chunk,  # type: ignore[arg-type]
+        softcap=softcap,  # type: ignore[arg-type]
+        sinks=sink is not None,
+        alibi_slopes=tuple(slopes) if slopes else None,  # type: ignore[arg-type]
+    )

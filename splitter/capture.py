@@ -1,0 +1,205 @@
+"""From a configuration to one flat graph of the whole model, without allocating its weights.
+
+The model is built and exported under a fake tensor mode on the CPU (not on the meta device, for which mixture-of-expert
+layers take another branch). Of a deep model only as many layers are exported as it takes to see every kind of slice.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lamina.errors import UnsupportedModelError
+from lamina.splitter import adapters, trace
+from lamina.splitter.attention import OPERATOR
+from lamina.types import DType
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Shape and element type of one tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A model as one graph of functional operators over flat rows.
+
+    Attributes:
+        graph: placeholders for weights, constants, ids [T] and positions [T]; one output, logits [T, vocab].
+        weights: placeholder name -> checkpoint name. constants: placeholder name -> buffer name.
+        ids, positions: the placeholders of the model's inputs.
+        representatives: for each slice of the whole model, the slice of ``graph`` that equals it.
+        shapes: every weight of the whole model. ties: names that share another's weight -> that weight's name.
+        buffers: values of the constants.
+    """
+
+    graph: fx.Graph
+    weights: Mapping[str, str]
+    constants: Mapping[str, str]
+    ids: fx.Node
+    positions: fx.Node
+    representatives: tuple[int, ...]
+    shapes: Mapping[str, Weight]
+    ties: Mapping[str, str]
+    buffers: Mapping[str, Tensor]
+
+    @property
+    def attentions(self) -> list[fx.Node]:
+        """Attention operators of ``graph``, first to last."""
+        return [node for node in self.graph.nodes if node.target is OPERATOR]
+
+
+class _Flat(nn.Module):
+    """A causal language model over one sequence: ids [T], positions [T] -> logits [T, vocab]."""
+
+    def __init__(self, model: nn.Module, takes_positions: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.takes_positions = takes_positions
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        inputs: dict[str, Any] = {"position_ids": positions[None]} if self.takes_positions else {}
+        logits: Tensor = self.model(input_ids=ids[None], use_cache=False, **inputs).logits
+        return logits[0]
+
+
+def capture(config: PretrainedConfig, dtype: DType) -> Capture:
+    """Trace the model that ``config`` describes (left as it is).
+
+    Raises:
+        UnsupportedModelError: it is no decoder, or it cannot be traced, or it has state besides its attentions.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    model = _build(config, dtype, mode)
+    shapes = {name: Weight(tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+    ties: dict[str, str] = dict(model.all_tied_weights_keys)
+    flat = _Flat(model, takes_positions="position_ids" in inspect.signature(model.forward).parameters)
+    if not flat.takes_positions and not adapters.knows_positions(config.model_type):
+        raise UnsupportedModelError(f"{type(model).__name__} takes no position_ids, so tokens cannot be batched by row")
+    with torch.no_grad():
+        records = _record(flat, mode, config)
+        prefix = trace.shortest_prefix(records)
+        layers = _layers(model, len(records) - 1)
+        del layers[prefix:]
+        program = _export(flat, mode, config)
+    graph = program.graph_module.graph
+    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    users = [name for name, spec in inputs.items() if spec.kind is InputKind.USER_INPUT]
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    names = {name: (spec.target or "").removeprefix("model.") for name, spec in inputs.items() if name not in users}
+    weights = {name: ties.get(target, target) for name, target in names.items() if target in shapes}
+    used = {name for name, node in nodes.items() if node.users}
+    constants = {name: target for name, target in names.items() if target not in shapes and name in used}
+    return Capture(
+        graph=graph,
+        weights=weights,
+        constants=constants,
+        ids=nodes[users[0]],
+        positions=nodes[users[1]],
+        representatives=trace.representatives(records, prefix),
+        shapes={name: weight for name, weight in shapes.items() if name not in ties},
+        ties=ties,
+        buffers={target: _constant(model, program, target) for target in constants.values()},
+    )
+
+
+def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
+    """The model with fake weights, ready to be traced."""
+    config = copy.deepcopy(config)
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is more than a text decoder; give the configuration of its text model"
+        )
+    try:
+        with mode:
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, dtype.value),
+                attn_implementation=adapters.build_implementation(config.model_type),
+            )
+            adapters.adapt(model, config.model_type)
+    except ValueError as error:
+        raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps a recurrent state besides attention; only models whose sole state is the "
+            "KV cache can be split"
+        )
+    return model.eval()
+
+
+def _example() -> tuple[Tensor, Tensor]:
+    return torch.zeros(5, dtype=torch.long), torch.arange(5)
+
+
+def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> tuple[trace.Record, ...]:
+    """Run the whole model once without values and check that each layer has exactly one attention."""
+    try:
+        with mode, trace.Recorder(flat.model) as recorder:
+            flat(*_example())
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _untraceable(config, error) from error
+    if recorder.attentions != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r}: found {recorder.attentions} attentions in {config.num_hidden_layers} "
+            "layers; every layer must have exactly one, called through transformers' attention interface. Layers "
+            "with another kind of memory (linear attention, state space, shared KV) cannot be split"
+        )
+    return recorder.records()
+
+
+def _export(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> ExportedProgram:
+    rows = {0: Dim.DYNAMIC}
+    try:
+        with mode:
+            inputs = _example()
+        program = torch.export.export(flat, inputs, dynamic_shapes=(rows, rows), strict=False)
+        return program.run_decompositions({})  # in-place writes become functional; without this they are lost
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _untraceable(config, error) from error
+
+
+def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModelError:
+    reason = str(error).strip().splitlines()
+    return UnsupportedModelError(
+        f"model type {config.model_type!r} cannot be traced for any number of tokens: {type(error).__name__}: "
+        f"{reason[0] if reason else 'no reason given'}"
+    )
+
+
+def _layers(model: nn.Module, count: int) -> nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} keeps its {count} layers in no ModuleList of that length")
+
+
+def _constant(model: Any, program: ExportedProgram, name: str) -> Tensor:
+    """The value of a buffer that is in no checkpoint, initialised as ``from_pretrained`` does it."""
+    path, _, attribute = name.rpartition(".")
+    value = program.constants.get(f"model.{name}", program.constants.get(name))
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        return value
+    module = copy.copy(model.get_submodule(path))
+    module._buffers = {
+        key: None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
+        for key, buffer in module._buffers.items()
+    }
+    model._init_weights(module)
+    return module.get_buffer(attribute)

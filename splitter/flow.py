@@ -1,0 +1,108 @@
+"""What depends on what in a captured graph, and what a tensor costs to send."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lamina.splitter.capture import Capture
+
+
+def clean(captured: Capture) -> None:
+    """Drop assertions and dead code from ``captured.graph`` (mutated) and take all row counts from ``ids``."""
+    graph = captured.graph
+    rows = captured.ids.meta["val"].shape[0]
+    with graph.inserting_after(captured.positions):
+        count = graph.call_function(torch.ops.aten.sym_size.int, (captured.ids, 0))
+    count.meta["val"] = rows
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node is not count and isinstance(node.meta.get("val"), torch.SymInt) and node.meta["val"] is not None:
+            if node.meta["val"].node.expr == rows.node.expr:
+                node.replace_all_uses_with(count)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def replicable(captured: Capture) -> set[fx.Node]:
+    """Nodes to be repeated wherever they are used instead of being sent.
+
+    These depend on ids, positions and constants alone (cos, sin, row counts), or on weights alone (1 + weight).
+    """
+    weights = {node for node in captured.graph.nodes if node.name in captured.weights}
+    on_inputs: set[fx.Node] = {
+        node for node in captured.graph.nodes if node.op == "placeholder" and node not in weights
+    }
+    on_weights: set[fx.Node] = set(weights)
+    constants = {node for node in captured.graph.nodes if node.name in captured.constants}
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if all(source in on_inputs for source in node.all_input_nodes):
+            on_inputs.add(node)
+        elif all(source in on_weights or source in constants for source in node.all_input_nodes):
+            on_weights.add(node)
+    return on_inputs | on_weights
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything computed from them."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.users)
+    return seen
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a tensor holds one row per token: [1, ..., T, *shape] with ``ones`` dimensions before T."""
+
+    ones: int
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Elements per token."""
+        return math.prod(self.shape)
+
+
+def row_layout(node: fx.Node) -> RowLayout | None:
+    """The layout of a node's value, or None if it does not hold exactly one row per token and so cannot be sent."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = list(value.shape)
+    ones = 0
+    while ones < len(sizes) and not isinstance(sizes[ones], torch.SymInt) and sizes[ones] == 1:
+        ones += 1
+    rows, shape = sizes[ones : ones + 1], sizes[ones + 1 :]
+    if not rows or not isinstance(rows[0], torch.SymInt) or not rows[0].node.expr.is_symbol:
+        return None
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        return None
+    return RowLayout(ones, tuple(shape))
+
+
+def bytes_per_token(node: fx.Node) -> float:
+    """What sending the node's value costs; infinite if it cannot be sent."""
+    layout = row_layout(node)
+    return math.inf if layout is None else layout.width * node.meta["val"].dtype.itemsize

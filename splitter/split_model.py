@@ -1,0 +1,118 @@
+"""What splitting a model gives: slices, what crosses between them, and the attentions they meet at."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from transformers import PretrainedConfig
+
+from lamina.splitter.capture import Weight
+from lamina.types import AttentionSpec, DType
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One tensor of a cut, [T, *shape]. ``name`` says which module and operator made it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one row."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What crosses from slice ``index`` to the next besides q, k and v: the context."""
+
+    index: int
+    context: tuple[Crossing, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of context one token carries to the next slice."""
+        return sum(crossing.bytes_per_token for crossing in self.context)
+
+
+@dataclass
+class SliceOutput:
+    """What one slice computed for T rows: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] and context for the attention
+    and the slice that follow, or logits [T, vocab] after the last slice. May be views of shared memory, not contiguous.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    context: tuple[Tensor, ...]
+    logits: Tensor | None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of the model between attention ``index - 1`` and attention ``index``.
+
+    Attributes:
+        graph: takes weights, constants, ids, positions, attention (but for slice 0), context, in this order, and
+            returns (q, k, v, *context), or (logits,) from the last slice. Equal slices share one graph.
+        weights: checkpoint names of its weights, in the graph's input order.
+        constants: names of the ``SplitModel.constants`` it uses, in the graph's input order.
+        linears_before_q: linear layers run until q exists, and in all: what sending q first can gain.
+    """
+
+    index: int
+    graph: fx.GraphModule
+    weights: tuple[str, ...]
+    constants: tuple[str, ...]
+    last: bool
+    linears_before_q: tuple[int, int]
+
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: Tensor | None,
+        context: tuple[Tensor, ...],
+        weights: Mapping[str, Tensor],
+    ) -> SliceOutput:
+        """Compute T rows, which may belong to any number of sequences.
+
+        Args:
+            ids, positions: [T] int64. attention: [T, Hq, Dv] from the attention before, None for slice 0.
+            context: what the slice before returned. All four may be index-selected to fewer rows alike.
+            weights: must hold every name of ``self.weights`` and of ``self.constants``, on the device of the rows.
+        """
+        arguments = [weights[name] for name in self.weights]
+        arguments += [weights[name] for name in self.constants]
+        arguments += (ids, positions) if attention is None else (ids, positions, attention)
+        outputs = self.graph(*arguments, *context)
+        if self.last:
+            return SliceOutput(None, None, None, (), outputs[0])
+        return SliceOutput(outputs[0], outputs[1], outputs[2], tuple(outputs[3:]), None)
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model cut at its n attentions into n + 1 slices.
+
+    Attributes:
+        config, dtype: what was split. dtype is that of weights, activations and KV.
+        slices: n + 1. cuts, attentions: n each; attention k and cut k lie between slices k and k + 1.
+        sinks: for each attention the checkpoint name of its sink logits [Hq], or None.
+        weights: shape and element type of every weight that slices or sinks use, by checkpoint name.
+        ties: other names under which a checkpoint may hold a weight -> the name used here.
+        constants: values that are in no checkpoint (inv_freq), on the CPU.
+    """
+
+    config: PretrainedConfig
+    dtype: DType
+    slices: tuple[Slice, ...]
+    cuts: tuple[Cut, ...]
+    attentions: tuple[AttentionSpec, ...]
+    sinks: tuple[str | None, ...]
+    weights: Mapping[str, Weight]
+    ties: Mapping[str, str]
+    constants: Mapping[str, Tensor]

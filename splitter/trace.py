@@ -1,0 +1,118 @@
+"""Which layers are alike: a record of the operators a model runs between one attention and the next.
+
+A deep model repeats a few layers. Exporting all of them takes minutes, recording what they do takes milliseconds: a
+dispatch mode writes down every operator with its arguments, where a tensor is named by what produced it, relative to
+the stretch that uses it. Stretches with equal records compute the same function of their inputs.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from lamina.splitter.attention import OPERATOR
+from lamina.splitter.names import relative
+
+Record = Hashable
+_Name = Callable[[int], Hashable]  # from the stretch that uses a tensor to what it is called there
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs inside it. Enter it with ``model`` on the innermost fake tensor mode.
+
+    Tensors that depend on the model's inputs alone (positions, cos, sin) have the same name everywhere and are not
+    recorded by themselves: a model may compute them once or in every layer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._stretches: list[list[Hashable]] = [[]]
+        self._names: dict[int, _Name] = {}
+        self._global: dict[Hashable, int] = {}  # what depends on inputs alone, numbered by how it is computed
+        self._alive: list[Tensor] = []  # so that no id is used twice
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            self._assign(weight, lambda stretch, name=name: ("weight", relative(name, stretch)))
+        for name, buffer in model.named_non_persistent_buffers():
+            if relative(name, 0) == name:  # belongs to no layer: inv_freq of the whole model
+                self._assign(buffer, lambda stretch, name=name: ("global", name))
+
+    @property
+    def attentions(self) -> int:
+        """Attention operators seen."""
+        return len(self._stretches) - 1
+
+    def records(self) -> tuple[Record, ...]:
+        """One record per stretch, ``attentions + 1`` of them; an attention belongs to the stretch it ends."""
+        return tuple(tuple(stretch) for stretch in self._stretches)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        entry = (str(func), self._describe((args, kwargs)))
+        outputs = [tensor for tensor in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(tensor, Tensor)]
+        if _depends_on_inputs_alone(entry):
+            for index, tensor in enumerate(outputs):
+                number = self._global.setdefault((entry, index), len(self._global))
+                self._assign(tensor, lambda stretch, number=number: ("global", number))
+            return out
+        stretch = len(self._stretches) - 1
+        place = len(self._stretches[-1])
+        self._stretches[-1].append(entry)
+        for index, tensor in enumerate(outputs):
+            key = (place, index)
+            self._assign(tensor, lambda user, key=key: ("value", stretch - user, key))
+        if func is OPERATOR:
+            self._stretches.append([])
+        return out
+
+    def _assign(self, tensor: Tensor, name: _Name) -> None:
+        self._alive.append(tensor)
+        self._names[id(tensor)] = name
+
+    def _describe(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            name = self._names.get(id(value))
+            return name(len(self._stretches) - 1) if name else ("global", tuple(value.shape), str(value.dtype))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._describe(item) for item in value)
+        if isinstance(value, dict):
+            return tuple((key, self._describe(item)) for key, item in value.items())
+        return repr(value)
+
+
+def _depends_on_inputs_alone(entry: Hashable) -> bool:
+    """True if no weight and no recorded value is mentioned in an operator's description."""
+    if not isinstance(entry, tuple):
+        return True
+    if entry and entry[0] in ("weight", "value"):
+        return False
+    return all(_depends_on_inputs_alone(item) for item in entry)
+
+
+def shortest_prefix(records: Sequence[Record]) -> int:
+    """How many layers have to be captured so that every slice of the whole model occurs among them.
+
+    What a slice holds depends on its own stretch and on the two beside it, because the cut moves nodes across
+    attentions. The prefix keeps the model's head: the last record follows whatever layer comes last.
+    """
+    layers = len(records) - 1
+    wanted = set(_triples(records))
+    for count in range(1, layers):
+        if wanted <= set(_triples([*records[:count], records[-1]])):
+            return count
+    return layers
+
+
+def representatives(records: Sequence[Record], prefix: int) -> tuple[int, ...]:
+    """For every slice of the whole model, the equal slice of the model cut down to ``prefix`` layers."""
+    places = {triple: index for index, triple in reversed(list(enumerate(_triples([*records[:prefix], records[-1]]))))}
+    return tuple(places[triple] for triple in _triples(records))
+
+
+def _triples(records: Sequence[Record]) -> list[tuple[Record, Record, Record]]:
+    padded = [None, *records, None]
+    return [(padded[i - 1], padded[i], padded[i + 1]) for i in range(1, len(padded) - 1)]
