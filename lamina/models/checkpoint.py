@@ -42,7 +42,7 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
         raise ModelError(
-            f"{path}: {len(missing)} of the {len(shards)} shards named in {INDEX} are missing: {_some(missing)}. "
+            f"{path}: {len(missing)} of the {len(shards)} shards named in {INDEX} are missing: {some(missing)}. "
             "Copy them here; the download was probably interrupted"
         )
     entries: dict[str, TensorEntry] = {}
@@ -51,7 +51,7 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
     lost = sorted(weight_map.keys() - entries.keys())
     if lost:
         raise ModelError(
-            f"{path}: {INDEX} names {len(lost)} tensors that its shards do not hold, {_some(lost)}. "
+            f"{path}: {INDEX} names {len(lost)} tensors that its shards do not hold, {some(lost)}. "
             "Index and shards are of different checkpoints: copy the directory again"
         )
     return entries
@@ -116,12 +116,12 @@ def _no_weights(path: Path) -> str:
         "--load-format dummy for random weights"
     )
     others = sorted(file.name for file in path.iterdir() if file.suffix in {".safetensors", ".bin", ".gguf", ".pth"})
-    found = f"found {_some(others)} instead" if others else "it holds no weights at all"
+    found = f"found {some(others)} instead" if others else "it holds no weights at all"
     return f"{path} holds neither {WEIGHTS} nor {INDEX}; {found}. {remedy}"
 
 
-def _some(names: Iterable[str], limit: int = 3) -> str:
-    """The first names of a list, and how many more there are."""
-    names = list(names)
+def some(names: Iterable[str], limit: int = 3) -> str:
+    """The first of ``names``, and how many more there are, for a message."""
+    names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

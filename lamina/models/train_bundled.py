@@ -157,7 +157,7 @@ def train(model: LlamaForCausalLM, data: Tensor, seed: int, minutes: float, step
     while progress < 1:
         x, y = next(stream)
         loss = loss_of(model, x, y)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak in parts:
             optimizer.param_groups[0]["lr"] = peak * rate(progress)
@@ -169,15 +169,15 @@ def train(model: LlamaForCausalLM, data: Tensor, seed: int, minutes: float, step
         if step % 50 == 0:
             speed = step * TOKENS_PER_STEP / elapsed
             print(f"step {step:5d}  {progress:6.1%}  loss {loss.item():.3f}  {speed:6.0f} tokens/s", flush=True)
-    model.eval()
+    model.train(False)
     return step
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Writes the directory as ``save_pretrained`` does, weights in bfloat16."""
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    model.to(torch.bfloat16).save_pretrained(out)
-    fast = PreTrainedTokenizerFast(
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)  # type: ignore[no-untyped-call]
+    model.bfloat16().save_pretrained(out)
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,

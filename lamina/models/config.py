@@ -1,0 +1,72 @@
+"""The transformers side of a config: which model it describes, its weights' names and shapes, its element type."""
+
+from typing import Literal, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lamina.errors import ModelError, UnsupportedModelError
+from lamina.models.directory import CONFIG, ModelDirectory
+from lamina.types import DType
+
+
+def load_config(directory: ModelDirectory) -> PretrainedConfig:
+    """The directory's config as transformers reads it, from local files only and without running code from there.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the family, or it has no causal language model.
+        ModelError: a value in config.json is not valid for its family.
+    """
+    family = directory.config.get("model_type")
+    if family is None:
+        raise ModelError(f"{directory.path / CONFIG} has no model_type: copy the whole config.json of the model")
+    try:
+        config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and its validators raise many types
+        if "does not recognize" in str(error) or "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{directory.path}: transformers does not know the family {family!r}, and Lamina runs no code from a "
+                "model directory. Give a model of a family that transformers has, or upgrade transformers"
+            ) from error
+        raise ModelError(f"{directory.path / CONFIG} is not valid for the family {family!r}: {error}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"{directory.path}: {family!r} is no causal language model in transformers; give a decoder-only model"
+        )
+    return cast(PretrainedConfig, config)
+
+
+def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) -> DType:
+    """``requested``, or for "auto" the config's own element type; float32 where it states none.
+
+    Raises:
+        UnsupportedModelError: the config's own type is none of DType's.
+    """
+    if requested != "auto":
+        return requested
+    stated = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    name = str(stated).removeprefix("torch.")
+    try:
+        return DType(name)
+    except ValueError:
+        choices = ", ".join(dtype.value for dtype in DType)
+        raise UnsupportedModelError(f"the config's dtype is {name}; choose one with --dtype: {choices}") from None
+
+
+def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
+    """The model without its weights: names, shapes and ties of every parameter, no memory.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build this model.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise UnsupportedModelError(f"transformers cannot build a {config.model_type} model: {error}") from error
+    return cast(PreTrainedModel, model)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's name for ``dtype``."""
+    return {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}[dtype]

@@ -1,0 +1,277 @@
+"""Loaded weights against transformers, and what happens when they cannot be had."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lamina.errors import ModelError, UnsupportedModelError
+from lamina.models import weights
+from lamina.models.config import load_config, meta_model, resolve_dtype, torch_dtype
+from lamina.models.directory import ModelDirectory, find
+from lamina.types import DType
+
+_PLAIN: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {
+    **_PLAIN,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "decoder_sparse_step": 1,
+}
+_MLA: dict[str, Any] = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_GPT2: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _PLAIN,
+    "qwen2": _PLAIN | {"tie_word_embeddings": True},
+    "qwen3": _PLAIN,
+    "gemma2": _PLAIN,
+    "phi3": _PLAIN,
+    "opt": _PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt2": _GPT2,
+    "gpt_neox": _PLAIN,
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {key: _PLAIN[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+    "mixtral": _MOE,
+    "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": _MOE,
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "glm4_moe": _MOE | {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "phimoe": _MOE,
+    "granitemoe": _MOE,
+    "olmoe": _MOE,
+    "ernie4_5_moe": _MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "hunyuan_v1_moe": _MOE | {"moe_topk": 2, "num_shared_expert": 1},
+    "gpt_oss": _MOE,
+    "llama4_text": _MOE | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+}
+
+
+def small_config(family: str) -> PretrainedConfig:
+    """A config of ``family`` with a few thousand parameters."""
+    return CONFIG_MAPPING[family](**FAMILIES[family])
+
+
+def small_model(family: str) -> PreTrainedModel:
+    """A random model of ``family``, float32."""
+    return AutoModelForCausalLM.from_config(small_config(family))
+
+
+def save(path: Path, family: str, max_shard_size: str = "50GB") -> PreTrainedModel:
+    """A model with every tensor random, norms and biases too, written by transformers."""
+    torch.manual_seed(0)
+    model = small_model(family)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.normal_()
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return model
+
+
+def load(directory: ModelDirectory, *names: str, dtype: DType = DType.FLOAT32) -> dict[str, torch.Tensor]:
+    return weights.load(directory, names, load_config(directory), dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_what_transformers_loads(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path, family, max_shard_size="20KB")
+    directory = find(tmp_path, tokenizer=False)
+    assert len({entry.file for entry in directory.tensors.values()}) > 1
+    names = list(model.state_dict())
+    exact = load(directory, *names)
+    assert all(torch.equal(exact[name], tensor) for name, tensor in model.state_dict().items())
+    for dtype in DType:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch_dtype(dtype)).state_dict()
+        ours = load(directory, *names, dtype=dtype)
+        assert ours.keys() == theirs.keys()
+        assert {name: tensor.dtype for name, tensor in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+        assert all(torch.equal(ours[name], theirs[name]) for name in names)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "qwen3_moe", "gpt2"])
+def test_only_files_of_the_named_tensors_are_opened(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path, family, max_shard_size="4KB")
+    directory = find(tmp_path, tokenizer=False)
+    name = next(name for name in model.state_dict() if ".0.mlp" in name)
+    kept = {".0.mlp", ".0.block_sparse_moe"}
+    for key, entry in directory.tensors.items():
+        if not any(part in key for part in kept) and entry.file.exists():
+            others = [k for k, e in directory.tensors.items() if e.file == entry.file]
+            if not any(part in k for k in others for part in kept):
+                entry.file.unlink()
+    assert sum(entry.file.exists() for entry in directory.tensors.values()) < len(directory.tensors)
+    assert torch.equal(load(directory, name)[name], model.state_dict()[name])
+
+
+def test_tensors_own_their_memory(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    directory = find(tmp_path, tokenizer=False)
+    names = list(small_model("llama").state_dict())
+    for tensor in load(directory, *names).values():
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen3_moe"])
+def test_checkpoint_of_the_base_model(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path / "whole", family)
+    model.base_model.save_pretrained(tmp_path)
+    directory = find(tmp_path, tokenizer=False)
+    names = [name for name in model.state_dict() if name != "lm_head.weight"]
+    assert names[0] not in directory.tensors
+    loaded = load(directory, *names)
+    assert all(torch.equal(loaded[name], model.state_dict()[name]) for name in names)
+
+
+@pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_names_share_one_tensor_whichever_is_stored(tmp_path: Path, stored: str) -> None:
+    model = save(tmp_path, "qwen2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[stored] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load(find(tmp_path, tokenizer=False), "lm_head.weight", "model.embed_tokens.weight")
+    assert loaded["lm_head.weight"] is loaded["model.embed_tokens.weight"]
+    assert torch.equal(loaded["lm_head.weight"], model.get_input_embeddings().weight)
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    model = save(tmp_path, "mixtral")
+    names, calls = list(model.state_dict()), []
+    directory = find(tmp_path, tokenizer=False)
+    config = load_config(directory)
+    weights.load(directory, names, config, DType.BFLOAT16, on_progress=lambda done, total: calls.append((done, total)))
+    total = sum(tensor.numel() for tensor in model.state_dict().values()) * DType.BFLOAT16.itemsize
+    assert len(calls) == len(names) and calls == sorted(calls)
+    assert calls[-1] == (total, total)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "gpt_oss"])
+def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path: Path, family: str) -> None:
+    config = small_config(family)
+    config.save_pretrained(tmp_path)
+    directory = find(tmp_path, weights=False, tokenizer=False)
+    shapes = meta_model(config, DType.BFLOAT16).state_dict()
+
+    def dummy(names: list[str], seed: int = 3) -> dict[str, torch.Tensor]:
+        return weights.load(directory, names, config, DType.BFLOAT16, "dummy", seed)
+
+    everything = dummy(list(shapes))
+    some = list(shapes)[::-3]
+    assert all(torch.equal(tensor, everything[name]) for name, tensor in dummy(some).items())
+    assert {name: tensor.shape for name, tensor in everything.items()} == {n: t.shape for n, t in shapes.items()}
+    matrix = "model.layers.0.self_attn.o_proj.weight"
+    assert abs(everything[matrix].float().std() - 0.02) < 0.002
+    assert not torch.equal(everything[matrix], everything[matrix.replace(".0.", ".1.")])
+    assert not torch.equal(everything[matrix], dummy([matrix], seed=4)[matrix])
+    assert torch.equal(everything["model.norm.weight"], torch.ones_like(everything["model.norm.weight"]))
+
+
+def drop(path: Path, *names: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in names}, path / "model.safetensors")
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    drop(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(
+        ModelError, match=r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight among the 20 in model\."
+    ):
+        load(find(tmp_path, tokenizer=False), "model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("part", ["w1", "w2"])
+def test_missing_expert(tmp_path: Path, part: str) -> None:
+    save(tmp_path, "mixtral")
+    drop(tmp_path, f"model.layers.0.block_sparse_moe.experts.2.{part}.weight")
+    name = "model.layers.0.mlp.experts.gate_up_proj" if part == "w1" else "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(ModelError, match=name + r".*(asks for \[4, |incomplete)"):
+        load(find(tmp_path, tokenizer=False), name)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
+    with pytest.raises(ModelError, match=r"shape \[64, 32\], but config.json asks for \[65, 32\]"):
+        load(find(tmp_path, tokenizer=False), "model.embed_tokens.weight")
+
+
+def test_unreadable_element_type(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is F8_E4M3"):
+        load(find(tmp_path, tokenizer=False), "model.norm.weight")
+
+
+def test_unknown_name(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    with pytest.raises(ModelError, match=r"llama model has no tensor model\.nowhere"):
+        load(find(tmp_path, tokenizer=False), "model.nowhere")
+
+
+def write_config(path: Path, **values: object) -> ModelDirectory:
+    (path / "config.json").write_text(json.dumps(values))
+    return find(path, weights=False, tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "fact"),
+    [
+        ({"model_type": "warp9"}, UnsupportedModelError, "does not know the family 'warp9'"),
+        ({"model_type": "vit"}, UnsupportedModelError, "no causal language model"),
+        ({"hidden_size": 32}, ModelError, "no model_type"),
+        ({"model_type": "llama", "hidden_size": "wide"}, ModelError, "not valid for the family 'llama'"),
+        (
+            {"model_type": "warp9", "auto_map": {"AutoConfig": "configuration_warp9.Warp9Config"}},
+            UnsupportedModelError,
+            "runs no code",
+        ),
+    ],
+)
+def test_configs_that_cannot_be(tmp_path: Path, values: dict, error: type[ModelError], fact: str) -> None:
+    with pytest.raises(error, match=fact):
+        load_config(write_config(tmp_path, **values))
+
+
+def test_dtype_is_the_requested_or_the_configs_own(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, model_type="llama", dtype="bfloat16"))
+    assert resolve_dtype(config, "auto") is DType.BFLOAT16
+    assert resolve_dtype(config, DType.FLOAT16) is DType.FLOAT16
+    assert resolve_dtype(load_config(write_config(tmp_path, model_type="llama")), "auto") is DType.FLOAT32
+    with pytest.raises(UnsupportedModelError, match="dtype is float64; choose one"):
+        resolve_dtype(load_config(write_config(tmp_path, model_type="llama", dtype="float64")), "auto")
