@@ -49,7 +49,7 @@ template <class A> void check_shape(const char *name, const A &array, const std:
     }
     int64_t stride = 1;
     for (size_t i = wanted.size(); i-- > 0;) {
-        if (array.shape(i) > 1 && array.stride(i) != stride)
+        if (array.size() > 0 && array.shape(i) > 1 && array.stride(i) != stride)
             fail(name, " of shape ", shape_text(array), " is not C-contiguous; pass numpy.ascontiguousarray(",
                  name, ")");
         stride *= static_cast<int64_t>(array.shape(i));
