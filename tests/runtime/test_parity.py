@@ -1,0 +1,57 @@
+"""The whole runtime against Hugging Face: processes, two memory workers, more requests than fit in one batch."""
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
+
+from lamina.cluster.local import launch
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.types import DType, RequestOutput, SamplingParams
+
+TOKENS = 10
+
+
+def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """Submit all prompts at once and wait for their final outputs."""
+    finals: dict[str, RequestOutput] = {}
+    all_done = threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        if output.finished:
+            finals[output.request_id] = output
+            if len(finals) == len(prompts):
+                all_done.set()
+
+    for index, prompt in enumerate(prompts):
+        engine.submit(str(index), prompt, params, on_output)
+    assert all_done.wait(120), f"{len(finals)} of {len(prompts)} requests ended; engine: {engine.stats()}"
+    return [finals[str(index)] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(CONFIGS[family], tmp_path)
+    draw = random.Random(family)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)]
+    config = EngineConfig(
+        model=str(tmp_path),
+        compute="cpu:1",
+        memory="cpu:2",
+        dtype=DType.FLOAT32,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+    )
+    engine = launch(config)
+    try:
+        outputs = run_all(engine, prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+        stats = engine.stats()
+    finally:
+        engine.close()
+    got = [output.outputs[0].token_ids for output in outputs]
+    assert got == [greedy(reference, prompt, TOKENS) for prompt in prompts]
+    assert {segment.worker for output in outputs for segment in output.placement} == {"memory0", "memory1"}
+    assert all(memory.sequences <= 4 for memory in stats.memory.values())
