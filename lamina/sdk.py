@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Literal, Self, cast
 
 from lamina.cluster.local import launch
@@ -125,7 +125,9 @@ class Lamina:
         prompts = [chat_prompt(self.tokenizer, cast(Sequence[Message], turns)) for turns in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the growing output of one prompt; each holds the whole text so far.
 
         Closing the iterator early cancels the request. Errors as :meth:`generate`, raised by the first ``next``.
@@ -151,7 +153,7 @@ class Lamina:
 
     async def stream_async(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """As :meth:`stream`, for an event loop; closing the iterator or cancelling the task cancels the request."""
         params = _params_of(sampling_params, 1)
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:

@@ -1,1 +1,48 @@
-"""The `lamina` command."""
+"""The `lamina` command. Commands import what they need when they run, so that help and errors come at once."""
+
+import signal
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from lamina import __version__
+from lamina.cli import chat, doctor, generate, launch
+from lamina.cli.console import print_error
+from lamina.errors import LaminaError, UserError
+
+app = typer.Typer(
+    name="lamina",
+    help="LLM inference that cuts the model at its attention operators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(launch.launch)
+app.command()(doctor.doctor)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"lamina {__version__}")
+        raise typer.Exit
+
+
+def main() -> NoReturn:
+    """Run the command line. Exit status: 0, 1 (it failed), 2 (the caller can mend it), 130 (Ctrl-C)."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app()
+    except LaminaError as error:
+        print_error(error)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    sys.exit(0)
+
+
+def _terminate(*_: object) -> NoReturn:
+    sys.exit(0)  # an exception, so that workers are stopped on the way out

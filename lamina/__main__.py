@@ -1,0 +1,5 @@
+"""``python -m lamina``."""
+
+from lamina.cli import main
+
+main()

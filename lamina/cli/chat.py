@@ -1,0 +1,98 @@
+"""`lamina chat`: a conversation in the terminal, or one message per line from a pipe."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lamina.cli import options
+from lamina.errors import RequestError
+from lamina.types import SamplingParams
+
+if TYPE_CHECKING:
+    from lamina.sdk import Lamina
+
+HELP = "/clear begins a new conversation, /exit ends it; Ctrl-C stops an answer."
+
+
+def chat(
+    model: options.Model = None,
+    compute: options.Compute = "cpu:1",
+    memory: options.Memory = "cpu:1",
+    system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.7,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+) -> None:
+    """Talk to a model. Reads one message per line; /exit or end of input ends it."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    from lamina.cli.console import output
+    from lamina.sdk import Lamina
+
+    with Lamina(model, compute=compute, memory=memory) as lamina:
+        if sys.stdin.isatty():
+            output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]")
+            if model is None:
+                output().print("[dim]The bundled model continues Python source; --model DIR brings one that talks.[/]")
+        _Conversation(lamina, params, system).run()
+
+
+class _Conversation:
+    def __init__(self, lamina: "Lamina", params: SamplingParams, system: str | None) -> None:
+        self._lamina = lamina
+        self._params = params
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._start)
+
+    def run(self) -> None:
+        """Read and answer until /exit or the end of input."""
+        while (line := _read_line()) is not None and line.strip() != "/exit":
+            if line.strip() == "/clear":
+                self._messages = list(self._start)
+            elif line.strip():
+                self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        from lamina.cli.console import print_error
+
+        asked = [*self._messages, {"role": "user", "content": line}]
+        try:
+            text = self._stream(asked)
+        except RequestError as error:
+            print_error(f"{error}. /clear begins a new conversation" if self._messages else error)
+            return
+        self._messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _stream(self, messages: list[dict[str, str]]) -> str:
+        """Print the answer as it grows; Ctrl-C ends it with what there is."""
+        from lamina.cli.console import print_error, print_text
+        from lamina.engine.prompts import chat_prompt
+
+        text = ""
+        answer = self._lamina.stream(chat_prompt(self._lamina.tokenizer, messages), self._params)
+        try:
+            for output in answer:
+                print_text(output.outputs[0].text[len(text) :])
+                text = output.outputs[0].text
+                if output.error:
+                    print_error(output.error)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        finally:
+            answer.close()
+        print_text("\n")
+        return text
+
+
+def _read_line() -> str | None:
+    if not sys.stdin.isatty():
+        return sys.stdin.readline() or None
+    import readline  # noqa: F401 - gives input() editing and history
+
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None

@@ -1,0 +1,185 @@
+"""`lamina doctor`: what this machine can run, and what to do about what it cannot."""
+
+import enum
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import typer
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn")
+THP = Path("/sys/kernel/mm/transparent_hugepage")
+INFINIBAND = Path("/sys/class/infiniband")
+LITTLE_RAM = 2 * 2**30
+
+
+class Status(enum.Enum):
+    """How a finding is shown; only PROBLEM makes the command fail."""
+
+    OK = "[green]ok[/]"
+    NOTE = "[yellow]note[/]"
+    PROBLEM = "[bold red]problem[/]"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``remedy`` says what to do unless all is well."""
+
+    subject: str
+    found: str
+    status: Status = Status.OK
+    remedy: str = ""
+
+
+def doctor() -> None:
+    """Say what this machine can run. Exit status 1 if something must be mended first."""
+    from rich.table import Table
+
+    from lamina.cli.console import output
+
+    findings = list(examine())
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "subject", "found", "remedy"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.status.value, finding.subject, finding.found, finding.remedy)
+    output().print(table)
+    problems = sum(finding.status is Status.PROBLEM for finding in findings)
+    if problems:
+        output().print(f"\n[bold red]{problems} to mend before Lamina runs here.[/]")
+        raise typer.Exit(1)
+    output().print('\n[bold green]Lamina runs here.[/] Try: lamina generate --memory cpu:2 "def fibonacci(n):"')
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in the order they are shown."""
+    yield _python()
+    yield from _packages()
+    yield _native()
+    yield _cpu(_cpu_flags())
+    yield from _memory()
+    yield _kernel()
+    yield _gpus()
+    yield _rdma()
+    yield _transport()
+    yield _model()
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("Python", found, Status.PROBLEM, "Lamina needs Linux: it uses futexes, memfds and pidfds")
+    return Finding("Python", found)
+
+
+def _packages() -> Iterator[Finding]:
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding("package", f"{name} is missing", Status.PROBLEM, f"pip install {name}")
+    yield Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def _native() -> Finding:
+    try:
+        from lamina import _native
+    except ImportError as error:
+        return Finding("native module", str(error), Status.PROBLEM, "build it: pip install -e . (or make native)")
+    paths = ", ".join(path.name.lower() for path in _native.attention_paths())
+    return Finding("native module", f"loads; attention can run as {paths}")
+
+
+def _cpu(flags: frozenset[str]) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    found = f"{cores} cores for this process"
+    for flag, name in (("avx512_bf16", "AVX-512 with bf16"), ("avx2", "AVX2")):
+        if flag in flags:
+            status, remedy = Status.OK, ""
+            if flag == "avx2":
+                status, remedy = (
+                    Status.NOTE,
+                    "bf16 attention is fastest with AVX-512 bf16 (Cooper Lake, Zen 4 and later)",
+                )
+            return Finding("CPU", f"{found}, {name}", status, remedy)
+    remedy = "attention runs in portable code, several times slower; use a CPU with AVX2 or later"
+    return Finding("CPU", f"{found}, no AVX2", Status.NOTE, remedy)
+
+
+def _cpu_flags() -> frozenset[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def _memory() -> Iterator[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
+    if memory.available < LITTLE_RAM:
+        yield Finding("RAM", found, Status.NOTE, "little room for weights and KV; end other programs")
+    else:
+        yield Finding("RAM", found)
+    if not THP.is_dir():
+        yield Finding("huge pages", "the kernel has none", Status.NOTE, "a slab larger than the TLB reads slower")
+        return
+    mode = (THP / "enabled").read_text().partition("[")[2].partition("]")[0]
+    shared = (THP / "shmem_enabled").read_text().partition("[")[2].partition("]")[0]
+    found = f"transparent: {mode}, shared memory: {shared}"
+    if mode == "never":
+        yield Finding("huge pages", found, Status.NOTE, f"as root: echo madvise > {THP}/enabled")
+    else:
+        yield Finding("huge pages", found)
+
+
+def _kernel() -> Finding:
+    lacking = []
+    try:
+        os.close(os.memfd_create("lamina-doctor"))
+    except (AttributeError, OSError) as error:
+        lacking.append(f"memfd_create ({error})")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        lacking.append(f"pidfd_open ({error})")
+    if lacking:
+        remedy = "Linux 5.3 or later, and a container profile that allows these calls"
+        return Finding("kernel", f"lacks {', '.join(lacking)}", Status.PROBLEM, remedy)
+    return Finding("kernel", "has memfd, pidfd and futex")
+
+
+def _gpus() -> Finding:
+    from lamina.cluster.devices import find_devices
+
+    gpus = find_devices().gpus
+    if not gpus:
+        return Finding("GPUs", "none")
+    names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    return Finding("GPUs", names, Status.NOTE, "this version runs workers on CPUs only; the GPUs stay idle")
+
+
+def _rdma() -> Finding:
+    devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    if not devices:
+        return Finding("RDMA", "no device")
+    return Finding("RDMA", ", ".join(devices), Status.NOTE, "this version runs on one machine and does not use them")
+
+
+def _transport() -> Finding:
+    return Finding("transport", "shm: workers of one machine share memory and wake each other by doorbells")
+
+
+def _model() -> Finding:
+    from lamina.errors import ModelError
+    from lamina.models import directory
+
+    try:
+        model = directory.find(None)
+    except ModelError as error:
+        return Finding("bundled model", str(error), Status.PROBLEM, "install Lamina again")
+    return Finding("bundled model", f"{model.name} at {model.path}")

@@ -1,0 +1,105 @@
+"""`lamina generate`: complete prompts and say how fast, and where their KV lived."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lamina.cli import options
+from lamina.errors import RequestError
+from lamina.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue. Default: standard input.")] = None,
+    model: options.Model = None,
+    compute: options.Compute = "cpu:1",
+    memory: options.Memory = "cpu:1",
+    max_tokens: options.MaxTokens = 64,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    load_format: options.Weights = "auto",
+) -> None:
+    """Continue one or several texts."""
+    texts = prompts or [_standard_input()]
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    from lamina.sdk import Lamina
+
+    start = time.perf_counter()
+    with Lamina(model, compute=compute, memory=memory, load_format=load_format) as lamina:
+        loaded = time.perf_counter()
+        outputs = lamina.generate(texts, params)
+        ended = time.perf_counter()
+        _show_texts(outputs)
+        _show_figures(outputs, load_s=loaded - start, generate_s=ended - loaded)
+        _show_placement(lamina.engine, outputs)
+    if any(output.error for output in outputs):
+        raise typer.Exit(1)
+
+
+def _standard_input() -> str:
+    text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise RequestError('no prompt. Give one, as in: lamina generate "def fibonacci(n):", or pipe a text in')
+    return text
+
+
+def _show_texts(outputs: list[RequestOutput]) -> None:
+    from lamina.cli.console import output, print_error, print_text
+
+    for number, request in enumerate(outputs):
+        output().rule(f"request {number}", align="left", style="dim")
+        print_text(request.prompt or "", "bold")
+        print_text(request.outputs[0].text, end="\n")
+        if request.error:
+            print_error(request.error)
+
+
+def _show_figures(outputs: list[RequestOutput], *, load_s: float, generate_s: float) -> None:
+    from lamina.cli.console import output
+
+    prompt = sum(len(request.prompt_token_ids) for request in outputs)
+    drawn = sum(len(completion.token_ids) for request in outputs for completion in request.outputs)
+    output().rule(style="dim")
+    output().print(
+        f"[bold]{drawn / generate_s:.1f} tokens/s[/]: {drawn} tokens drawn after {prompt} prompt tokens "
+        f"in {generate_s:.2f} s. Workers and model were up after {load_s:.1f} s.",
+        soft_wrap=True,
+    )
+
+
+def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
+    """Every segment of every request: which worker kept which tokens of which heads."""
+    from rich.table import Table
+
+    from lamina.cli.console import output
+
+    cluster = engine.cluster
+    per_token = sum(spec.kv_bytes_per_token(cluster.dtype) for spec in cluster.attentions)
+    heads = max(spec.kv_heads for spec in cluster.attentions)
+    table = Table(title="Where each request's KV lived", title_justify="left", title_style="bold")
+    for name, justify in (("request", "right"), ("memory worker", "left"), ("KV heads", "left"), ("tokens", "left")):
+        table.add_column(name, justify="right" if justify == "right" else "left")
+    table.add_column("KV", justify="right")
+    for number, request in enumerate(outputs):
+        for segment in request.placement:
+            start, stop = segment.tokens
+            low, high = segment.heads
+            stop = start if stop is None else stop
+            nbytes = (stop - start) * per_token * (high - low) / heads
+            row = (str(number), segment.worker, f"{low} to {high - 1}", f"{start} to {stop - 1}", _size(nbytes))
+            table.add_row(*row)
+    output().print(table)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -1,0 +1,42 @@
+"""`lamina launch`: an OpenAI-compatible server on pools of this machine."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lamina.cli import options
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+
+def launch(
+    compute: options.Compute = "cpu:1",
+    memory: options.Memory = "cpu:1",
+    model: options.Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
+    load_format: options.Weights = "auto",
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does. Ctrl-C or SIGTERM ends it."""
+    from lamina.sdk import Lamina
+    from lamina.serve.server import bind, serve, url
+
+    with bind(host, port) as listener, Lamina(model, compute=compute, memory=memory, load_format=load_format) as lamina:
+        serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
+
+
+def _ready(engine: "Engine", url: str) -> None:
+    from lamina.cli.console import output, print_text
+
+    slots = sum(worker.capacity for worker in engine.stats().memory.values())
+    output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
+    print_text(
+        f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
+        f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens a request\n"
+        f"  compute  {engine.config.compute}\n"
+        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
+    )
+    output().print("[dim]Ctrl-C ends it.[/]")
