@@ -5,6 +5,7 @@ shape and no arithmetic: the graph is cut at it. No mask function is registered 
 mask; window and chunk travel as arguments instead.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -125,11 +126,13 @@ def _registered(
 
 
 def _visibility(module: torch.nn.Module, sliding_window: int | None) -> tuple[int, int]:
-    """(window, chunk) of one attention. ``config.layer_types`` decides where it exists: masks are built from it."""
+    """(window, chunk) of one attention, from what transformers builds this layer's mask from."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        return sliding_window or 0, 0
+        # Some families tell only their mask: theirs is a sliding one wherever the configuration has a window.
+        masks_slide = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+        return sliding_window or (masks_slide and getattr(config, "sliding_window", None)) or 0, 0
     kind = kinds[module.layer_idx]
     if kind == "full_attention":
         return 0, 0

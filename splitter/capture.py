@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -147,7 +148,8 @@ def _example() -> tuple[Tensor, Tensor]:
 def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> tuple[trace.Record, ...]:
     """Run the whole model once without values and check that each layer has exactly one attention."""
     try:
-        with mode, trace.Recorder(flat.model) as recorder:
+        # models choose operators by whether they are being compiled; the record must see what export will see
+        with _compiling_state_context(), mode, trace.Recorder(flat.model) as recorder:
             flat(*_example())
     except UnsupportedModelError:
         raise
