@@ -1,63 +1,22 @@
 // Runs one task: online softmax over tiles of tokens, as two small matrix products per tile and KV head.
 //
 // A tile's keys are packed transposed ([qk_words][tokens]) and its values by token ([token_words][v_padded]),
-// so that both products are the same register-blocked kernel: C = rescale * C + A B, where B's rows are whole
-// vectors and A's words are broadcast. `Tile` supplies the words: see fma_tile.h (float) and
-// kernel_avx512bf16.cpp (bfloat16 pairs).
+// so that both products are the one of multiply.h. `Tile` supplies the words: fma_tile.h (floats, any vector
+// width) and kernel_avx512bf16.cpp (pairs of bfloat16).
 #pragma once
 
-#include "task.h"
-#include "vector_math.h"
+#include "multiply.h"
 
 namespace lamina::attention {
 namespace {
 
-// C[MR x NV vectors] = rescale * C + A[MR x words] B[words x NV vectors]; a null rescale starts from 0.
-template <class Tile, int MR, int NV>
-inline void multiply_block(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t words,
-                           float *c, int64_t c_stride, const float *rescale) {
-    using F = Floats<Tile::W>;
-    F sums[MR][NV];
-    for (int m = 0; m < MR; ++m)
-        for (int n = 0; n < NV; ++n)
-            sums[m][n] = rescale ? load<F>(c + m * c_stride + n * Tile::W) * rescale[m] : F{};
-    for (int64_t w = 0; w < words; ++w) {
-        F row[NV];
-        for (int n = 0; n < NV; ++n)
-            row[n] = load<F>(b + w * b_stride + n * Tile::W);
-        for (int m = 0; m < MR; ++m)
-            for (int n = 0; n < NV; ++n)
-                sums[m][n] = Tile::multiply_add(sums[m][n], a + m * a_stride + w, row[n]);
-    }
-    for (int m = 0; m < MR; ++m)
-        for (int n = 0; n < NV; ++n)
-            store(c + m * c_stride + n * Tile::W, sums[m][n]);
-}
-
-template <class Tile, int NV, int MR = Tile::kRows>
-void multiply_rows(int64_t rows, const float *a, int64_t a_stride, const float *b, int64_t b_stride,
-                   int64_t words, float *c, int64_t c_stride, const float *rescale) {
-    int64_t m = 0;
-    for (; m + MR <= rows; m += MR)
-        multiply_block<Tile, MR, NV>(a + m * a_stride, a_stride, b, b_stride, words, c + m * c_stride,
-                                     c_stride, rescale ? rescale + m : nullptr);
-    if constexpr (MR > 1)
-        if (m < rows)
-            multiply_rows<Tile, NV, MR - 1>(rows - m, a + m * a_stride, a_stride, b, b_stride, words,
-                                            c + m * c_stride, c_stride, rescale ? rescale + m : nullptr);
-}
-
-// C[rows x columns] = rescale * C + A[rows x words] B[words x columns]; columns is a multiple of Tile::W.
+// Raw scores of one KV head's queries over a tile, by way of packed keys.
 template <class Tile>
-void multiply(int64_t rows, int64_t columns, const float *a, int64_t a_stride, const float *b, int64_t words,
-              float *c, const float *rescale) {
-    constexpr int64_t panel = Tile::kColumns * Tile::W;
-    int64_t n = 0;
-    for (; n + panel <= columns; n += panel)
-        multiply_rows<Tile, Tile::kColumns>(rows, a, a_stride, b + n, columns, words, c + n, columns,
-                                            rescale);
-    for (; n < columns; n += Tile::W)
-        multiply_rows<Tile, 1>(rows, a, a_stride, b + n, columns, words, c + n, columns, rescale);
+void packed_scores(const TileRows<typename Tile::Kv> &rows, int64_t dim, int64_t queries,
+                   const Workspace &work, const float *query, Ahead &ahead) {
+    Tile::pack_keys(rows.keys, dim, work.keys, ahead);
+    multiply<Tile>(queries, kTileTokens, {query, work.qk_padded}, {work.keys, kTileTokens},
+                   (dim + Tile::kWord - 1) / Tile::kWord, {work.scores, kTileTokens, nullptr}, ahead);
 }
 
 template <class Tile> class Attend {
@@ -69,15 +28,20 @@ public:
     Attend(const Problem &problem, const Task &task, const Workspace &work)
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
           group_(shape_.query_heads / shape_.kv_heads), queries_((task.row_end - task.row_begin) * group_),
-          words_((shape_.qk_dim + Tile::kWord - 1) / Tile::kWord) {}
+          slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]) {}
 
     void run() {
         start();
-        const auto &segments = problem_.segments;
-        const int32_t *slots = segments.slots + segments.kv_offsets[task_.pair];
-        for (int64_t token = task_.token_begin; token < task_.token_end; token += kTileTokens)
-            for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
-                attend_tile(head, slots + token, token, std::min(kTileTokens, task_.token_end - token));
+        TileRows<Kv> current, next;
+        Place place{task_.token_begin, task_.head_begin};
+        gather(place, next);
+        while (place.token < task_.token_end) {
+            current = next;
+            const Place here = place;
+            place = after(place);
+            gather(place, next);
+            attend_tile(here, current, next);
+        }
         finish();
     }
 
@@ -109,29 +73,43 @@ private:
             }
     }
 
-    void attend_tile(int64_t head, const int32_t *slots, int64_t token, int64_t tokens) {
-        const Kv *rows[kTileTokens];
-        gather(rows, problem_.k, slots, tokens, head, shape_.qk_dim);
-        Tile::pack_keys(rows, shape_.qk_dim, work_.keys);
-        multiply<Tile>(queries_, kTileTokens, work_.query + state(head, 0) * work_.qk_padded, work_.qk_padded,
-                       work_.keys, words_, work_.scores, nullptr);
-        for (int64_t i = 0; i < queries_; ++i)
-            softmax(head, i, token, tokens);
-        gather(rows, problem_.v, slots, tokens, head, shape_.v_dim);
-        Tile::pack_values(rows, shape_.v_dim, work_.v_padded, work_.values);
-        multiply<Tile>(queries_, work_.v_padded, work_.probabilities, kTileTokens, work_.values,
-                       kTileTokens / Tile::kWord, work_.accumulator + state(head, 0) * work_.v_padded,
-                       work_.rescale);
+    // A tile: its first token and its KV head. All heads of a tile come before the next tokens.
+    struct Place {
+        int64_t token;
+        int64_t head;
+    };
+    Place after(Place place) const {
+        if (place.head + 1 < task_.head_end)
+            return {place.token, place.head + 1};
+        return {place.token + kTileTokens, task_.head_begin};
     }
 
-    void gather(const Kv *(&rows)[kTileTokens], const void *slab, const int32_t *slots, int64_t tokens,
-                int64_t head, int64_t dim) const {
-        const Kv *base = static_cast<const Kv *>(slab) + head * dim;
-        const int64_t stride = shape_.kv_heads * dim;
-        for (int64_t t = 0; t < tokens; ++t)
-            rows[t] = base + slots[t] * stride;
-        for (int64_t t = tokens; t < kTileTokens; ++t)
-            rows[t] = reinterpret_cast<const Kv *>(work_.zeros);
+    void gather(Place place, TileRows<Kv> &rows) const {
+        rows.tokens = std::clamp<int64_t>(task_.token_end - place.token, 0, kTileTokens);
+        const int32_t *slots = slots_ + place.token;
+        const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
+        const Kv *keys = static_cast<const Kv *>(problem_.k) + place.head * shape_.qk_dim;
+        const Kv *values = static_cast<const Kv *>(problem_.v) + place.head * shape_.v_dim;
+        const int64_t key_stride = shape_.kv_heads * shape_.qk_dim,
+                      value_stride = shape_.kv_heads * shape_.v_dim;
+        for (int64_t t = 0; t < rows.tokens; ++t) {
+            rows.keys[t] = keys + slots[t] * key_stride;
+            rows.values[t] = values + slots[t] * value_stride;
+        }
+        for (int64_t t = rows.tokens; t < kTileTokens; ++t)
+            rows.keys[t] = rows.values[t] = zeros;
+    }
+
+    void attend_tile(Place place, const TileRows<Kv> &rows, const TileRows<Kv> &next) {
+        Ahead ahead(next, shape_);
+        const int64_t first = state(place.head, 0);
+        Tile::scores(rows, shape_.qk_dim, queries_, work_, work_.query + first * work_.qk_padded, ahead);
+        for (int64_t i = 0; i < queries_; ++i)
+            softmax(place.head, i, place.token, rows.tokens);
+        Tile::pack_values(rows.values, shape_.v_dim, work_.v_padded, work_.values, ahead);
+        multiply<Tile>(queries_, work_.v_padded, {work_.probabilities, kTileTokens},
+                       {work_.values, work_.v_padded}, kTileTokens / Tile::kWord,
+                       {work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale}, ahead);
     }
 
     // Turns one query's scores over a tile into probabilities relative to its running maximum.
@@ -204,9 +182,9 @@ private:
     const Shape &shape_;
     const Task &task_;
     const Workspace &work_;
-    const int64_t group_;   // query heads that share a KV head
-    const int64_t queries_; // per KV head
-    const int64_t words_;   // of one packed query
+    const int64_t group_;        // query heads that share a KV head
+    const int64_t queries_;      // per KV head
+    const int32_t *const slots_; // of the pair's tokens
 };
 
 template <class Tile> void attend(const Problem &problem, const Task &task, const Workspace &work) {

@@ -53,6 +53,11 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
 
     static F multiply_add(F sum, const float *a, F b) { return sum + *a * b; }
 
+    static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
+                       const float *query, Ahead &ahead) {
+        packed_scores<FmaTile>(rows, dim, queries, work, query, ahead);
+    }
+
     static void pack_query(const Problem &problem, int64_t offset, float *packed) {
         for (int64_t d = 0; d < problem.shape.qk_dim; ++d)
             packed[d] = problem.q_type == ElementType::Float32
@@ -60,11 +65,13 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                             : Element::widen(static_cast<const Kv *>(problem.q)[offset + d]);
     }
 
-    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed) {
+    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
         int64_t d = 0;
         for (; d + W <= dim; d += W)
             for (int64_t t = 0; t < kTileTokens; t += W) {
                 F block[W];
+                for (int i = 0; i < W / 4; ++i)
+                    ahead.step();
                 for (int i = 0; i < W; ++i)
                     block[i] = Element::template load_wide<W>(rows[t + i] + d);
                 transpose<W>(block);
@@ -76,8 +83,9 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                 packed[d * kTileTokens + t] = Element::widen(rows[t][d]);
     }
 
-    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed) {
+    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
         for (int64_t t = 0; t < kTileTokens; ++t, packed += padded) {
+            ahead.step();
             int64_t d = 0;
             for (; d + W <= dim; d += W)
                 store(packed + d, Element::template load_wide<W>(rows[t] + d));

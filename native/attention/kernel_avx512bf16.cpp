@@ -3,6 +3,8 @@
 namespace lamina::attention {
 namespace {
 
+constexpr int64_t kMaxDirectDim = 256;
+
 // Tiles of bfloat16 pairs, multiplied and summed into floats by one instruction.
 struct PairTile {
     using Kv = uint16_t;
@@ -13,6 +15,58 @@ struct PairTile {
     static F multiply_add(F sum, const float *a, F b) {
         const auto pair = _mm512_castps_si512(_mm512_set1_ps(*a));
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(b));
+    }
+
+    static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
+                       const float *query, Ahead &ahead) {
+        const bool direct = dim % 8 == 0 && dim <= kMaxDirectDim;
+        if (queries <= 4 && direct)
+            direct_scores<1>(rows.keys, dim, work, query, ahead);
+        else if (queries <= 8 && direct)
+            direct_scores<2>(rows.keys, dim, work, query, ahead);
+        else
+            packed_scores<PairTile>(rows, dim, queries, work, query, ahead);
+    }
+
+    // Scores of up to 4 * G queries without packing the keys: a vector holds 8 elements of each of 4 queries,
+    // and meets the same 8 elements of a key in all its quarters.
+    template <int G>
+    static void direct_scores(const Kv *const *keys, int64_t dim, const Workspace &work, const float *query,
+                              Ahead &ahead) {
+        F packed[kMaxDirectDim / 8][G];
+        for (int64_t d = 0; d < dim; d += 8)
+            for (int g = 0; g < G; ++g)
+                for (int i = 0; i < 4; ++i)
+                    std::memcpy(reinterpret_cast<float *>(&packed[d / 8][g]) + 4 * i,
+                                query + (4 * g + i) * work.qk_padded + d / 2, 16);
+        for (int64_t t = 0; t < kTileTokens; t += 4) {
+            for (int i = 0; i < 4; ++i)
+                ahead.step();
+            F sums[G][4] = {};
+            for (int64_t d = 0; d < dim; d += 8)
+                for (int i = 0; i < 4; ++i) {
+                    const __m512i key = _mm512_maskz_broadcast_i32x4(0xffff, load<__m128i>(keys[t + i] + d));
+                    for (int g = 0; g < G; ++g)
+                        sums[g][i] =
+                            _mm512_dpbf16_ps(sums[g][i], reinterpret_cast<__m512bh>(packed[d / 8][g]),
+                                             reinterpret_cast<__m512bh>(key));
+                }
+            for (int g = 0; g < G; ++g) {
+                const F quarters = sum_quarters(sums[g]);
+                for (int i = 0; i < 4; ++i)
+                    std::memcpy(work.scores + (4 * g + i) * kTileTokens + t,
+                                reinterpret_cast<const float *>(&quarters) + 4 * i, 16);
+            }
+        }
+    }
+
+    // Quarter q of the result holds the sums of quarter q of each of the 4 vectors.
+    static F sum_quarters(const F (&v)[4]) { return add_pairs(add_pairs(v[0], v[1]), add_pairs(v[2], v[3])); }
+
+    // In each quarter: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
+    static F add_pairs(F a, F b) {
+        return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+               __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
     }
 
     static void pack_query(const Problem &problem, int64_t offset, float *packed) {
@@ -32,13 +86,14 @@ struct PairTile {
         }
     }
 
-    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed) {
+    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
         for (int64_t d = 0; d < dim; d += 2 * W) {
-            const int64_t left = dim - d;
-            const __mmask32 mask = left < 2 * W ? (1u << left) - 1 : ~0u;
-            const int64_t words = std::min<int64_t>(W, (left + 1) / 2);
+            const __mmask32 mask = low_bits(dim - d);
+            const int64_t words = std::min<int64_t>(W, (dim - d + 1) / 2);
             for (int64_t t = 0; t < kTileTokens; t += W) {
                 F block[W];
+                for (int i = 0; i < W / 4; ++i)
+                    ahead.step();
                 for (int i = 0; i < W; ++i)
                     block[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, rows[t + i] + d));
                 transpose<W>(block);
@@ -48,19 +103,35 @@ struct PairTile {
         }
     }
 
-    static Ints<W> load_wide(__mmask16 mask, const Kv *source) {
-        const auto halves = reinterpret_cast<Vectors<W>::Halves>(_mm256_maskz_loadu_epi16(mask, source));
-        return __builtin_convertvector(halves, Ints<W>);
+    // Word (t, d) is the pair of element d of tokens 2t and 2t + 1.
+    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
+        const auto low = interleave(0), high = interleave(W);
+        for (int64_t t = 0; t < kTileTokens; t += 2, packed += padded) {
+            ahead.step();
+            ahead.step();
+            for (int64_t d = 0; d < padded; d += 2 * W) {
+                const __mmask32 mask = low_bits(dim - d);
+                const __m512i even = _mm512_maskz_loadu_epi16(mask, rows[t] + d);
+                const __m512i odd = _mm512_maskz_loadu_epi16(mask, rows[t + 1] + d);
+                store(packed + d, _mm512_permutex2var_epi16(even, low, odd));
+                if (d + W < padded)
+                    store(packed + d + W, _mm512_permutex2var_epi16(even, high, odd));
+            }
+        }
     }
 
-    // Word (t, d) is the pair of element d of tokens 2t and 2t + 1.
-    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed) {
-        for (int64_t t = 0; t < kTileTokens; t += 2, packed += padded)
-            for (int64_t d = 0; d < padded; d += W) {
-                const auto mask =
-                    static_cast<__mmask16>(dim - d < W ? (1u << std::max<int64_t>(dim - d, 0)) - 1 : 0xffffu);
-                store(packed + d, load_wide(mask, rows[t] + d) | load_wide(mask, rows[t + 1] + d) << 16);
-            }
+    // Indices that pair elements first, first + 1, ... of two vectors.
+    static __m512i interleave(int first) {
+        Vectors<2 * W>::Halves indices;
+        for (int i = 0; i < W; ++i) {
+            indices[2 * i] = static_cast<uint16_t>(first + i);
+            indices[2 * i + 1] = static_cast<uint16_t>(2 * W + first + i);
+        }
+        return reinterpret_cast<__m512i>(indices);
+    }
+
+    static __mmask32 low_bits(int64_t count) {
+        return count >= 32 ? ~0u : (1u << std::max<int64_t>(count, 0)) - 1;
     }
 
     static void store_probabilities(float *target, int64_t token, F p) {

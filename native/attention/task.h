@@ -12,6 +12,7 @@ namespace lamina::attention {
 
 constexpr int64_t kTileTokens = 64;     // tokens whose scores are held at once
 constexpr int64_t kMaxQueries = 64;     // query rows times query heads that share one KV head, in a task
+constexpr int64_t kCacheLine = 64;      // bytes
 constexpr int64_t kVectorElements = 16; // floats of the widest vector; packed rows are padded to it
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
@@ -71,6 +72,7 @@ struct Workspace {
     // Lays the arrays out from `base` (64-byte aligned; null to measure) and returns the bytes needed.
     static int64_t layout(const Shape &shape, int64_t heads, int64_t queries, std::byte *base,
                           Workspace &workspace) {
+        queries = round_up(queries, 4); // kernels may compute in fours
         const int64_t qk = round_up(shape.qk_dim, kVectorElements),
                       v = round_up(shape.v_dim, kVectorElements);
         workspace.qk_padded = qk;
