@@ -55,12 +55,12 @@ class ShmArena:
         """Bytes of a file that holds ``nbytes`` of data and that many doorbells."""
 
     @staticmethod
-    def create(fd: int, nbytes: int, doorbells: int) -> ShmArena:
+    def create(fd: int, nbytes: int, doorbells: int, identity: int) -> ShmArena:
         """Map a new, zero-filled file and make it an arena. Raises MemoryError."""
 
     @staticmethod
-    def open(fd: int) -> ShmArena:
-        """Map the arena that another process made. Raises ValueError if the file is none, MemoryError."""
+    def open(fd: int, identity: int) -> ShmArena:
+        """Map the arena another process made with that identity. Raises ValueError if it is another, MemoryError."""
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +83,17 @@ class ShmArena:
     def sequence(self, doorbell: int) -> int:
         """Where a doorbell stands. Raises ValueError for one that does not exist."""
 
-    def write(self, offset: int, nbytes: int, parts: Sequence[Part]) -> None:
-        """Copy the parts one after another into [offset, offset + nbytes).
-
-        Raises ValueError, before anything is written, if they do not fit; ConnectionResetError if the owner is gone.
-        """
+    def write(self, offset: int, data: Part) -> None:
+        """Copy ``data`` to ``offset``. Raises ValueError outside the arena, ConnectionResetError."""
 
     def ring(self, doorbell: int, sequence: int) -> None:
         """Set a doorbell after all earlier writes and wake whoever waits. Raises ValueError, ConnectionResetError."""
 
     def post(self, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """``write``, then ``ring``."""
+        """Copy the parts one after another into [offset, offset + nbytes), then ring.
+
+        Raises ValueError, before anything is written, if they do not fit; ConnectionResetError if the owner is gone.
+        """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -5,6 +5,7 @@ Nothing is random: a test plans every fault. To its peers a closed endpoint is a
 
 import enum
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -229,6 +230,8 @@ class NullEndpoint:
         arena = self._registered()
         if not targets:
             raise ValueError("a wait needs at least one doorbell")
+        if not math.isfinite(timeout_s):
+            raise ValueError("a wait needs a finite timeout")
         for doorbell, _ in targets:
             _check_doorbell(doorbell, arena.doorbells)
 

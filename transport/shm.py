@@ -4,8 +4,10 @@ An arena is an anonymous file (memfd) that peers open through ``/proc/<pid>/fd/<
 left behind however its processes end. Layout, doorbells and the wait are native (``native/transport``).
 """
 
+import contextlib
 import fcntl
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,15 +25,18 @@ SPIN_S = 50e-6
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):
-    """Where an arena is found. ``start_time`` (clock ticks since boot) tells a process from a later one of its id."""
+    """Where an arena is found.
+
+    Numbers are used again: ``start_time`` (clock ticks since boot) tells a process from a later one of its id, and the
+    random ``identity`` an arena from a later one behind the same file descriptor.
+    """
 
     protocol: int
     name: str
     pid: int
     start_time: int
     fd: int
-    nbytes: int
-    doorbells: int
+    identity: int
 
 
 def _start_time(pid: int) -> int:
@@ -71,6 +76,7 @@ class _Own:
     """What an endpoint has from register() to close()."""
 
     fd: int
+    identity: int
     native: NativeArena
     waiter: ShmWaiter
 
@@ -95,25 +101,24 @@ class ShmEndpoint:
             raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
         if nbytes <= 0 or doorbells <= 0:
             raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
-        fd = os.memfd_create(f"lamina-{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        identity = secrets.randbits(64)
+        fd = os.memfd_create("lamina-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, NativeArena.file_nbytes(nbytes, doorbells))
             # Nobody can shrink it under another process's feet (SIGBUS).
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            native = NativeArena.create(fd, nbytes, doorbells)
+            native = NativeArena.create(fd, nbytes, doorbells, identity)
         except (OSError, MemoryError) as error:
             os.close(fd)
             raise TransportError(f"cannot map an arena of {nbytes} bytes for {self.name}: {error}") from error
-        self._own = _Own(fd, native, ShmWaiter(native))
+        self._own = _Own(fd, identity, native, ShmWaiter(native))
         return ShmArena(native)
 
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
         own = self._registered()
         pid = os.getpid()
-        return msgspec.msgpack.encode(
-            Descriptor(PROTOCOL, self.name, pid, _start_time(pid), own.fd, own.native.nbytes, own.native.doorbells)
-        )
+        return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), own.fd, own.identity))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
         """Open a peer's arena for writing; needs no time. Raises TransportError, PeerLostError."""
@@ -144,7 +149,7 @@ class ShmEndpoint:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         native = self._connected(peer).native
         try:
-            native.write(offset, peer.nbytes - offset, (data,))
+            native.write(offset, data)
         except ConnectionResetError:
             raise _lost(peer) from None
 
@@ -208,27 +213,30 @@ def _open(where: Descriptor) -> ShmPeer:
             f"process {where.pid} is not visible here ({error.strerror}); shared memory joins workers of one machine "
             "and one PID namespace",
         ) from error
-    try:
-        # After pidfd_open: if the id was that of the right process here, the handle is on that process.
-        if _start_time(where.pid) != where.start_time:
-            raise PeerLostError(where.name, f"process {where.pid} is another one now")
-        fd = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDWR | os.O_CLOEXEC)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, pidfd)
         try:
-            native = NativeArena.open(fd)
-        finally:
-            os.close(fd)
-        if (native.nbytes, native.doorbells) != (where.nbytes, where.doorbells):
-            raise ValueError(f"it has {native.nbytes} bytes and {native.doorbells} doorbells")
-        return ShmPeer(where, native, pidfd)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        os.close(pidfd)
-        raise PeerLostError(where.name, f"process {where.pid} has closed its arena or ended") from error
-    except (OSError, ValueError, MemoryError) as error:
-        os.close(pidfd)
-        raise TransportError(f"cannot open the arena of {where.name} in process {where.pid}: {error}") from error
-    except PeerLostError:
-        os.close(pidfd)
-        raise
+            # After pidfd_open: if the id was that of the right process here, the handle is on that process.
+            if _start_time(where.pid) != where.start_time:
+                raise PeerLostError(where.name, f"process {where.pid} is another one now")
+            native = _map(where)
+        except (FileNotFoundError, ProcessLookupError, ValueError) as error:
+            raise PeerLostError(where.name, f"process {where.pid} has ended or closed its endpoint") from error
+        except (OSError, MemoryError) as error:
+            raise TransportError(f"cannot open the arena of {where.name} in process {where.pid}: {error}") from error
+        undo.pop_all()
+    return ShmPeer(where, native, pidfd)
+
+
+def _map(where: Descriptor) -> NativeArena:
+    path = f"/proc/{where.pid}/fd/{where.fd}"
+    if "memfd:lamina-arena" not in os.readlink(path):  # opening whatever else it may be now could have effects
+        raise ValueError(f"{path} is no arena")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return NativeArena.open(fd, where.identity)
+    finally:
+        os.close(fd)
 
 
 def _lost(peer: Peer) -> PeerLostError:

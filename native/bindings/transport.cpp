@@ -1,6 +1,7 @@
 // Bindings of shared-memory arenas and of the wait on their doorbells.
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -64,24 +65,23 @@ std::uint32_t checked(const lamina::Doorbells &doorbells, std::int64_t doorbell)
     return static_cast<std::uint32_t>(doorbell);
 }
 
-void write_parts(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts) {
-    raise_if_gone(arena);
-    std::vector<HeldBuffer> held;
-    std::vector<Part> pieces;
-    held.reserve(nb::len(parts));
-    pieces.reserve(nb::len(parts));
+void copy(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, std::span<const Part> parts) {
     std::size_t total = 0;
-    for (nb::handle part : parts) {
-        held.emplace_back(part);
-        pieces.push_back(held.back().part());
-        total += pieces.back().size();
-    }
+    for (const Part &part : parts)
+        total += part.size();
     if (total < kReleaseNbytes) {
-        arena.write(offset, nbytes, pieces);
+        arena.write(offset, nbytes, parts);
     } else {
         nb::gil_scoped_release release;
-        arena.write(offset, nbytes, pieces);
+        arena.write(offset, nbytes, parts);
     }
+}
+
+void write_part(ShmArena &arena, std::int64_t offset, nb::handle data) {
+    raise_if_gone(arena);
+    const HeldBuffer held(data);
+    const Part part = held.part();
+    copy(arena, offset, static_cast<std::int64_t>(part.size()), {&part, 1});
 }
 
 void ring_doorbell(ShmArena &arena, std::int64_t doorbell, std::uint64_t sequence) {
@@ -91,8 +91,17 @@ void ring_doorbell(ShmArena &arena, std::int64_t doorbell, std::uint64_t sequenc
 
 void post(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts,
           std::int64_t doorbell, std::uint64_t sequence) {
+    raise_if_gone(arena);
     const std::uint32_t index = checked(arena.doorbells(), doorbell);
-    write_parts(arena, offset, nbytes, parts);
+    std::vector<HeldBuffer> held;
+    std::vector<Part> pieces;
+    held.reserve(nb::len(parts));
+    pieces.reserve(nb::len(parts));
+    for (nb::handle part : parts) {
+        held.emplace_back(part);
+        pieces.push_back(held.back().part());
+    }
+    copy(arena, offset, nbytes, pieces);
     arena.doorbells().ring(index, sequence);
 }
 
@@ -152,8 +161,8 @@ void register_transport(nb::module_ &module) {
     using namespace nb::literals;
     nb::class_<ShmArena>(module, "ShmArena", nb::type_slots(arena_slots))
         .def_static("file_nbytes", &ShmArena::file_nbytes, "nbytes"_a, "doorbells"_a)
-        .def_static("create", &ShmArena::create, "fd"_a, "nbytes"_a, "doorbells"_a)
-        .def_static("open", &ShmArena::open, "fd"_a)
+        .def_static("create", &ShmArena::create, "fd"_a, "nbytes"_a, "doorbells"_a, "identity"_a)
+        .def_static("open", &ShmArena::open, "fd"_a, "identity"_a)
         .def_prop_ro("nbytes", [](const ShmArena &arena) { return arena.data().size(); })
         .def_prop_ro("doorbells", [](ShmArena &arena) { return arena.doorbells().size(); })
         .def_prop_ro("gone", &ShmArena::gone)
@@ -165,7 +174,7 @@ void register_transport(nb::module_ &module) {
                 return arena.doorbells().sequence(checked(arena.doorbells(), doorbell));
             },
             "doorbell"_a)
-        .def("write", &write_parts, "offset"_a, "nbytes"_a, "parts"_a)
+        .def("write", &write_part, "offset"_a, "data"_a)
         .def("ring", &ring_doorbell, "doorbell"_a, "sequence"_a)
         .def("post", &post, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a);
 

@@ -14,6 +14,7 @@ namespace lamina {
 // All-zero bytes but for what create() sets. `magic` carries the layout's version: change it with the layout.
 struct alignas(kCacheLine) ArenaHeader {
     std::uint64_t magic;
+    std::uint64_t identity;
     std::uint64_t nbytes;
     std::uint32_t doorbells;
     std::atomic<std::uint32_t> gone;
@@ -52,26 +53,29 @@ std::size_t ShmArena::file_nbytes(std::size_t nbytes, std::uint32_t doorbells) {
     return data_offset(doorbells) + nbytes;
 }
 
-std::shared_ptr<ShmArena> ShmArena::create(int fd, std::size_t nbytes, std::uint32_t doorbells) {
+std::shared_ptr<ShmArena> ShmArena::create(int fd, std::size_t nbytes, std::uint32_t doorbells,
+                                           std::uint64_t identity) {
     const std::size_t total = file_nbytes(nbytes, doorbells);
     std::byte *base = map(fd, total);
     auto *header = reinterpret_cast<ArenaHeader *>(base);
+    header->identity = identity;
     header->nbytes = nbytes;
     header->doorbells = doorbells;
     header->magic = kMagic;
     return std::shared_ptr<ShmArena>(new ShmArena(base, total));
 }
 
-std::shared_ptr<ShmArena> ShmArena::open(int fd) {
+std::shared_ptr<ShmArena> ShmArena::open(int fd, std::uint64_t identity) {
     struct stat status{};
     if (fstat(fd, &status) != 0 || static_cast<std::size_t>(status.st_size) < kPage)
         throw std::invalid_argument("the file is too small for an arena");
     const auto total = static_cast<std::size_t>(status.st_size);
     std::byte *base = map(fd, total);
     const auto *header = reinterpret_cast<ArenaHeader *>(base);
-    if (header->magic != kMagic || file_nbytes(header->nbytes, header->doorbells) != total) {
+    if (header->magic != kMagic || header->identity != identity ||
+        file_nbytes(header->nbytes, header->doorbells) != total) {
         munmap(base, total);
-        throw std::invalid_argument("the file is not an arena of this version");
+        throw std::invalid_argument("the file is not the arena meant");
     }
     return std::shared_ptr<ShmArena>(new ShmArena(base, total));
 }

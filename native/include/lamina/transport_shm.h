@@ -27,10 +27,12 @@ public:
     static std::size_t file_nbytes(std::size_t nbytes, std::uint32_t doorbells);
 
     // Maps a new, zero-filled file and makes it an arena. Throws std::bad_alloc if it cannot be mapped.
-    static std::shared_ptr<ShmArena> create(int fd, std::size_t nbytes, std::uint32_t doorbells);
+    static std::shared_ptr<ShmArena> create(int fd, std::size_t nbytes, std::uint32_t doorbells,
+                                            std::uint64_t identity);
 
-    // Maps the arena another process made. Throws std::invalid_argument if the file is none.
-    static std::shared_ptr<ShmArena> open(int fd);
+    // Maps the arena another process made with that identity. Throws std::invalid_argument if the file is not
+    // it.
+    static std::shared_ptr<ShmArena> open(int fd, std::uint64_t identity);
 
     ~ShmArena();
     ShmArena(const ShmArena &) = delete;

@@ -1,0 +1,156 @@
+"""A pair of connected endpoints for every implementation: add one to PAIRS, and the suite covers it."""
+
+import contextlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from lamina.transport.base import Arena, Endpoint, Peer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from far import IMPLEMENTATIONS, Far
+
+NBYTES = 1 << 20
+DOORBELLS = 64
+
+
+class FarThread:
+    """The far side in a thread of this process."""
+
+    @classmethod
+    def start(cls) -> "FarThread":
+        return cls()
+
+    def __init__(self) -> None:
+        self._far = Far()
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, action: str, *arguments: Any) -> "Future[Any]":
+        return self._thread.submit(getattr(self._far, action), *arguments)
+
+    def call(self, action: str, *arguments: Any) -> Any:
+        return self.submit(action, *arguments).result(60)
+
+    def die(self) -> None:
+        """End the far side; in this process, closing its endpoint has to do."""
+        self._far.endpoint.close()
+
+    def close(self) -> None:
+        if hasattr(self._far, "endpoint"):
+            self._far.endpoint.close()
+        self._thread.shutdown()
+
+
+class FarProcess:
+    """The far side in a process of its own, used again by the next test unless it had to die."""
+
+    _spare: ClassVar[list["FarProcess"]] = []
+
+    @classmethod
+    def start(cls) -> "FarProcess":
+        return cls._spare.pop() if cls._spare else cls()
+
+    @classmethod
+    def end_spare(cls) -> None:
+        while cls._spare:
+            cls._spare.pop()._end()
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).parent / "far.py")]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, action: str, *arguments: Any) -> "Future[Any]":
+        return self._thread.submit(self._talk, action, arguments)
+
+    def call(self, action: str, *arguments: Any) -> Any:
+        return self.submit(action, *arguments).result(60)
+
+    def _talk(self, action: str, arguments: tuple[Any, ...]) -> Any:
+        assert self.process.stdin and self.process.stdout
+        pickle.dump((action, arguments), self.process.stdin)
+        self.process.stdin.flush()
+        error, result = pickle.load(self.process.stdout)
+        if error:
+            raise RuntimeError(error)
+        return result
+
+    def die(self) -> None:
+        """Kill without warning. Not reaped: to its peers a zombie is dead."""
+        self.process.kill()
+
+    def close(self) -> None:
+        try:
+            self.call("close")
+        except (RuntimeError, OSError, EOFError, TimeoutError):
+            self._end()
+        else:
+            self._spare.append(self)
+
+    def _end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._thread.shutdown()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe
+            with contextlib.suppress(BrokenPipeError):  # a request the dead process did not take
+                pipe.close()
+
+
+@dataclass
+class Pair:
+    """The near endpoint with its arena, the far side, and the near side's view of it."""
+
+    kind: str
+    near: Endpoint
+    arena: Arena
+    peer: Peer
+    far: FarThread | FarProcess
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+PAIRS: dict[str, tuple[str, type[FarThread] | type[FarProcess]]] = {
+    "null": ("null", FarThread),
+    "shm": ("shm", FarThread),
+    "shm-processes": ("shm", FarProcess),
+}
+
+
+def open_pair(name: str) -> Pair:
+    kind, side = PAIRS[name]
+    far = side.start()
+    near = IMPLEMENTATIONS[kind]("near")
+    arena = near.register(NBYTES, DOORBELLS)
+    peer = near.connect(far.call("open", kind, NBYTES, DOORBELLS), 5.0)
+    far.call("connect", near.descriptor())
+    return Pair(kind, near, arena, peer, far)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    FarProcess.end_spare()
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    opened = open_pair(request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=[name for name, (_, side) in PAIRS.items() if side is FarProcess])
+def process_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    opened = open_pair(request.param)
+    yield opened
+    opened.close()
