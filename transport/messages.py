@@ -2,6 +2,7 @@
 
 import msgspec
 
+from lamina.config import LoadFormat
 from lamina.transport.channel import ChannelLayout
 from lamina.types import AttentionSpec, DType, Logprob, StepPlan
 
@@ -11,7 +12,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 
     model: str
     dtype: DType | None
-    load_format: str
+    load_format: LoadFormat
     seed: int
     threads: int
     eos_token_ids: list[int]

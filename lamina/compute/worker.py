@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lamina.compute.exchange import Floats, StepExchange
+from lamina.compute.exchange import StepExchange
+from lamina.compute.runner import SliceRunner
 from lamina.engine.sampler import Row, sample
 from lamina.errors import DeadlineError, WorkerError
 from lamina.models import directory, weights
 from lamina.models.config import load_config, resolve_dtype
-from lamina.splitter import Slice, SplitModel, split
+from lamina.splitter import split
 from lamina.transport.channel import Requester
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.messages import (
@@ -56,48 +57,6 @@ class SequenceCopy:
         )
 
 
-class SliceRunner:
-    """A split model with its weights: token ids and positions in, logits out, attention left to the caller."""
-
-    def __init__(self, model: SplitModel, tensors: dict[str, torch.Tensor]) -> None:
-        self.model = model
-        self._weights = tensors
-        self.sinks: list[Floats | None] = [
-            None if name is None else tensors[name].float().numpy() for name in model.sinks
-        ]
-
-    @torch.inference_mode()
-    def run(
-        self, ids: torch.Tensor, positions: torch.Tensor, exchange: StepExchange, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits [len(rows), vocab] of the step's tokens at ``rows``; ids and positions int64 [T].
-
-        Only ``rows`` go through the last slice: everything after the last attention is per token.
-        """
-        attention: torch.Tensor | None = None
-        context: tuple[torch.Tensor, ...] = ()
-        *inner, last = self.model.slices
-        for piece, spec, sinks in zip(inner, self.model.attentions, self.sinks, strict=True):
-            output = piece.run(ids, positions, attention, context, self._weights)
-            attention = exchange.attend(spec, output.q, output.k, output.v, sinks)
-            context = output.context
-        return self._head(last, ids, positions, attention, context, rows)
-
-    def _head(
-        self,
-        last: Slice,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: torch.Tensor,
-        context: tuple[torch.Tensor, ...],
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        if len(rows) == 0:
-            return torch.empty(0, 0)
-        chosen = tuple(tensor[rows] for tensor in context)
-        return last.run(ids[rows], positions[rows], attention[rows], chosen, self._weights).logits
-
-
 class ComputeWorker:
     """Runs plans until the engine says stop."""
 
@@ -134,11 +93,11 @@ class ComputeWorker:
         self._eos_token_ids = setup.eos_token_ids
         place = directory.find(setup.model)
         config = load_config(place)
-        dtype = resolve_dtype(config, setup.dtype)
+        dtype = resolve_dtype(config, setup.dtype or "auto")
         self._progress("splitting", 0, 1)
         model = split(config, dtype)
         self._progress("splitting", 1, 1)
-        names = sorted({name for piece in model.slices for name in piece.weights} - set(model.constants))
+        names = sorted(model.weights)
         tensors = weights.load(
             place,
             names,
@@ -178,7 +137,7 @@ class ComputeWorker:
         rows = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
         exchange = StepExchange(plan, self._segments, self._requesters, self._threads)
         logits = self._runner.run(ids, positions, exchange, torch.tensor(rows, dtype=torch.int64))
-        return self._draw(plan, logits)
+        return [] if logits is None else self._draw(plan, logits)
 
     def _apply(self, plan: StepPlan) -> None:
         for sequence in plan.released:
@@ -196,8 +155,6 @@ class ComputeWorker:
         for row, step in enumerate(drawing):
             copies += [self._sequences[sequence] for sequence in step.draws]
             which += [row] * len(step.draws)
-        if not copies:
-            return []
         rows = [copy.row(self._eos_token_ids) for copy in copies]
         draws = sample(logits if len(which) == len(drawing) else logits[which], rows)
         for copy, draw in zip(copies, draws, strict=True):

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
 from transformers import (  # isort: skip
     BloomConfig,
     DeepseekV3Config,
@@ -37,9 +38,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "opt": OPTConfig(**COMMON, ffn_dim=96, word_embed_proj_dim=64),
     "bloom": BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=3, n_head=4, seq_length=128),
-    "gpt_oss": GptOssConfig(
-        **GROUPED, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
-    ),
+    "gpt_oss": GptOssConfig(**GROUPED, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
     "deepseek_v3": DeepseekV3Config(
         **(GROUPED | {"num_key_value_heads": 4}),
         q_lora_rank=24,

@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.types import DType, RequestOutput, SamplingParams
+from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
 
 TOKENS = 10
 
