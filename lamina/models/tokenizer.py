@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from lamina.errors import ModelError, RequestError
 from lamina.models.chat import DEFAULT_TEMPLATE, ChatTemplate
@@ -39,7 +38,6 @@ class Tokenizer:
         config_file = directory.path / TOKENIZER_CONFIG
         config = read_json(config_file) if config_file.is_file() else {}
         self._special_tokens = _special_tokens(config)
-        self._set_bos_eos(config)
         self._template_source = _chat_template(directory.path, config)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -88,16 +86,6 @@ class Tokenizer:
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self._template_source or DEFAULT_TEMPLATE, self._special_tokens)
-
-    def _set_bos_eos(self, config: Mapping[str, Any]) -> None:
-        """Follows add_bos_token and add_eos_token where tokenizer_config.json gives them, as transformers does."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return
-        bos = self._special_tokens.get("bos_token") if config.get("add_bos_token") else None
-        eos = self._special_tokens.get("eos_token") if config.get("add_eos_token") else None
-        around = [(token, self._tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-        single = [token for token in (bos, "$A", eos) if token is not None]
-        self._tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=around)
 
 
 class IncrementalDetokenizer:

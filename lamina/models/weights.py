@@ -155,12 +155,14 @@ class _Checkpoint:
 
     def _make(self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack) -> dict[str, torch.Tensor]:
         wanted = self._expected[recipe.outputs[0]].dtype
+        mapped: set[int] = set()
 
         def read(key: str) -> torch.Tensor:
             file = self._directory.tensors[key].file
             if file not in files:
                 files[file] = stack.enter_context(safe_open(file, framework="pt"))
             tensor: torch.Tensor = files[file].get_tensor(key)
+            mapped.add(tensor.untyped_storage().data_ptr())
             return tensor.to(wanted)
 
         try:
@@ -172,12 +174,12 @@ class _Checkpoint:
             ) from error
         for name, tensor in outputs.items():
             self._check_shape(name, tensor.shape, recipe)
-        return {name: _own(tensor) for name, tensor in outputs.items()}
+        return {name: _own(tensor, mapped) for name, tensor in outputs.items()}
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor whose memory is its own: a view of the file would follow the file's fate and alignment."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+def _own(tensor: torch.Tensor, mapped: set[int]) -> torch.Tensor:
+    """A contiguous tensor with memory of its own: a view of the map shares the file's fate and its poor alignment."""
+    if tensor.is_contiguous() and tensor.untyped_storage().data_ptr() not in mapped:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -163,6 +163,16 @@ def test_an_emoji_split_over_tokens_comes_out_once_and_whole(kind: str, ours: di
     assert [piece for piece in out if "🦜" in piece] and out[-1] == ""
 
 
+def test_special_tokens_separate_nothing_and_cost_nothing(ours: dict[str, Tokenizer]) -> None:
+    tokenizer = ours["unigram"]
+    hello, eos = tokenizer.encode("Hello"), [2] * 500
+    detokenizer = IncrementalDetokenizer(tokenizer, hello + eos)
+    assert detokenizer.append(tokenizer.encode("world")) == " world"
+    assert detokenizer.append(eos) == ""
+    assert len(detokenizer._window) < 50
+    assert detokenizer.append(tokenizer.encode("world")) == " world"
+
+
 def test_unfinished_bytes_are_flushed(ours: dict[str, Tokenizer]) -> None:
     tokenizer = ours["byte_level"]
     ids = tokenizer.encode("🦜")[:-1]
@@ -179,6 +189,12 @@ CHATML = (
     "{%- if message.role == 'skip' %}{% continue %}{% endif %}\n{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}{{ eos_token }}{{ tools is none }}"
 )
+INDENTED = """{% for message in messages %}
+    {% if message.role == 'user' %}
+        {{ message.content }}
+    {% endif %}
+{% endfor %}
+"""
 MESSAGES = [
     {"role": "system", "content": "Be <brief>."},
     {"role": "user", "content": " What is 1 + 1? ", "name": "Zoë"},
@@ -188,7 +204,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize("template", [CHATML, DEFAULT_TEMPLATE])
+@pytest.mark.parametrize("template", [CHATML, INDENTED, DEFAULT_TEMPLATE])
 def test_chat_template_renders_as_transformers(tmp_path: Path, template: str, add_generation_prompt: bool) -> None:
     directory = save(tmp_path, byte_level(), chat_template=template)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -238,11 +254,21 @@ def test_chat_errors_are_request_errors(tmp_path: Path, messages: list, template
         tokenizer.apply_chat_template(messages)
 
 
-def test_add_bos_token_of_tokenizer_config_is_followed(tmp_path: Path) -> None:
+def test_special_tokens_are_those_of_the_tokenizers_template(tmp_path: Path) -> None:
     directory = save(tmp_path, byte_level(), add_bos_token=True, add_eos_token=True)
     ids = AutoTokenizer.from_pretrained(tmp_path).encode("Hello")
     assert ids[0] == 1 and ids[-1] == 2
     assert Tokenizer(directory).encode("Hello") == ids
+
+
+def test_truncation_stored_in_the_tokenizer_is_off(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    directory = save(tmp_path, backend)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    expected = byte_level().encode("The quick brown fox").ids
+    assert Tokenizer(directory).encode("The quick brown fox") == expected
 
 
 def test_eos_ids_are_the_models_and_the_tokenizers(tmp_path: Path) -> None:
