@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import UnsupportedModelError
 from lamina.splitter import adapters, trace
@@ -65,7 +65,7 @@ class Capture:
 class _Flat(nn.Module):
     """A causal language model over one sequence: ids [T], positions [T] -> logits [T, vocab]."""
 
-    def __init__(self, model: nn.Module, takes_positions: bool) -> None:
+    def __init__(self, model: PreTrainedModel, takes_positions: bool) -> None:
         super().__init__()
         self.model = model
         self.takes_positions = takes_positions
@@ -131,13 +131,8 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
                 attn_implementation=adapters.build_implementation(config.model_type),
             )
             adapters.adapt(model, config.model_type)
-    except ValueError as error:
+    except Exception as error:  # a family's own checks raise anything
         raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps a recurrent state besides attention; only models whose sole state is the "
-            "KV cache can be split"
-        )
     return model.eval()
 
 
@@ -155,11 +150,17 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> tupl
         raise
     except Exception as error:
         raise _untraceable(config, error) from error
-    if recorder.attentions != config.num_hidden_layers:
+    found, layers = recorder.attentions, config.num_hidden_layers
+    if found != layers:
         raise UnsupportedModelError(
-            f"model type {config.model_type!r}: found {recorder.attentions} attentions in {config.num_hidden_layers} "
-            "layers; every layer must have exactly one, called through transformers' attention interface. Layers "
-            "with another kind of memory (linear attention, state space, shared KV) cannot be split"
+            f"model type {config.model_type!r}: found {found} attentions, expected {layers}, one in every layer and "
+            "called through transformers' attention interface. Layers with another kind of memory (linear attention, "
+            "state space, shared KV) cannot be split; give a model without them"
+        )
+    if flat.model._is_stateful:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r}: found {found} attentions in {layers} layers, but also a recurrent "
+            "state; give a model whose only state is the KV cache"
         )
     return recorder.records()
 

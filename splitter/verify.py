@@ -7,17 +7,20 @@ from torch import fx
 from lamina.errors import UnsupportedModelError
 from lamina.splitter.capture import Capture
 from lamina.splitter.flow import ancestors, row_layout
+from lamina.splitter.rows import mixing
 from lamina.splitter.slices import Partition
 from lamina.splitter.split_model import Slice, SplitModel
 
 
 def verify_capture(captured: Capture) -> None:
-    """Every input of the graph is known by name, and its operators see rows only through ids and positions."""
+    """Every input of the graph is known by name, and its operators keep tokens apart between attentions."""
     known = {captured.ids.name, captured.positions.name, *captured.weights, *captured.constants}
     unknown = [n.name for n in captured.graph.nodes if n.op == "placeholder" and n.users and n.name not in known]
     _require(not unknown, f"the traced graph has inputs of unknown origin: {unknown}")
     foreign = [n.name for n in captured.graph.nodes if n.op not in ("placeholder", "call_function", "output")]
     _require(not foreign, f"the traced graph holds nodes that are no operators: {foreign}")
+    mixed = [f"{node.target}" for node in mixing(captured.graph)]
+    _require(not mixed, f"tokens are mixed outside the attentions by {sorted(set(mixed))}: state besides the KV cache")
     missing = sorted(set(captured.weights.values()) - set(captured.shapes))
     _require(not missing, f"the traced graph uses weights that the model's state dict lacks: {missing}")
 

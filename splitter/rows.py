@@ -1,0 +1,85 @@
+"""Refuse models that mix tokens outside their attentions.
+
+A slice is run over rows of any number of sequences at once, and over one new token at a time. That is right only if
+row t of every result depends on row t of the inputs alone. A convolution over time or a state-space scan beside the
+attention breaks this without changing any shape, so operators are checked by what they do to the token dimension.
+Mixture-of-expert layers sort rows by expert and back, which is allowed.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_ALONG_DIMENSION = frozenset(  # (input, dim or dims, ...)
+    "amax amin argmax argmin cummax cummin cumprod cumsum flip logcumsumexp max mean min prod std var sum "
+    "_log_softmax _softmax softmax log_softmax".split()
+)
+_CONTRACTION = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}  # place of the left factor
+_NEVER = frozenset("convolution conv1d conv2d conv3d _convolution unfold scan associative_scan".split())
+
+
+def mixing(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes of a captured graph by which one token's values reach another's."""
+    return [node for node in graph.nodes if node.op == "call_function" and _mixes(node)]
+
+
+def _mixes(node: fx.Node) -> bool:
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    if name in _NEVER:
+        return True
+    if name in _CONTRACTION:
+        left = _value(node.args[_CONTRACTION[name]])
+        return left is not None and left.dim() - 1 in _row_dimensions(left)
+    source = _value(node.args[0]) if node.args else None
+    if source is None:
+        return False
+    rows = _row_dimensions(source)
+    check = _SHIFTS.get(name)
+    if check is not None:
+        return check(node, source.dim(), rows)
+    if name not in _ALONG_DIMENSION:
+        return False
+    along = node.args[1] if len(node.args) > 1 else None
+    if isinstance(along, fx.Node):  # max and min of two tensors
+        return False
+    return bool(rows & _dimensions(along, source.dim()))
+
+
+def _value(argument: Any) -> Tensor | None:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _row_dimensions(value: Tensor) -> set[int]:
+    return {dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+
+
+def _dimensions(argument: Any, rank: int) -> set[int]:
+    """The dimensions an argument means: one, several, or all if it is None or empty."""
+    given: Iterable[int] = (argument,) if isinstance(argument, int) else argument or range(rank)
+    return {dim % rank for dim in given} if rank else set()
+
+
+def _slices(node: fx.Node, rank: int, rows: set[int]) -> bool:
+    dim, start, end = [*node.args[1:4], *(0, None, None)[len(node.args) - 1 :]]
+    whole = start in (None, 0) and (end is None or isinstance(end, fx.Node) or end == 2**63 - 1)
+    return bool(_dimensions(dim, rank) & rows) and not whole
+
+
+def _pads(node: fx.Node, rank: int, rows: set[int]) -> bool:
+    amounts: Any = node.args[1]
+    padded = {rank - 1 - place // 2 for place, amount in enumerate(amounts) if amount != 0}
+    return bool(padded & rows)
+
+
+def _rolls(node: fx.Node, rank: int, rows: set[int]) -> bool:
+    return bool(_dimensions(node.args[2] if len(node.args) > 2 else None, rank) & rows)
+
+
+_SHIFTS: dict[str, Callable[[fx.Node, int, set[int]], bool]] = {
+    "constant_pad_nd": _pads,
+    "roll": _rolls,
+    "slice": _slices,
+}
