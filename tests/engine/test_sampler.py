@@ -100,7 +100,7 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
     assert (distribution(logits, [Row(0, SamplingParams(top_k=2))]) > 0).tolist() == [[False, True, False, True, False]]
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-10, 1e-3, 100.0])
+@pytest.mark.parametrize("temperature", [1e-60, 1e-10, 1e-3, 100.0])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = random_logits(1)
     probabilities = distribution(logits, [Row(0, SamplingParams(temperature=temperature))])

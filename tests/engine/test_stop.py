@@ -76,6 +76,12 @@ def test_a_false_alarm_is_streamed_as_soon_as_it_is_decided() -> None:
     assert checker.append(PLAIN, "b> c").text == "</b> c"
 
 
+def test_nothing_is_held_back_when_the_stop_string_is_wanted() -> None:
+    checker = StopChecker(SamplingParams(stop=["</s>"], include_stop_str_in_output=True), [EOS])
+    assert checker.append(PLAIN, "a </").text == "a </"
+    assert checker.append(PLAIN, "s> b") == StopDecision("s>", FinishReason.STOP, "</s>")
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "held <"), (True, "held <end")])
 def test_end_of_sequence_releases_what_was_held_back(include: bool, text: str) -> None:
     params = SamplingParams(stop=["<|stop|>"], include_stop_str_in_output=include)
@@ -113,6 +119,7 @@ def test_length_releases_what_was_held_back() -> None:
     checker = StopChecker(SamplingParams(max_tokens=2, stop=["abc"]), [EOS])
     assert checker.append(PLAIN, "xa") == StopDecision("x")
     assert checker.append(PLAIN, "b") == StopDecision("ab", FinishReason.LENGTH)
+    assert checker.flush() == ""
 
 
 def test_a_stop_string_in_the_last_token_beats_length() -> None:

@@ -161,6 +161,17 @@ def test_fork_shares_without_using_slots_until_the_last_owner_goes() -> None:
     assert slab.used == 0
 
 
+def test_fork_shares_slots_but_not_the_page_table() -> None:
+    slab = Slab(10)
+    slab.open(1)
+    slab.append(1, 4)
+    slab.fork(1, 2, 4)
+    slab.truncate(2, 2)
+    slab.append(2, 2)
+    assert slab.slots(1).tolist() == [0, 1, 2, 3]
+    assert slab.slots(2).tolist() == [0, 1, 4, 5]
+
+
 def test_capacity_error_names_the_numbers() -> None:
     slab = Slab(10)
     slab.open(1)
