@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from lamina.compute.exchange import StepExchange
 from lamina.kernels import reference
 from lamina.kernels.attention import SegmentTable
-from lamina.kernels.merge import merge
 from lamina.memory.store import KvStore
 from lamina.transport.channel import ChannelLayout, Requester, Responder
 from lamina.transport.shm import ShmEndpoint
@@ -76,7 +74,9 @@ def connected(names: tuple[str, ...]) -> Iterator[tuple[dict[str, Memory], dict[
         compute.close()
 
 
-def expected(spec: AttentionSpec, q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(
+    spec: AttentionSpec, q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Whole attention of rows at positions ``start``.. over all tokens of one sequence."""
     bounds = np.array([0, len(k)], np.int32)
     table = SegmentTable(

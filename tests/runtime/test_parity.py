@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
@@ -55,3 +56,24 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
     assert got == [greedy(reference, prompt, TOKENS) for prompt in prompts]
     assert {segment.worker for output in outputs for segment in output.placement} == {"memory0", "memory1"}
     assert all(memory.sequences <= 4 for memory in stats.memory.values())
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_half_precision_log_probabilities_are_close_to_hugging_face(dtype: DType, tmp_path: Path) -> None:
+    """Teacher-forced: float32 arithmetic on the same rounded weights gives the drawn tokens nearly the same odds."""
+    model = make_checkpoint(CONFIGS["llama"], tmp_path)
+    prompts = [[5, 6, 7], list(range(3, 60))]
+    engine = launch(EngineConfig(model=str(tmp_path), compute="cpu:1", memory="cpu:2", dtype=dtype))
+    try:
+        outputs = run_all(engine, prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))
+    finally:
+        engine.close()
+    rounded = model.to(getattr(torch, dtype.value)).float()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        got = torch.tensor([entries[0].logprob for entries in completion.logprobs])
+        with torch.inference_mode():
+            logits = rounded(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        want = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(got, want, atol=0.12, rtol=0.0)

@@ -1,0 +1,125 @@
+"""Workers and engines that die: callers hear of it, and no process or shared memory is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lamina.cluster.local import launch
+from lamina.config import EngineConfig
+from lamina.errors import EngineDeadError, ModelError, WorkerError
+from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
+from tests.runtime.checkpoints import CONFIGS, make_checkpoint
+
+LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama")
+    make_checkpoint(CONFIGS["llama"], place)
+    return place
+
+
+def config(checkpoint: Path) -> EngineConfig:
+    return EngineConfig(model=str(checkpoint), compute="cpu:1", memory="cpu:2", dtype=DType.FLOAT32)
+
+
+def worker_processes(parent: psutil.Process | None = None) -> dict[str, psutil.Process]:
+    """Worker processes by the module they run, below ``parent`` (this process)."""
+    found = {}
+    for child in (parent or psutil.Process()).children(recursive=True):
+        words = child.cmdline()
+        if "-m" in words and words[-1].startswith("lamina."):
+            found[f"{words[-1]}#{child.pid}"] = child
+    return found
+
+
+def wait_until(condition: object, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("victim", ["lamina.compute.worker", "lamina.memory.worker"])
+def test_a_killed_worker_ends_every_request_with_an_error(checkpoint: Path, victim: str) -> None:
+    engine = launch(config(checkpoint))
+    outputs: list[RequestOutput] = []
+    started, ended = threading.Event(), threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        started.set()
+        if output.finished:
+            outputs.append(output)
+            if len(outputs) == 40:
+                ended.set()
+
+    workers = worker_processes()
+    for index in range(40):
+        engine.submit(str(index), [5, 6, 7], LONG, on_output)
+    assert started.wait(60)
+    next(process for name, process in workers.items() if name.startswith(victim)).kill()
+    assert ended.wait(30), f"{len(outputs)} of 40 requests ended"
+    failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
+    assert failed and all(output.error and "worker" in output.error for output in failed)
+    with pytest.raises(EngineDeadError, match="worker"):
+        engine.submit("late", [5], LONG, on_output)
+    engine.close()
+    assert not [process for process in workers.values() if process.is_running()]
+
+
+SCRIPT = """
+import sys, threading
+from lamina.cluster.local import launch
+from lamina.config import EngineConfig
+from lamina.types import SamplingParams
+engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2"))
+print("ready", flush=True)
+for index in range(50):
+    engine.submit(str(index), [5, 6, 7], SamplingParams(max_tokens=110, ignore_eos=True), lambda output: None)
+try:
+    threading.Event().wait(60)
+finally:
+    engine.close()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: signal.Signals) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    engine = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(checkpoint)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "ready\n"
+    workers = list(worker_processes(psutil.Process(engine.pid)).values())
+    assert len(workers) == 3
+    if how is signal.SIGINT:
+        os.killpg(engine.pid, how)  # what a terminal's Ctrl-C does: the whole group gets it
+    else:
+        engine.kill()
+    engine.wait(20)
+    engine.stdout.close()
+    wait_until(lambda: not any(worker.is_running() for worker in workers), 10, f"{workers} outlived their engine")
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    with pytest.raises((ModelError, WorkerError), match=r"model\.safetensors"):
+        launch(config(tmp_path))
+    assert not worker_processes()
