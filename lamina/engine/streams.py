@@ -154,7 +154,8 @@ class AsyncOutputs(AsyncIterator[Update]):
             if self._requests.done:
                 raise StopAsyncIteration
             try:
-                await asyncio.wait_for(self._arrived.wait(), WATCH_S)
+                async with asyncio.timeout(WATCH_S):  # wait_for of Python 3.11 can swallow a cancellation
+                    await self._arrived.wait()
             except TimeoutError:
                 self._requests.check_alive()
             self._arrived.clear()

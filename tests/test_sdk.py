@@ -1,0 +1,248 @@
+"""The SDK over real workers and the bundled model."""
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lamina import ConfigError, EngineDeadError, FinishReason, Lamina, ModelError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+PROMPTS = ["def fibonacci(n):", "import os", "class Stack:\n    def push(self, item):", "for key, value in"]
+SMALL = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 32 * 2**20}
+END_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def lamina() -> Iterator[Lamina]:
+    with Lamina(memory="cpu:2", **SMALL) as runtime:
+        yield runtime
+
+
+def tokens(outputs: list) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_idle(lamina: Lamina) -> None:
+    lamina.generate("x", SamplingParams(max_tokens=1))  # commands run in order: earlier cancellations are done now
+    stats = lamina.engine.stats()
+    assert (stats.running, stats.waiting, stats.dead) == (0, 0, None)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(lamina: Lamina) -> None:
+    lengths = [12, 1, 7, 3]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = lamina.generate(PROMPTS, params)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert all(output.finished and output.error is None for output in outputs)
+    assert all(output.outputs[0].finish_reason is FinishReason.LENGTH for output in outputs)
+
+
+def test_every_form_of_prompt_gives_the_same_tokens(lamina: Lamina) -> None:
+    batch = tokens(lamina.generate(PROMPTS, GREEDY))
+    assert [lamina.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS] == batch
+    ids = [lamina.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert tokens(lamina.generate(ids, GREEDY)) == batch
+    assert tokens(lamina.generate(ids[0], GREEDY)) == batch[:1]
+    assert tokens(asyncio.run(lamina.generate_async(tuple(PROMPTS), GREEDY))) == batch
+
+
+def test_placement_names_the_workers_and_tokens(lamina: Lamina) -> None:
+    outputs = lamina.generate(PROMPTS, GREEDY)
+    for output in outputs:
+        (segment,) = output.placement
+        assert segment.worker in lamina.engine.stats().memory
+        # The last token drawn is never fed back, so it has no KV.
+        assert segment.tokens == (0, len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1)
+    assert len({output.placement[0].worker for output in outputs}) == 2
+
+
+def test_a_stream_grows_to_what_generate_returns(lamina: Lamina) -> None:
+    whole = lamina.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    states = list(lamina.stream(PROMPTS[0], GREEDY))
+    assert [state.finished for state in states] == [False] * (len(states) - 1) + [True]
+    texts = [state.outputs[0].text for state in states]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert (texts[-1], states[-1].outputs[0].token_ids) == (whole.text, whole.token_ids)
+
+
+def test_closing_a_stream_cancels_its_request(lamina: Lamina) -> None:
+    stream = lamina.stream(PROMPTS[0], ENDLESS)
+    assert not next(stream).finished
+    stream.close()
+    assert_idle(lamina)
+
+
+async def test_cancelling_a_task_cancels_its_requests(lamina: Lamina) -> None:
+    async def first() -> None:
+        async for output in lamina.stream_async(PROMPTS[0], ENDLESS):
+            assert not output.finished
+            return
+
+    await first()
+    for _ in range(5):  # cancellation and news may fall together
+        task = asyncio.create_task(lamina.generate_async(PROMPTS, ENDLESS))
+        async for _ in lamina.stream_async(PROMPTS[0], GREEDY):
+            pass
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.to_thread(assert_idle, lamina)
+
+
+async def test_streams_of_one_loop_run_together(lamina: Lamina) -> None:
+    async def last(prompt: str) -> list[int]:
+        async for output in lamina.stream_async(prompt, GREEDY):
+            final = output.outputs[0].token_ids
+        return final
+
+    expected = tokens(await asyncio.to_thread(lamina.generate, PROMPTS, GREEDY))
+    assert await asyncio.gather(*map(last, PROMPTS)) == expected
+
+
+def test_several_threads_may_generate_at_once(lamina: Lamina) -> None:
+    expected = tokens(lamina.generate(PROMPTS, GREEDY))
+    results: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        results[number] = tokens(lamina.generate(PROMPTS, GREEDY))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(END_S)
+    assert results == dict.fromkeys(range(4), expected)
+
+
+def test_chat_goes_through_the_model_s_template(lamina: Lamina) -> None:
+    turns = [{"role": "user", "content": "sort a list"}]
+    prompt = lamina.tokenizer.apply_chat_template(turns)
+    assert prompt != "sort a list"
+    (answer,) = lamina.chat(turns, GREEDY)
+    assert answer.outputs[0].text == lamina.generate(prompt, GREEDY)[0].outputs[0].text
+    assert tokens(lamina.chat([turns, turns], GREEDY)) == tokens([answer, answer])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ("", "empty"),
+        ([], "at least one prompt"),
+        ([[]], "empty"),
+        (["ok", ""], "empty"),
+        (["ok", 3], "prompt must be a text"),
+        (None, "prompt must be a text"),
+        ([[0, 10**6]], "token id 1000000 is outside the vocabulary of 2048 tokens"),
+        ([[-1]], "token id -1 is outside"),
+        ("a b c " * 600, "1024"),
+    ],
+)
+def test_bad_prompts_are_refused_with_the_figures(lamina: Lamina, prompts: object, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        lamina.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+    assert_idle(lamina)
+
+
+def test_bad_arguments_are_refused(lamina: Lamina) -> None:
+    with pytest.raises(RequestError, match="2 sampling_params for 3 prompts; give one for all or one per prompt"):
+        lamina.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(RequestError, match="stream takes one prompt"):
+        next(lamina.stream(["a"], GREEDY))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="messages is empty"):
+        lamina.chat([], GREEDY)
+
+
+def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    text = tmp_path / "model"
+    text.write_text("not a directory")
+    before = psutil.Process().children()
+    for kind, given, said in (
+        (ConfigError, {"memory": "toaster:1"}, "no known kind"),
+        (ConfigError, {"compute": "h100:8"}, "h100:8 asks for 8 GPUs; this machine has"),
+        (ConfigError, {"dtype": "int3"}, "dtype is 'int3'; give auto, float32"),
+        (ConfigError, {"max_model_len": 10**9}, "1000000000"),
+        (ModelError, {"model": text}, str(text)),
+        (ModelError, {"model": tmp_path / "nothing"}, "nothing"),
+    ):
+        with pytest.raises(kind) as caught:
+            Lamina(**given)
+        assert said in str(caught.value)
+    assert psutil.Process().children() == before
+
+
+def test_closing_ends_the_workers_and_may_be_repeated() -> None:
+    before = set(psutil.Process().children())
+    runtime = Lamina(**SMALL)
+    workers = set(psutil.Process().children()) - before
+    assert len(workers) == 2
+    stream = runtime.stream(PROMPTS[0], ENDLESS)
+    next(stream)
+    runtime.close()
+    runtime.close()
+    assert not any(worker.is_running() for worker in workers)
+    final = list(stream)[-1]
+    assert final.finished and "closed" in (final.error or "")
+    with pytest.raises(EngineDeadError, match="closed"):
+        runtime.generate("x", GREEDY)
+
+
+def test_a_killed_worker_ends_requests_with_its_name() -> None:
+    with Lamina(**SMALL) as runtime:
+        stream = runtime.stream(PROMPTS[0], ENDLESS)
+        next(stream)
+        workers = {child.pid: " ".join(child.cmdline()) for child in psutil.Process().children()}
+        os.kill(next(pid for pid, line in sorted(workers.items())[-2:] if "memory" in line), signal.SIGKILL)
+        final = list(stream)[-1]
+        assert final.outputs[0].finish_reason is FinishReason.ERROR
+        assert "memory0" in (final.error or "")
+        with pytest.raises(EngineDeadError, match="memory0"):
+            runtime.generate("x", GREEDY)
+
+
+SCRIPT = """
+import psutil, sys
+from lamina import Lamina, SamplingParams
+runtime = Lamina(dtype="float32", threads=1, kv_cache_memory_bytes=2**25)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+runtime.generate("x", SamplingParams(max_tokens=2))
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "sent"),
+    [
+        ("", None),
+        ("sys.stdin.read()", signal.SIGTERM),
+        ("sys.stdin.read()", signal.SIGKILL),
+    ],
+)
+def test_no_process_outlives_a_script(end: str, sent: signal.Signals | None) -> None:
+    command = [sys.executable, "-c", SCRIPT.format(end=end)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as script:
+        assert script.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in script.stdout.readline().split()]
+        assert len(workers) == 2
+        if sent is not None:
+            script.send_signal(sent)
+        assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_importing_lamina_is_cheap() -> None:
+    code = (
+        "import lamina, sys; lamina.SamplingParams(); sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
