@@ -130,7 +130,7 @@ class MemoryWorker:
 
     def _forget(self, compute: str) -> None:
         """A compute worker is gone: its steps end here; the engine decides what becomes of their requests."""
-        log.warning("%s: compute worker %s is gone", self.name, compute)
+        log.info("%s: compute worker %s is gone", self.name, compute)
         channel = self._channels.pop(compute)
         self._endpoint.disconnect(channel.peer)
 

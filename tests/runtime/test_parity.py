@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
@@ -60,7 +61,7 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_half_precision_log_probabilities_are_close_to_hugging_face(dtype: DType, tmp_path: Path) -> None:
-    """Teacher-forced: float32 arithmetic on the same rounded weights gives the drawn tokens nearly the same odds."""
+    """Against float32 arithmetic on the same rounded weights, no worse than Hugging Face in this precision."""
     model = make_checkpoint(CONFIGS["llama"], tmp_path)
     prompts = [[5, 6, 7], list(range(3, 60))]
     engine = launch(EngineConfig(model=str(tmp_path), compute="cpu:1", memory="cpu:2", dtype=dtype))
@@ -68,12 +69,18 @@ def test_half_precision_log_probabilities_are_close_to_hugging_face(dtype: DType
         outputs = run_all(engine, prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))
     finally:
         engine.close()
-    rounded = model.to(getattr(torch, dtype.value)).float()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
-        assert completion.logprobs is not None
-        got = torch.tensor([entries[0].logprob for entries in completion.logprobs])
-        with torch.inference_mode():
-            logits = rounded(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-        want = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(got, want, atol=0.12, rtol=0.0)
+    half = model.to(getattr(torch, dtype.value))
+    theirs = [log_probabilities(half, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    exact = [log_probabilities(half.float(), prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    ours = [torch.tensor([entries[0].logprob for entries in output.outputs[0].logprobs or []]) for output in outputs]
+    error = (torch.cat(ours) - torch.cat(exact)).abs().mean()
+    their_error = (torch.cat(theirs) - torch.cat(exact)).abs().mean()
+    assert 0 < error <= 1.5 * their_error, f"mean error {error:.4f}, Hugging Face's in {dtype.value} {their_error:.4f}"
+
+
+@torch.inference_mode()
+def log_probabilities(model: PreTrainedModel, prompt: list[int], output: RequestOutput) -> torch.Tensor:
+    """Log-probability that ``model`` gives each token of ``output`` after the prompt and the tokens before it."""
+    tokens = output.outputs[0].token_ids
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
