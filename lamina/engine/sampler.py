@@ -183,8 +183,9 @@ def _uniform(row: Row) -> float:
 def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
     """The token at which each row's cumulative distribution passes ``uniform`` [R]: int64 [R], never a cut one.
 
-    In order of token id, not of probability: rounding that swaps two neighbours in rank then changes nothing.
+    In order of token id, not of probability: rounding that swaps two neighbours in rank then moves no other token.
     """
+    # A parallel sum need not grow from token to token: cut tokens leave the race whatever it says.
     cumulative = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
     total = cumulative.amax(-1)
     target = torch.minimum(total * total.new_tensor(uniform), total.nextafter(torch.zeros_like(total)))

@@ -54,6 +54,7 @@ class Group:
 
     @property
     def prompt_length(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
@@ -68,10 +69,12 @@ class Group:
 
     @property
     def prompt_done(self) -> bool:
+        """True when the KV of the whole prompt is kept."""
         return self.completions[0].cached >= self.prompt_length
 
     @property
     def alive(self) -> list[Completion]:
+        """The completions that still draw tokens."""
         return [completion for completion in self.completions if not completion.finished]
 
 
