@@ -20,8 +20,8 @@ from lamina.transport.base import Buffer, Part, Peer, check_range, deadline_erro
 
 PROTOCOL = 1
 
-# About what a futex wake costs: whoever spins that long before sleeping loses at most twice the best choice's time.
-SPIN_S = 50e-6
+# About what a futex wake costs: a wait takes at most twice as long as with the better choice of spinning and sleeping.
+SPIN_S = 20e-6
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):

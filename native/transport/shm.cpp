@@ -25,9 +25,6 @@ namespace {
 constexpr std::uint64_t kMagic = 0x316d68732d6d616c; // "lam-shm1"
 constexpr std::size_t kPage = 4096;
 
-// Longest sleep before a waiter looks whether its peers are still alive.
-constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(20);
-
 std::size_t data_offset(std::uint32_t doorbells) {
     const std::size_t end =
         sizeof(ArenaHeader) + sizeof(Arrivals) + std::size_t{doorbells} * sizeof(Doorbell);
@@ -154,7 +151,7 @@ ShmWaiter::Outcome ShmWaiter::wait(std::span<const Target> targets,
     const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
     if (left <= std::chrono::nanoseconds::zero())
         return {Kind::Expired};
-    bells.sleep(seen, std::min(left, kSlice));
+    bells.sleep(seen, std::min(left, slice_));
     return {Kind::Again};
 }
 

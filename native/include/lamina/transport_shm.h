@@ -69,7 +69,10 @@ public:
         std::size_t index = 0; // of the target that is ready, or of the peer that is gone
     };
 
-    explicit ShmWaiter(std::shared_ptr<ShmArena> own) : own_(std::move(own)) {}
+    // `slice` is the longest sleep before it looks whether its peers are still alive.
+    explicit ShmWaiter(std::shared_ptr<ShmArena> own,
+                       std::chrono::nanoseconds slice = std::chrono::milliseconds(20))
+        : own_(std::move(own)), slice_(slice) {}
 
     Doorbells &doorbells() { return own_->doorbells(); }
 
@@ -78,7 +81,7 @@ public:
     // Forgets the peer at this index; later ones move down by one.
     void forget(std::size_t index);
 
-    // Spins for at most `spin`, then sleeps once, for a bounded time. Again means: nothing yet, call once
+    // Spins for at most `spin`, then sleeps once, for a slice at most. Again means: nothing yet, call once
     // more.
     Outcome wait(std::span<const Target> targets, std::chrono::steady_clock::time_point deadline,
                  std::chrono::nanoseconds spin);
@@ -87,6 +90,7 @@ private:
     std::optional<std::size_t> find_gone();
 
     std::shared_ptr<ShmArena> own_;
+    std::chrono::nanoseconds slice_;
     std::vector<std::shared_ptr<ShmArena>> peers_;
     std::vector<pollfd> pidfds_;
 };

@@ -1,0 +1,95 @@
+"""Round trip of one message between two processes over shared memory, spinning and sleeping.
+
+    python bench/doorbell.py [--rounds 20000] [--nbytes 4096] [--json]
+
+"spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
+workers do. The time is that of Requester.send + reply against a Responder, Python included.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lamina.transport.channel import ChannelLayout, Requester, Responder
+from lamina.transport.shm import SPIN_S, ShmEndpoint
+
+TIMEOUT_S = 30.0
+MODES = {"spinning": 0.01, "default": SPIN_S, "sleeping": 0.0}
+PLACES = {"request_offset": 0, "request_doorbell": 0, "reply_offset": 0, "reply_doorbell": 0}
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """Microseconds per round trip of one mode."""
+
+    mode: str
+    spin_us: float
+    p50_us: float
+    p99_us: float
+
+
+def answer(descriptor: str, spin_s: float, rounds: int, nbytes: int) -> None:
+    """The far process: print one's descriptor, then answer every request."""
+    layout = ChannelLayout(2, nbytes, nbytes)
+    endpoint = ShmEndpoint("far", spin_s=spin_s)
+    arena = endpoint.register(layout.requests_nbytes, 1)
+    print(endpoint.descriptor().hex(), flush=True)
+    peer = endpoint.connect(bytes.fromhex(descriptor), TIMEOUT_S)
+    responder = Responder(endpoint, arena, peer, layout, **PLACES)
+    for _ in range(rounds):
+        responder.reply([responder.receive(TIMEOUT_S)])
+    endpoint.close()
+
+
+def measure(mode: str, rounds: int, nbytes: int) -> RoundTrip:
+    """Time ``rounds`` round trips of ``nbytes`` each way; the first tenth warms up and does not count."""
+    spin_s, layout = MODES[mode], ChannelLayout(2, nbytes, nbytes)
+    endpoint = ShmEndpoint("near", spin_s=spin_s)
+    arena = endpoint.register(layout.replies_nbytes, 1)
+    arguments = ["--answer", endpoint.descriptor().hex(), "--spin-s", str(spin_s)]
+    sizes = ["--rounds", str(rounds), "--nbytes", str(nbytes)]
+    with subprocess.Popen([sys.executable, __file__, *arguments, *sizes], stdout=subprocess.PIPE, text=True) as far:
+        assert far.stdout
+        peer = endpoint.connect(bytes.fromhex(far.stdout.readline()), TIMEOUT_S)
+        requester = Requester(endpoint, arena, peer, layout, **PLACES)
+        message, times = [bytes(nbytes)], np.empty(rounds)
+        for i in range(rounds):
+            start = time.perf_counter()
+            requester.reply(requester.send(message, TIMEOUT_S), TIMEOUT_S)
+            times[i] = time.perf_counter() - start
+        endpoint.disconnect(peer)
+    endpoint.close()
+    p50, p99 = np.percentile(times[rounds // 10 :] * 1e6, [50, 99])
+    return RoundTrip(mode, spin_s * 1e6, float(p50), float(p99))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20_000)
+    parser.add_argument("--nbytes", type=int, default=4096, help="bytes of a message, each way")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--answer", metavar="DESCRIPTOR", help=argparse.SUPPRESS)
+    parser.add_argument("--spin-s", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.answer:
+        return answer(args.answer, args.spin_s, args.rounds, args.nbytes)
+    results = [measure(mode, args.rounds, args.nbytes) for mode in MODES]
+    if args.json:
+        print(json.dumps({"nbytes": args.nbytes, "rounds": args.rounds, "round_trips": [asdict(r) for r in results]}))
+        return None
+    table = Table("waiting", "spin us", "p50 us", "p99 us", title=f"round trip of {args.nbytes} bytes each way")
+    for result in results:
+        table.add_row(result.mode, f"{result.spin_us:.0f}", f"{result.p50_us:.1f}", f"{result.p99_us:.1f}")
+    Console().print(table)
+    return None
+
+
+if __name__ == "__main__":
+    main()
