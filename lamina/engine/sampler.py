@@ -136,7 +136,7 @@ def _truncate(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     temperature = [max(row.params.temperature, _MIN_TEMPERATURE) for row in rows]
     scores = scores.float()
     # Less the maximum first: no temperature makes that overflow.
-    scores = (scores - scores.amax(-1, keepdim=True)) / scores.new_tensor(temperature)[:, None]
+    scores = (scores - scores.amax(-1, keepdim=True)).div_(scores.new_tensor(temperature)[:, None])
     vocabulary = scores.shape[1]
 
     if any(row.params.min_p > 0 for row in rows):

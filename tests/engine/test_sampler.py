@@ -164,9 +164,11 @@ def test_greedy_is_the_first_of_the_most_likely(dtype: torch.dtype) -> None:
     assert torch.equal(logits, before)
 
 
-def test_low_precision_logits_are_processed_in_float32() -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_low_precision_logits_are_processed_in_float32(penalty: float) -> None:
     logits = random_logits(3).bfloat16()
-    rows = [Row(r, SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2), output=[1]) for r in range(3)]
+    params = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=penalty)
+    rows = [Row(r, params, output=[1]) for r in range(3)]
     assert torch.equal(distribution(logits, rows), distribution(logits.float(), rows))
 
 
