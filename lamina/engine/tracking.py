@@ -61,6 +61,8 @@ class TrackedRequest:
             output.logprobs.append([self._named(entry) for entry in draw.logprobs])
         decision = text.stop.append(draw.token, text.detokenizer.append([draw.token]))
         output.text += decision.text
+        if decision.finish_reason is FinishReason.LENGTH:
+            output.text += text.detokenizer.flush()  # what an unfinished character leaves
         output.finish_reason, output.stop_reason = decision.finish_reason, decision.stop_reason
         return decision.finish_reason is not None
 
@@ -72,7 +74,7 @@ class TrackedRequest:
         self._error = error
         for text in self._texts:
             if text.output.finish_reason is None:
-                text.output.text += text.stop.flush()
+                text.output.text += text.stop.flush() + text.detokenizer.flush()
                 text.output.finish_reason = reason
 
     def publish(self) -> None:
