@@ -2,12 +2,14 @@
 
     python bench/doorbell.py [--rounds 20000] [--nbytes 4096] [--json]
 
+Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
 workers do. The time is that of Requester.send + reply against a Responder, Python included.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -48,12 +50,12 @@ def answer(descriptor: str, spin_s: float, rounds: int, nbytes: int) -> None:
     endpoint.close()
 
 
-def measure(mode: str, rounds: int, nbytes: int) -> RoundTrip:
+def measure(mode: str, rounds: int, nbytes: int, *, far_core: int) -> RoundTrip:
     """Time ``rounds`` round trips of ``nbytes`` each way; the first tenth warms up and does not count."""
     spin_s, layout = MODES[mode], ChannelLayout(2, nbytes, nbytes)
     endpoint = ShmEndpoint("near", spin_s=spin_s)
     arena = endpoint.register(layout.replies_nbytes, 1)
-    arguments = ["--answer", endpoint.descriptor().hex(), "--spin-s", str(spin_s)]
+    arguments = ["--answer", endpoint.descriptor().hex(), "--spin-s", str(spin_s), "--core", str(far_core)]
     sizes = ["--rounds", str(rounds), "--nbytes", str(nbytes)]
     with subprocess.Popen([sys.executable, __file__, *arguments, *sizes], stdout=subprocess.PIPE, text=True) as far:
         assert far.stdout
@@ -77,10 +79,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--answer", metavar="DESCRIPTOR", help=argparse.SUPPRESS)
     parser.add_argument("--spin-s", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.answer:
+        os.sched_setaffinity(0, {args.core})
         return answer(args.answer, args.spin_s, args.rounds, args.nbytes)
-    results = [measure(mode, args.rounds, args.nbytes) for mode in MODES]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0]})
+    results = [measure(mode, args.rounds, args.nbytes, far_core=cores[-1]) for mode in MODES]
     if args.json:
         print(json.dumps({"nbytes": args.nbytes, "rounds": args.rounds, "round_trips": [asdict(r) for r in results]}))
         return None

@@ -1,7 +1,6 @@
 #include "lamina/transport_shm.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>

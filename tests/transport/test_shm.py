@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def endpoint():
+def endpoint() -> Iterator[ShmEndpoint]:
     opened = ShmEndpoint("near")
     opened.register(4096, 2)
     yield opened
