@@ -11,7 +11,6 @@ machine; ``--steps`` fixes the number of steps instead.
 
 import argparse
 import hashlib
-import json
 import math
 import platform
 import sysconfig
@@ -33,10 +32,41 @@ SHORT = 256  # length of the sequences before that
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings", "__pycache__"}
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ message['content'].rstrip() + '\\n\\n\\n' }}"
+    "{% if message['role'] == 'assistant' %}{{ '\\ndef ' + message['content'].strip() + '\\n\\n\\n' }}"
     "{% else %}{{ '# ' + message['content'].strip().replace('\\n', '\\n# ') + '\\n' }}{% endif %}"
     "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\ndef' }}{% endif %}"
 )
+
+MODEL_CARD = """---
+license: apache-2.0
+language: code
+library_name: transformers
+---
+# The model that comes with Lamina
+
+A Llama of {parameters:,} parameters (4 layers, hidden size 192, 4 query and 2 key/value heads of 64, tied embeddings,
+bfloat16) with a byte-level BPE of {vocabulary:,} tokens and a context of {context:,}. It has read the source of
+Python's standard library and nothing else.
+
+**What it is for.** A first run of Lamina that shows text without a download, and tests of the whole path with real
+weights. It continues Python code with the right shape: names, indentation, docstrings, calls that look like the
+library's. It knows nothing, follows no instructions, and its code rarely does what its names say.
+
+**Chat.** The template makes every message a comment and starts a `def` below it; the reply is the rest of that
+function, without the `def`. The model does not answer: it writes what might stand under such a comment.
+
+**Data.** The `.py` files of Python {python}'s standard library, without tests, encoding tables and documentation
+topics: {training_tokens:,} tokens, and {held_out_tokens:,} of other files held out. That text is under the Python
+Software Foundation License Version 2; these weights are under Lamina's licence, Apache-2.0.
+
+**Training.** {steps:,} steps of 4,096 tokens, {tokens_seen:,} in all, in {minutes} minutes on one thread of a CPU.
+Held-out loss: {held_out_nats_per_token} nats per token at {held_out_bytes_per_token} bytes per token, which is
+{bits_per_byte} bits per byte.
+
+**To make it again:** `python -m lamina.models.train_bundled OUT --steps {steps}`. The learning rate of these weights
+followed the clock, so a second run gives a model like it, not the same one.
+"""
 
 
 def read_sources(root: Path) -> tuple[list[str], list[str]]:
@@ -188,6 +218,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     )
     fast.save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    (out / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
@@ -209,19 +240,26 @@ def main() -> None:
     print(f"{len(data)} tokens, {len(held_out)} held out, {model.num_parameters()} parameters", flush=True)
     began = time.monotonic()
     steps = train(model, data, args.seed, args.minutes, args.steps)
-    figures = {
-        "python": platform.python_version(),
-        "training_tokens": len(data),
-        "held_out_tokens": len(held_out),
-        "parameters": model.num_parameters(),
-        "steps": steps,
-        "tokens_seen": steps * TOKENS_PER_STEP,
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "held_out_nats_per_token": round(evaluate(model, held_out), 3),
-        "held_out_bytes_per_token": round(sum(len(t.encode()) for t in held_out_texts) / len(held_out), 2),
-    }
+    minutes = (time.monotonic() - began) / 60
+    loss = evaluate(model, held_out)
+    bytes_per_token = sum(len(text.encode()) for text in held_out_texts) / len(held_out)
+    card = MODEL_CARD.format(
+        parameters=model.num_parameters(),
+        vocabulary=VOCAB_SIZE,
+        context=CONTEXT,
+        python=platform.python_version(),
+        training_tokens=len(data),
+        held_out_tokens=len(held_out),
+        steps=steps,
+        tokens_seen=steps * TOKENS_PER_STEP,
+        minutes=round(minutes),
+        held_out_nats_per_token=round(loss, 2),
+        held_out_bytes_per_token=round(bytes_per_token, 2),
+        bits_per_byte=round(loss / math.log(2) / bytes_per_token, 2),
+    )
     save(model, tokenizer, args.out)
-    print(json.dumps(figures, indent=2))
+    (args.out / "README.md").write_text(card, encoding="utf-8")
+    print(f"{steps} steps in {minutes:.1f} minutes, held-out loss {loss:.3f} nats per token, written to {args.out}")
 
 
 if __name__ == "__main__":
