@@ -26,13 +26,13 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input ends it."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    params = options.sampling_params(max_tokens, temperature, top_p, seed)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 
     with Lamina(model, compute=compute, memory=memory) as lamina:
         if sys.stdin.isatty():
-            output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]")
+            output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]", soft_wrap=True)
             if model is None:
                 output().print("[dim]The bundled model continues Python source; --model DIR brings one that talks.[/]")
         _Conversation(lamina, params, system).run()
@@ -88,7 +88,8 @@ class _Conversation:
 
 def _read_line() -> str | None:
     if not sys.stdin.isatty():
-        return sys.stdin.readline() or None
+        line = sys.stdin.readline()
+        return line.removesuffix("\n") if line else None
     import readline  # noqa: F401 - gives input() editing and history
 
     try:

@@ -8,7 +8,7 @@ import typer
 
 from lamina.cli import options
 from lamina.errors import RequestError
-from lamina.types import RequestOutput, SamplingParams
+from lamina.types import RequestOutput
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
@@ -27,7 +27,9 @@ def generate(
 ) -> None:
     """Continue one or several texts."""
     texts = prompts or [_standard_input()]
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if not all(texts):
+        raise RequestError(f"prompt {texts.index('')} is empty; give it some text")
+    params = options.sampling_params(max_tokens, temperature, top_p, seed)
     from lamina.sdk import Lamina
 
     start = time.perf_counter()

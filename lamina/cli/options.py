@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from lamina.config import LoadFormat
+from lamina.errors import RequestError
+from lamina.types import SamplingParams
 
 Model = Annotated[str | None, typer.Option(help="Hugging Face model directory. Default: the bundled small model.")]
 Compute = Annotated[str, typer.Option(help="Compute workers, kind:count joined by commas.")]
@@ -16,3 +18,11 @@ Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable.")]
 Weights = Annotated[
     LoadFormat, typer.Option("--load-format", help="dummy: random weights of the right shapes, for benchmarks.")
 ]
+
+
+def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:
+    """The parameters of the options above. Raises RequestError for values out of range."""
+    try:
+        return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    except ValueError as error:
+        raise RequestError(str(error)) from error

@@ -5,21 +5,31 @@ from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from lamina.transport.messages import LoadProgress
 from lamina.types import RequestOutput
 
 
 @contextmanager
-def loading_progress() -> Iterator[Callable[[LoadProgress], None]]:
-    """One line per worker while the model loads; yields the callback for ``launch``."""
-    console = Console(stderr=True)
+def loading_progress(console: Console | None = None) -> Iterator[Callable[[LoadProgress], None]]:
+    """One line per worker that loads weights, while it does; yields the callback for ``launch``."""
+    console = console or Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        tasks = {}
+        starting = progress.add_task("workers", total=None, stage="starting")
+        tasks: dict[str, TaskID] = {}
 
         def show(report: LoadProgress) -> None:
+            progress.update(starting, visible=False)
             if report.worker not in tasks:
                 tasks[report.worker] = progress.add_task(report.worker, stage=report.stage)
             progress.update(tasks[report.worker], completed=report.done, total=report.total, stage=report.stage)
@@ -30,8 +40,8 @@ def loading_progress() -> Iterator[Callable[[LoadProgress], None]]:
 class BatchProgress:
     """Requests finished and tokens per second of one offline batch."""
 
-    def __init__(self, requests: int, *, enabled: bool) -> None:
-        console = Console(stderr=True)
+    def __init__(self, requests: int, *, enabled: bool, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -1,0 +1,215 @@
+"""The `lamina` command as people run it: processes, pipes, signals and exit statuses."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from lamina.cli.doctor import Finding, Status, _cpu, examine
+
+LAMINA = [sys.executable, "-m", "lamina"]
+RUN_S = 120.0
+END_S = 20.0
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAMINA, *arguments], input=stdin, capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], said: str, status: int = 2) -> None:
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+# -- generate, chat ------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
+    prompts = ["def fibonacci(n):", "import os", "class [bold]Stack:"]
+    done = run("generate", "--compute", "cpu:1", "--memory", "cpu:2", "--max-tokens", "8", *prompts)
+    assert done.returncode == 0, done.stderr
+    assert all(prompt in done.stdout for prompt in prompts)
+    assert re.search(r"\d+\.\d tokens/s: \d+ tokens drawn after \d+ prompt tokens in \d+\.\d\d s", done.stdout)
+    rows = re.findall(r"(\d) +│ (memory\d) +│ 0 to 1 +│ 0 to \d+ +│ +[\d.]+ KiB", done.stdout)
+    assert [request for request, _ in rows] == ["0", "1", "2"]
+    assert {worker for _, worker in rows} == {"memory0", "memory1"}
+    assert done.stderr == ""
+
+
+def test_generate_reads_a_prompt_from_standard_input() -> None:
+    done = run("generate", "--max-tokens", "4", stdin="import os\n")
+    assert done.returncode == 0, done.stderr
+    assert "import os" in done.stdout
+
+
+def test_chat_answers_each_line_of_a_pipe() -> None:
+    done = run(
+        "chat", "--max-tokens", "4", "--temperature", "0", stdin="sort a list\n\nreverse it\n/clear\n/exit\nno\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) >= 4 and "error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate",), "no prompt. Give one"),
+        (("generate", ""), "empty"),
+        (("generate", "x", "--memory", "rtx3090:6"), "rtx3090:6 asks for 6 GPUs; this machine has"),
+        (("generate", "x", "--compute", "toaster"), "no known kind"),
+        (("generate", "x", "--memory", "cpu:0"), "give a whole number from 1"),
+        (("generate", "x", "--temperature", "nan"), "temperature is nan; give a number from 0.0"),
+        (("generate", "x", "--temperature", "-1"), "temperature is -1.0"),
+        (("generate", "x", "--model", "/nowhere/model"), "/nowhere/model"),
+        (("chat", "--model", "/nowhere/model"), "/nowhere/model"),
+        (("launch", "--host", "not an address"), "no address to listen on"),
+        (("launch", "--port", "0", "--compute", "a100:2"), "a100:2 asks for 2 GPUs"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(arguments: tuple[str, ...], said: str) -> None:
+    assert_refused(run(*arguments), said)
+
+
+def test_a_text_file_is_no_model(tmp_path: Path) -> None:
+    text = tmp_path / "model.txt"
+    text.write_text("hello")
+    assert_refused(run("generate", "x", "--model", str(text)), str(text))
+
+
+def test_version_and_help_do_not_wait_for_torch() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, "lamina 0.1.0\n")
+    code = "import sys, lamina.cli; sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    for command in ("generate", "chat", "launch", "doctor"):
+        assert command in run("--help").stdout
+
+
+# -- doctor --------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_and_exits_by_what_it_found() -> None:
+    done = run("doctor")
+    problems = [finding for finding in examine() if finding.status is Status.PROBLEM]
+    assert done.returncode == (1 if problems else 0)
+    for subject in ("Python", "native module", "CPU", "RAM", "kernel", "GPUs", "RDMA", "transport", "bundled model"):
+        assert subject in done.stdout
+
+
+def test_every_finding_that_is_not_well_has_a_remedy() -> None:
+    findings = [*examine(), *(_cpu(frozenset(flags)) for flags in ((), ("avx2",), ("avx2", "avx512_bf16")))]
+    assert all(bool(finding.remedy) == (finding.status is not Status.OK) for finding in findings)
+    assert isinstance(findings[0], Finding)
+
+
+# -- launch --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def start(*arguments: str) -> Server:
+    command = [*LAMINA, "launch", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.search(r"http://127\.0\.0\.1:\d+", line)
+    if match is None:
+        pytest.fail(f"{line!r}, then {process.communicate(timeout=RUN_S)}")
+    return Server(process, match[0])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = start("--compute", "cpu:1", "--memory", "cpu:2")
+    workers = running.workers()
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0
+    assert psutil.wait_procs(workers, END_S)[1] == []
+    assert running.process.stderr is not None and running.process.stderr.read() == ""
+
+
+def test_launch_serves_openai_s_client(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=RUN_S) as client:
+        (model,) = client.models.list()
+        whole = client.completions.create(
+            model=model.id, prompt=["def f(", "import "], max_tokens=8, temperature=0, logprobs=2
+        )
+        assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
+        pieces = client.completions.create(model=model.id, prompt="def f(", max_tokens=8, temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
+        answer = client.chat.completions.create(
+            model=model.id, messages=[{"role": "user", "content": "sort a list"}], max_tokens=8, n=2, seed=1
+        )
+        assert len(answer.choices) == 2 and answer.usage is not None
+        with pytest.raises(openai.BadRequestError, match="1024"):
+            client.completions.create(model=model.id, prompt="a b c " * 600)
+        with pytest.raises(openai.BadRequestError, match="outside the vocabulary of 2048 tokens"):
+            client.completions.create(model=model.id, prompt=[10**6])
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    done = run("launch", "--port", port, "--model", "/nowhere/model")
+    assert_refused(done, f"port {port} on 127.0.0.1 is in use. Use --port {int(port) + 1}")
+
+
+def test_ctrl_c_ends_everything_at_once_even_with_an_answer_under_way() -> None:
+    running = start()
+    workers = running.workers()
+    assert len(workers) == 2
+    body = {"prompt": "def", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=RUN_S) as response:
+        next(response.iter_lines())
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(END_S) == 130
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_ctrl_c_while_loading_leaves_nothing() -> None:
+    process = subprocess.Popen([*LAMINA, "launch", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    parent = psutil.Process(process.pid)
+    while len(workers := parent.children()) < 2 and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(END_S) == 130
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_a_server_whose_worker_died_says_so() -> None:
+    running = start()
+    next(worker for worker in running.workers() if "lamina.memory" in " ".join(worker.cmdline())).kill()
+    with httpx.Client(base_url=running.url, timeout=RUN_S) as http:
+        response = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1000, "ignore_eos": True})
+        assert response.status_code == 503 and "memory0" in response.json()["error"]["message"]
+        assert http.get("/health").status_code == 503
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0
+
+
+def test_the_port_is_free_again_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert_refused(run("launch", "--port", str(port), "--memory", "a100"), "a100:1 asks for 1 GPU")
+    socket.create_server(("127.0.0.1", port)).close()
