@@ -92,7 +92,7 @@ def launch(config: EngineConfig, on_progress: Callable[[LoadProgress], None] | N
         ConfigError, ModelError: what the user can mend, before anything is started where possible.
         WorkerError, DeadlineError: a worker could not start; nothing is left running.
     """
-    model = directory.find(config.model)
+    model = directory.find(config.model, weights=config.load_format != "dummy")
     computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
     limits = _limits(config, model)
     tokenizer = Tokenizer(model)

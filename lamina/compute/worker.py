@@ -91,7 +91,7 @@ class ComputeWorker:
         torch.set_num_threads(setup.threads)
         self._threads = setup.threads
         self._eos_token_ids = setup.eos_token_ids
-        place = directory.find(setup.model)
+        place = directory.find(setup.model, weights=setup.load_format != "dummy")
         config = load_config(place)
         dtype = resolve_dtype(config, setup.dtype or "auto")
         self._progress("splitting", 0, 1)
