@@ -85,7 +85,7 @@ def _replicate(config: PretrainedConfig, dtype: DType, captured: Capture, parts:
         sinks=tuple(sinks),
         weights={name: weight for name, weight in captured.shapes.items() if name in used},
         ties={name: target for name, target in captured.ties.items() if target in used},
-        constants=captured.buffers,
+        constants={name: captured.buffer(name) for part in slices for name in part.constants},
     )
 
 

@@ -6,7 +6,9 @@ layers take another branch). Of a deep model only as many layers are exported as
 
 import copy
 import inspect
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,11 @@ class Weight:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -43,7 +50,7 @@ class Capture:
         ids, positions: the placeholders of the model's inputs.
         representatives: for each slice of the whole model, the slice of ``graph`` that equals it.
         shapes: every weight of the whole model. ties: names that share another's weight -> that weight's name.
-        buffers: values of the constants.
+        buffer: from the name of a constant of the whole model to its value.
     """
 
     graph: fx.Graph
@@ -54,7 +61,7 @@ class Capture:
     representatives: tuple[int, ...]
     shapes: Mapping[str, Weight]
     ties: Mapping[str, str]
-    buffers: Mapping[str, Tensor]
+    buffer: Callable[[str], Tensor]
 
     @property
     def attentions(self) -> list[fx.Node]:
@@ -92,6 +99,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
     with torch.no_grad():
         records = _record(flat, mode, config)
         prefix = trace.shortest_prefix(records)
+        modules = dict(model.named_modules())
         layers = _layers(model, len(records) - 1)
         del layers[prefix:]
         program = _export(flat, mode, config)
@@ -112,7 +120,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
         representatives=trace.representatives(records, prefix),
         shapes={name: weight for name, weight in shapes.items() if name not in ties},
         ties=ties,
-        buffers={target: _constant(model, program, target) for target in constants.values()},
+        buffer=lambda name: _constant(model, modules, program, name),
     )
 
 
@@ -170,8 +178,10 @@ def _export(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> Expo
     try:
         with mode:
             inputs = _example()
-        program = torch.export.export(flat, inputs, dynamic_shapes=(rows, rows), strict=False)
-        return program.run_decompositions({})  # in-place writes become functional; without this they are lost
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch.export copies a class of its own that it deprecates
+            program = torch.export.export(flat, inputs, dynamic_shapes=(rows, rows), strict=False)
+            return program.run_decompositions({})  # in-place writes become functional; without this they are lost
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -193,13 +203,13 @@ def _layers(model: nn.Module, count: int) -> nn.ModuleList:
     raise UnsupportedModelError(f"{type(model).__name__} keeps its {count} layers in no ModuleList of that length")
 
 
-def _constant(model: Any, program: ExportedProgram, name: str) -> Tensor:
+def _constant(model: Any, modules: Mapping[str, nn.Module], program: ExportedProgram, name: str) -> Tensor:
     """The value of a buffer that is in no checkpoint, initialised as ``from_pretrained`` does it."""
     path, _, attribute = name.rpartition(".")
     value = program.constants.get(f"model.{name}", program.constants.get(name))
     if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
         return value
-    module = copy.copy(model.get_submodule(path))
+    module = copy.copy(modules[path])
     module._buffers = {
         key: None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
         for key, buffer in module._buffers.items()

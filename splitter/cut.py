@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import networkx as nx
 
+from lamina.errors import UnsupportedModelError
+
 Node = TypeVar("Node", bound=Hashable)
 
 
@@ -48,7 +50,12 @@ def minimum_cut(
             flow.add_edge(("out", node), target)  # no capacity given: infinite
             if target != "sink":
                 flow.add_edge(target, entry(node))  # a node before the cut has all its inputs before the cut
-    _, (source_side, _) = nx.minimum_cut(flow, "source", "sink")
+    try:
+        _, (source_side, _) = nx.minimum_cut(flow, "source", "sink")
+    except nx.NetworkXUnbounded as error:
+        raise UnsupportedModelError(
+            "an attention cannot be cut off: what later layers need of earlier ones does not hold one row per token"
+        ) from error
     return before | {node for node in nodes if ("in", node) in source_side}
 
 

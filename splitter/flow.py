@@ -23,8 +23,15 @@ def clean(captured: Capture) -> None:
         elif node is not count and isinstance(node.meta.get("val"), torch.SymInt) and node.meta["val"] is not None:
             if node.meta["val"].node.expr == rows.node.expr:
                 node.replace_all_uses_with(count)
+        elif node.target is torch.ops.aten.clone.default and _keeps_layout(node):
+            node.replace_all_uses_with(node.args[0])  # dropout, for instance: nothing is written in place any more
     graph.eliminate_dead_code()
     graph.lint()
+
+
+def _keeps_layout(node: fx.Node) -> bool:
+    (source,) = node.all_input_nodes
+    return bool(source.meta["val"].stride() == node.meta["val"].stride())
 
 
 def replicable(captured: Capture) -> set[fx.Node]:

@@ -1,5 +1,6 @@
 """What splitting a model gives: slices, what crosses between them, and the attentions they meet at."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class Crossing:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one row."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Slice:
 
         Args:
             ids, positions: [T] int64. attention: [T, Hq, Dv] from the attention before, None for slice 0.
+                Contiguous.
             context: what the slice before returned. All four may be index-selected to fewer rows alike.
             weights: must hold every name of ``self.weights`` and of ``self.constants``, on the device of the rows.
         """

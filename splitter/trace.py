@@ -53,7 +53,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         entry = (str(func), self._describe((args, kwargs)))
-        outputs = [tensor for tensor in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(tensor, Tensor)]
+        outputs = [
+            tensor for tensor in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(tensor, Tensor)
+        ]
         if _depends_on_inputs_alone(entry):
             for index, tensor in enumerate(outputs):
                 number = self._global.setdefault((entry, index), len(self._global))

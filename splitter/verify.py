@@ -37,7 +37,9 @@ def verify_partition(captured: Capture, parts: Partition) -> None:
             if source.op == "placeholder" or source in parts.replicable:
                 continue
             since = arrives.get(source, parts.home.get(source, len(attentions) + 1))
-            _require(since <= home, f"{node.name} in slice {home} depends on {source.name}, known from slice {since} on")
+            _require(
+                since <= home, f"{node.name} in slice {home} depends on {source.name}, known from slice {since} on"
+            )
             unsent = [cut for cut in range(since, home) if source not in parts.contexts[cut]]
             _require(not unsent, f"{node.name} in slice {home} needs {source.name}, which does not cross cuts {unsent}")
     for index, attention in enumerate(attentions):

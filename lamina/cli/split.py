@@ -1,0 +1,121 @@
+"""`lamina split`: what the splitter makes of a model, from its configuration alone."""
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lamina.splitter import SplitModel
+
+
+class Format(enum.Enum):
+    """How a split is shown."""
+
+    TABLE = "table"
+    JSON = "json"
+    SVG = "svg"
+
+
+class Element(enum.Enum):
+    """The values of --dtype."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def split(
+    model: Annotated[Path, typer.Argument(help="A model directory or a config.json; weights are not read.")],
+    format: Annotated[
+        Format, typer.Option(help="table, json, or svg: a picture of one period of layers.")
+    ] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    dtype: Annotated[Element, typer.Option(help="Element type; auto takes the configuration's.")] = Element.AUTO,
+) -> None:
+    """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
+    from rich.console import Console
+
+    from lamina.models.config import resolve_dtype
+    from lamina.splitter import load_config
+    from lamina.splitter import split as split_model
+    from lamina.types import DType
+
+    config = load_config(model)
+    wanted: DType | Literal["auto"] = "auto" if dtype is Element.AUTO else DType(dtype.value)
+    result = split_model(config, resolve_dtype(config, wanted))
+    if format is Format.TABLE and output is None:
+        Console().print(render_table(result))
+        return
+    text = render_text(result) if format is Format.TABLE else _RENDERERS[format](result)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text)
+
+
+def render_table(model: "SplitModel") -> "RenderableType":
+    """The split as a rich table, one row per kind of slice, with totals in the caption."""
+    from rich.table import Table
+
+    from lamina.splitter import describe
+    from lamina.splitter.draw import size
+
+    total = describe.total_traffic(model)
+    table = Table(
+        title=f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
+        f"{len(model.slices)} slices",
+        caption=f"One token, all layers: {size(total.q + total.kv)} to memory workers (of which {size(total.kv)} stay as "
+        f"KV), {size(total.out)} back, {size(total.context)} between slices.",
+        caption_justify="left",
+    )
+    for heading in ("slices", "weights", "linears: q/all", "then attention", "q", "k, v", "out", "context", "which is"):
+        table.add_column(heading, justify="left" if heading in ("slices", "then attention", "which is") else "right")
+    for kind in describe.kinds(model):
+        weights = size(describe.weight_bytes(model, kind.slice))
+        needed, linears = kind.slice.linears_before_q
+        if kind.attention is None or kind.cut is None:
+            table.add_row(describe.ranges(kind.indices), weights, f"-/{linears}", "none: logits")
+            continue
+        cost = describe.traffic(model, kind.slice.index)
+        table.add_row(
+            describe.ranges(kind.indices),
+            weights,
+            f"{needed}/{linears}",
+            describe.attention_summary(kind.attention),
+            *(size(nbytes) for nbytes in (cost.q, cost.kv, cost.out, cost.context)),
+            "\n".join(f"{crossing.name} {list(crossing.shape)}" for crossing in kind.cut.context),
+        )
+    return table
+
+
+def render_text(model: "SplitModel") -> str:
+    """The table as plain text of 160 columns."""
+    from rich.console import Console
+
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(render_table(model))
+    return capture.get()
+
+
+def render_json(model: "SplitModel") -> str:
+    """Slices, cuts and bytes per token as JSON."""
+    from lamina.splitter import describe
+
+    return json.dumps(describe.as_dict(model), indent=2)
+
+
+def render_svg(model: "SplitModel") -> str:
+    """The picture of the cut graph."""
+    from lamina.splitter.draw import svg
+
+    return svg(model)
+
+
+_RENDERERS = {Format.JSON: render_json, Format.SVG: render_svg}

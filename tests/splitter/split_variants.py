@@ -1,0 +1,164 @@
+"""Small configurations of the decoder families that the splitter must handle: one entry per variant."""
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+VOCABULARY = 96
+LAYERS = 2
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = _COMMON | {"num_key_value_heads": 2}
+_WIDE = _GROUPED | {"head_dim": 16}
+_SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_DEEPSEEK = _COMMON | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", _GROUPED),
+    "llama-tied": ("llama", _GROUPED | {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama3-rope": (
+        "llama",
+        _GROUPED
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "mistral": ("mistral", _GROUPED | {"sliding_window": 4}),
+    "qwen2": ("qwen2", _GROUPED),
+    "qwen2-window": ("qwen2", _GROUPED | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("qwen3", _WIDE),
+    "gemma": ("gemma", _WIDE),
+    "gemma2": ("gemma2", _WIDE | _SLIDING | {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
+    "gemma3_text": ("gemma3_text", _WIDE | _SLIDING | {"query_pre_attn_scalar": 8}),
+    "phi": ("phi", _GROUPED | {"partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", _GROUPED | {"sliding_window": 4}),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2-layer-scale": ("gpt2", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt_neox": ("gpt_neox", _COMMON | {"rotary_pct": 0.5}),
+    "gpt_neox-sequential": ("gpt_neox", _COMMON | {"use_parallel_residual": False}),
+    "gptj": ("gptj", _GPT2 | {"rotary_dim": 4}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 64,
+            "intermediate_size": 48,
+        },
+    ),
+    "opt": ("opt", _COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-projected": ("opt", _COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "bloom": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4}),
+    "bloom-6-heads": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": LAYERS, "n_head": 6}),
+    "mpt": ("mpt", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": 64}),
+    "falcon": ("falcon", _COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-mqa": ("falcon", _COMMON | {"multi_query": True, "parallel_attn": True}),
+    "falcon-alibi": ("falcon", _COMMON | {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
+    "olmo": ("olmo", _GROUPED | {"clip_qkv": 0.5}),
+    "olmo2": ("olmo2", _GROUPED),
+    "olmo3": ("olmo3", _GROUPED | _SLIDING),
+    "stablelm": ("stablelm", _GROUPED | {"use_qkv_bias": True, "qk_layernorm": True}),
+    "granite": ("granite", _GROUPED | {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "cohere": ("cohere", _GROUPED | {"use_qk_norm": True}),
+    "cohere2": ("cohere2", _WIDE | _SLIDING),
+    "glm": ("glm", _WIDE),
+    "glm4": ("glm4", _WIDE),
+    "smollm3": ("smollm3", _GROUPED | {"no_rope_layers": [1, 0]}),
+    "gpt_bigcode": ("gpt_bigcode", _GPT2 | {"multi_query": True}),
+    "nemotron": ("nemotron", _WIDE | {"partial_rotary_factor": 0.5}),
+    "starcoder2": ("starcoder2", _GROUPED | {"sliding_window": 4}),
+    "exaone4": ("exaone4", _WIDE | _SLIDING),
+    "seed_oss": ("seed_oss", _WIDE),
+    "ernie4_5": ("ernie4_5", _WIDE),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", _WIDE),
+    "llama4_text": (
+        "llama4_text",
+        _WIDE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 4,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2} | _SLIDING,
+    ),
+    "deepseek_v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v2-lite": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "mixtral": ("mixtral", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+    ),
+    "qwen3_moe": ("qwen3_moe", _WIDE | _EXPERTS | {"norm_topk_prob": True}),
+    "glm4_moe": ("glm4_moe", {**_DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
+    "phimoe": ("phimoe", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "granitemoe": ("granitemoe", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+NAMES = tuple(_VARIANTS)
+MORE_OF_A_FAMILY = frozenset(
+    "llama-tied llama3-rope qwen2-window gpt2-layer-scale gpt_neox-sequential opt-projected bloom-6-heads falcon-mqa "
+    "deepseek_v2-lite".split()
+)
+
+
+def variant(name: str, layers: int = LAYERS) -> PretrainedConfig:
+    """A new configuration of the named variant; kinds of layers repeat as far as ``layers`` needs them."""
+    model_type, values = _VARIANTS[name]
+    config = CONFIG_MAPPING[model_type](**values)
+    if layers != LAYERS:
+        kinds = values.get("layer_types")
+        if isinstance(kinds, list):
+            config.layer_types = [kinds[layer % 3 // 2] for layer in range(layers)]
+        config.num_hidden_layers = layers
+    return config

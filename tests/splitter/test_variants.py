@@ -1,0 +1,63 @@
+"""Every supported family: slices composed with an obvious attention compute what transformers computes."""
+
+import copy
+
+import pytest
+import torch
+from split_oracle import Runner
+from split_variants import MORE_OF_A_FAMILY, NAMES, VOCABULARY, variant
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lamina.splitter import split
+
+# Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
+STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}
+
+
+def reference(config: PretrainedConfig) -> PreTrainedModel:
+    """A Hugging Face model with random weights large enough for every part to matter."""
+    torch.manual_seed(0)
+    # Falcon's eager attention adds alibi twice.
+    implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    for weight in model.parameters():
+        center = 1.0 if weight.dim() == 1 else 0.0
+        torch.nn.init.normal_(weight, center, 0.25)
+    return model
+
+
+def assert_same_logits(config: PretrainedConfig) -> None:
+    """Ragged prefill, then decode, several sequences to a step; the last rows alone in every second step."""
+    model = reference(config)
+    runner = Runner(split(config), model.state_dict())
+    sequences = {name: torch.randint(3, VOCABULARY, (ends[-1],)) for name, ends in STEPS.items()}
+    with torch.no_grad():
+        expected = {name: model(input_ids=ids[None]).logits[0] for name, ids in sequences.items()}
+        done = dict.fromkeys(STEPS, 0)
+        for step in range(4):
+            until = {name: ends[step] for name, ends in STEPS.items()}
+            last_rows_only = step % 2 == 1
+            batch = {name: ids[done[name] : until[name]] for name, ids in sequences.items()}
+            logits = runner.step(batch, last_rows_only)
+            first = {name: until[name] - 1 if last_rows_only else done[name] for name in STEPS}
+            assert_close(logits, torch.cat([expected[name][first[name] : until[name]] for name in STEPS]))
+            done = until
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    error = (actual - expected).abs().max().item()
+    assert error <= 1e-5 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in MORE_OF_A_FAMILY else []) for name in NAMES]
+)
+def test_variant(name: str) -> None:
+    assert_same_logits(variant(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gptj", "deepseek_v3"])
+def test_deep_model_from_few_layers(name: str) -> None:
+    """Nine layers, some of another kind, come from a capture of fewer and are still exact."""
+    assert_same_logits(variant(name, layers=9))
