@@ -20,7 +20,7 @@ def generate(
     compute: options.Compute = "cpu:1",
     memory: options.Memory = "cpu:1",
     max_tokens: options.MaxTokens = 64,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     load_format: options.Weights = "auto",

@@ -413,6 +413,12 @@ def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
     assert "memory0 was killed" in _error(server.post(COMPLETION, prompt="a"), 503)["message"]
 
 
+def test_the_interface_describes_itself(server: Running) -> None:
+    schema = server.http.get("/openapi.json").json()
+    assert {COMPLETION, CHAT, "/v1/models", "/health"} <= set(schema["paths"])
+    assert "min_p" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake"]
     assert client.models.retrieve("fake").id == "fake"
