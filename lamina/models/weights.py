@@ -102,7 +102,8 @@ class _Checkpoint:
     def read(self, names: Sequence[str], done: _Done) -> dict[str, torch.Tensor]:
         """All of ``names``, each recipe made once."""
         sources = {name: self._stored(name) for name in names}
-        for name in sources.values():
+        needed = set(sources.values())
+        for name in sorted(needed):
             self._check_inputs(name)
         made: dict[str, torch.Tensor] = {}
         result: dict[str, torch.Tensor] = {}
@@ -111,17 +112,15 @@ class _Checkpoint:
             for name, source in sources.items():
                 if source not in made:
                     outputs = self._make(self._recipes[source], files, stack)
-                    made.update((output, outputs[output]) for output in outputs.keys() & set(sources.values()))
+                    made.update((output, outputs[output]) for output in outputs.keys() & needed)
                 result[name] = made[source]
                 done.add(result[name])
         return result
 
     def _stored(self, name: str) -> str:
-        """``name`` itself, or the one it is tied to if that is what the checkpoint holds."""
-        tied = {name, self._ties.get(name, name)}
-        tied |= {other for other, source in self._ties.items() if source in tied}
+        """The name under which the checkpoint holds ``name``: its own, or one that it is tied to."""
         source = self._ties.get(name, name)
-        for candidate in (source, name, *sorted(tied)):
+        for candidate in (source, *(tied for tied, to in self._ties.items() if to == source)):
             if candidate in self._recipes:
                 return candidate
         files = {entry.file.name for entry in self._directory.tensors.values()}
