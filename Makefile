@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 .PHONY: run test test-all check native venv clean
 
 run: venv
-	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 \
+	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
 		"def fibonacci(n):" "class Stack:" "import os" "for key, value in"
 
 test: check
