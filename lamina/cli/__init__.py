@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from lamina import __version__
-from lamina.cli import chat, doctor, generate, launch
+from lamina.cli import chat, doctor, generate, launch, split
 from lamina.cli.console import print_error
 from lamina.errors import LaminaError, UserError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(launch.launch)
+app.command()(split.split)
 app.command()(doctor.doctor)
 
 

@@ -70,8 +70,8 @@ def render_table(model: "SplitModel") -> "RenderableType":
     table = Table(
         title=f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
         f"{len(model.slices)} slices",
-        caption=f"One token, all layers: {size(total.q + total.kv)} to memory workers (of which {size(total.kv)} stay as "
-        f"KV), {size(total.out)} back, {size(total.context)} between slices.",
+        caption=f"One token, all layers: {size(total.q + total.kv)} to memory workers ({size(total.kv)} of them stay "
+        f"as KV), {size(total.out)} back, {size(total.context)} between slices.",
         caption_justify="left",
     )
     for heading in ("slices", "weights", "linears: q/all", "then attention", "q", "k, v", "out", "context", "which is"):

@@ -76,6 +76,7 @@ def test_chat_answers_each_line_of_a_pipe() -> None:
         (("generate", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("generate", "x", "--model", "/nowhere/model"), "/nowhere/model"),
         (("chat", "--model", "/nowhere/model"), "/nowhere/model"),
+        (("split", "/nowhere/model"), "/nowhere/model"),
         (("launch", "--host", "not an address"), "no address to listen on"),
         (("launch", "--port", "0", "--compute", "a100:2"), "a100:2 asks for 2 GPUs"),
     ],
@@ -95,8 +96,9 @@ def test_version_and_help_do_not_wait_for_torch() -> None:
     assert (done.returncode, done.stdout) == (0, "lamina 0.1.0\n")
     code = "import sys, lamina.cli; sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    for command in ("generate", "chat", "launch", "doctor"):
-        assert command in run("--help").stdout
+    shown = run("--help").stdout
+    for command in ("generate", "chat", "launch", "split", "doctor"):
+        assert f" {command} " in shown
 
 
 # -- doctor --------------------------------------------------------------------------------------------------------
