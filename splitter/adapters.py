@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
@@ -22,7 +23,7 @@ def build_implementation(model_type: str) -> str:
     return "eager" if model_type in _ADAPTERS else IMPLEMENTATION
 
 
-def adapt(model: nn.Module, model_type: str) -> None:
+def adapt(model: PreTrainedModel, model_type: str) -> None:
     """Make the attentions of ``model`` (mutated) call the operator, if its family needs help to do so."""
     adapter = _ADAPTERS.get(model_type)
     if adapter is None:
@@ -63,9 +64,14 @@ def _mpt(module: nn.Module) -> None:
         return self.out_proj(out.flatten(2)), None
 
     if isinstance(module, modeling_mpt.MptAttention):
-        # The tensor for two positions holds -slope and 0 in its last two places.
-        slopes = _real(lambda: -modeling_mpt.build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0])
+        slopes = _real(lambda: _mpt_slopes(module))
         _bind(module, "forward", forward)
+
+
+def _mpt_slopes(module: Any) -> Tensor:
+    """From the tensor for two positions, which holds -slope and 0."""
+    alibi: Tensor = modeling_mpt.build_mpt_alibi_tensor(module.n_heads, 2)  # type: ignore[no-untyped-call]
+    return -alibi[:, 0, 0]
 
 
 def _falcon(module: nn.Module) -> None:
@@ -86,7 +92,7 @@ def _falcon(module: nn.Module) -> None:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         if alibi is None:
             assert position_embeddings is not None
-            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
+            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
         out = attention(query, key, value, scale=self.inv_norm_factor, slopes=slopes)
         return self.dense(out.flatten(2)), None
 
@@ -98,7 +104,8 @@ def _falcon(module: nn.Module) -> None:
 def _falcon_slopes(module: Any) -> Tensor:
     """Slopes as the model rounds them to bfloat16, scaled like its scores."""
     alibi = modeling_falcon.build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), module.num_heads, torch.float32)
-    return alibi[:, 0, 1] * module.inv_norm_factor
+    slopes: Tensor = alibi[:, 0, 1] * module.inv_norm_factor
+    return slopes
 
 
 def _gptj_or_neo(module: nn.Module) -> None:

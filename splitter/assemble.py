@@ -45,9 +45,10 @@ def load_config(path: str | Path) -> PretrainedConfig:
     if not file.is_file():
         raise ModelError(f"{file} is not a file; give a model directory with a config.json, or a config.json")
     try:
-        return AutoConfig.from_pretrained(file)
+        config: PretrainedConfig = AutoConfig.from_pretrained(file)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{file} holds no model configuration that transformers knows: {error}") from error
+    return config
 
 
 def _replicate(config: PretrainedConfig, dtype: DType, captured: Capture, parts: Partition) -> SplitModel:

@@ -72,7 +72,8 @@ def attention(
     Returns: [1, T, Hq, Dv], without values.
     """
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    return OPERATOR(*rows, sinks, slopes or [], scale, window, chunk, softcap).unsqueeze(0)
+    out: Tensor = OPERATOR(*rows, sinks, slopes or [], scale, window, chunk, softcap)
+    return out.unsqueeze(0)
 
 
 # What models hand to their attention function that does not change causal attention over one unpadded sequence.
@@ -159,19 +160,18 @@ def sinks(node: fx.Node) -> fx.Node | None:
 
 def spec(node: fx.Node, layer: int) -> AttentionSpec:
     """What an operator node of a captured graph says about the attention it stands for."""
-    query, key, value, sink, slopes, scale, window, chunk, softcap = node.args
-    assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
-    assert isinstance(slopes, list)
+    arguments: Any = node.args
+    query, key, value, sink, slopes, scale, window, chunk, softcap = arguments
     return AttentionSpec(
         layer=layer,
         query_heads=query.meta["val"].shape[1],
         kv_heads=key.meta["val"].shape[1],
         qk_dim=query.meta["val"].shape[2],
         v_dim=value.meta["val"].shape[2],
-        scale=scale,  # type: ignore[arg-type]
-        window=window,  # type: ignore[arg-type]
-        chunk=chunk,  # type: ignore[arg-type]
-        softcap=softcap,  # type: ignore[arg-type]
+        scale=scale,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
         sinks=sink is not None,
-        alibi_slopes=tuple(slopes) if slopes else None,  # type: ignore[arg-type]
+        alibi_slopes=tuple(slopes) if slopes else None,
     )

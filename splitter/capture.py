@@ -133,7 +133,7 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
         )
     try:
         with mode:
-            model = AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
                 dtype=getattr(torch, dtype.value),
                 attn_implementation=adapters.build_implementation(config.model_type),
@@ -170,7 +170,8 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> tupl
             f"model type {config.model_type!r}: found {found} attentions in {layers} layers, but also a recurrent "
             "state; give a model whose only state is the KV cache"
         )
-    return recorder.records()
+    records: tuple[trace.Record, ...] = recorder.records()
+    return records
 
 
 def _export(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> ExportedProgram:
@@ -181,7 +182,9 @@ def _export(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> Expo
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch.export copies a class of its own that it deprecates
             program = torch.export.export(flat, inputs, dynamic_shapes=(rows, rows), strict=False)
-            return program.run_decompositions({})  # in-place writes become functional; without this they are lost
+            # in-place writes become functional; without this they are lost
+            functional: ExportedProgram = program.run_decompositions({})
+            return functional
     except UnsupportedModelError:
         raise
     except Exception as error:

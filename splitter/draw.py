@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from lamina.splitter.describe import Kind, attention_summary, kinds, ranges, run_order, short, total_traffic, traffic
 from lamina.splitter.split_model import SplitModel
 
-_MARGIN, _LINE, _GAP = 24, 18, 74
+_MARGIN, _LINE = 24, 18
 _SLICE_X, _SLICE_WIDTH = _MARGIN, 330
 _ATTENTION_X, _ATTENTION_WIDTH = 560, 300
 _WIDTH = _ATTENTION_X + _ATTENTION_WIDTH + _MARGIN
@@ -44,13 +44,13 @@ def svg(model: SplitModel) -> str:
             parts += _crossings(model, kind, top, height)
         if hidden > 0 and place == _MOST_KINDS - 2:
             parts.append(_text(_ATTENTION_X, top + height + 44, f"... {hidden} more kinds of slices ...", "quiet"))
-        top += height + _GAP
-    return "\n".join([*_head(model, top - _GAP + _MARGIN), *parts, "</svg>\n"])
+        top += height + _gap(kind)
+    return "\n".join([*_head(model, top - _gap(shown[-1]) + _MARGIN), *parts, "</svg>\n"])
 
 
 def _head(model: SplitModel, height: int) -> list[str]:
     total = total_traffic(model)
-    middle = (_SLICE_X + _SLICE_WIDTH + _ATTENTION_X) // 2
+    border = _ATTENTION_X - 36
     summary = (
         f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
         f"{len(model.slices)} slices of {len(kinds(model))} kinds"
@@ -69,8 +69,13 @@ def _head(model: SplitModel, height: int) -> list[str]:
         _text(_MARGIN, 54, cost, "quiet"),
         _text(_SLICE_X, 94, "Compute workers", "title"),
         _text(_ATTENTION_X, 94, "Memory workers", "title"),
-        f'<line class="divider" x1="{middle}" y1="80" x2="{middle}" y2="{height - _MARGIN}"/>',
+        f'<line class="divider" x1="{border}" y1="80" x2="{border}" y2="{height - _MARGIN}"/>',
     ]
+
+
+def _gap(kind: Kind) -> int:
+    """Height between a slice and the next: room for the result that comes back and one line per context tensor."""
+    return 60 + 16 * (len(kind.cut.context) if kind.cut else 0)
 
 
 def _slice_title(kind: Kind) -> str:
@@ -95,11 +100,11 @@ def _crossings(model: SplitModel, kind: Kind, top: int, height: int) -> list[str
     assert kind.attention is not None and kind.cut is not None
     cost = traffic(model, kind.slice.index)
     edge, bottom = _SLICE_X + _SLICE_WIDTH, top + height
-    middle = (edge + _ATTENTION_X) // 2
+    middle = (edge + _ATTENTION_X) // 2 - 18
     lines = attention_summary(kind.attention).split(", ")
     lines = [", ".join(lines[:2]), ", ".join(lines[2:])]
     box_top, down = bottom - 66, _SLICE_X + 40
-    context = ", ".join(f"{crossing.name} {list(crossing.shape)}" for crossing in kind.cut.context)
+    context = [f"{crossing.name.removeprefix('model.')} {list(crossing.shape)}" for crossing in kind.cut.context]
     title = f"Attention{'s' if len(kind.indices) > 1 else ''} {ranges(kind.indices)}"
     return [
         *_box("attention", _ATTENTION_X, box_top, _ATTENTION_WIDTH, 72, title, lines),
@@ -107,11 +112,11 @@ def _crossings(model: SplitModel, kind: Kind, top: int, height: int) -> list[str
         _text(middle, bottom - 55, f"q {size(cost.q)}", "quiet", "middle"),
         f'<path class="arrow" d="M{edge} {bottom - 20}H{_ATTENTION_X}"/>',
         _text(middle, bottom - 25, f"k, v {size(cost.kv)}", "quiet", "middle"),
-        f'<path class="arrow" d="M{_ATTENTION_X + 40} {bottom + 6}V{bottom + 26}H{edge - 40}V{bottom + _GAP}"/>',
+        f'<path class="arrow" d="M{_ATTENTION_X + 40} {bottom + 6}V{bottom + 26}H{edge - 20}V{bottom + _gap(kind)}"/>',
         _text(middle, bottom + 21, f"out {size(cost.out)}", "quiet", "middle"),
-        f'<path class="arrow" d="M{down} {bottom}V{bottom + _GAP}"/>',
+        f'<path class="arrow" d="M{down} {bottom}V{bottom + _gap(kind)}"/>',
         _text(down + 10, bottom + 44, f"context {size(cost.context)}", "quiet"),
-        _text(down + 10, bottom + 60, context, "quiet"),
+        *(_text(down + 10, bottom + 60 + 16 * row, line, "quiet") for row, line in enumerate(context)),
     ]
 
 
@@ -131,7 +136,7 @@ def size(nbytes: int) -> str:
     """``1536 B``, ``16 KiB``, ``2.5 MiB``."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 10_000 and (unit == "B" and value % 1024 or value < 1024):
+        if value < 10_000 and ((unit == "B" and value % 1024) or value < 1024):
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-_ALONG_DIMENSION = frozenset(  # (input, dim or dims, ...)
-    "amax amin argmax argmin cummax cummin cumprod cumsum flip logcumsumexp max mean min prod std var sum "
-    "_log_softmax _softmax softmax log_softmax".split()
-)
+_ALONG_DIMENSION = {  # operators of (input, dimension or dimensions, ...)
+    *("amax", "amin", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var"),
+    *("cummax", "cummin", "cumprod", "cumsum", "flip", "logcumsumexp"),
+    *("_log_softmax", "_softmax", "log_softmax", "softmax"),
+}
 _CONTRACTION = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}  # place of the left factor
-_NEVER = frozenset("convolution conv1d conv2d conv3d _convolution unfold scan associative_scan".split())
+_NEVER = {"_convolution", "conv1d", "conv2d", "conv3d", "convolution", "unfold"}
 
 
 def mixing(graph: fx.Graph) -> list[fx.Node]:
@@ -33,18 +34,8 @@ def _mixes(node: fx.Node) -> bool:
         left = _value(node.args[_CONTRACTION[name]])
         return left is not None and left.dim() - 1 in _row_dimensions(left)
     source = _value(node.args[0]) if node.args else None
-    if source is None:
-        return False
-    rows = _row_dimensions(source)
-    check = _SHIFTS.get(name)
-    if check is not None:
-        return check(node, source.dim(), rows)
-    if name not in _ALONG_DIMENSION:
-        return False
-    along = node.args[1] if len(node.args) > 1 else None
-    if isinstance(along, fx.Node):  # max and min of two tensors
-        return False
-    return bool(rows & _dimensions(along, source.dim()))
+    check = _reduces if name in _ALONG_DIMENSION else _SHIFTS.get(name)
+    return source is not None and check is not None and check(node, source.dim(), _row_dimensions(source))
 
 
 def _value(argument: Any) -> Tensor | None:
@@ -62,8 +53,16 @@ def _dimensions(argument: Any, rank: int) -> set[int]:
     return {dim % rank for dim in given} if rank else set()
 
 
+def _reduces(node: fx.Node, rank: int, rows: set[int]) -> bool:
+    along = node.args[1] if len(node.args) > 1 else None
+    if isinstance(along, fx.Node):  # max and min of two tensors
+        return False
+    return bool(_dimensions(along, rank) & rows)
+
+
 def _slices(node: fx.Node, rank: int, rows: set[int]) -> bool:
-    dim, start, end = [*node.args[1:4], *(0, None, None)[len(node.args) - 1 :]]
+    given: tuple[Any, ...] = node.args[1:4]
+    dim, start, end = given + (0, None, None)[len(given) :]
     whole = start in (None, 0) and (end is None or isinstance(end, fx.Node) or end == 2**63 - 1)
     return bool(_dimensions(dim, rank) & rows) and not whole
 

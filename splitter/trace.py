@@ -19,7 +19,19 @@ Record = Hashable
 _Name = Callable[[int], Hashable]  # from the stretch that uses a tensor to what it is called there
 
 
-class Recorder(TorchDispatchMode):
+def _weight(name: str) -> _Name:
+    return lambda user: ("weight", relative(name, user))
+
+
+def _global(name: Hashable) -> _Name:
+    return lambda user: ("global", name)
+
+
+def _value(stretch: int, place: Hashable) -> _Name:
+    return lambda user: ("value", stretch - user, place)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside it. Enter it with ``model`` on the innermost fake tensor mode.
 
     Tensors that depend on the model's inputs alone (positions, cos, sin) have the same name everywhere and are not
@@ -27,16 +39,16 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stretches: list[list[Hashable]] = [[]]
         self._names: dict[int, _Name] = {}
         self._global: dict[Hashable, int] = {}  # what depends on inputs alone, numbered by how it is computed
         self._alive: list[Tensor] = []  # so that no id is used twice
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            self._assign(weight, lambda stretch, name=name: ("weight", relative(name, stretch)))
+            self._assign(weight, _weight(name))
         for name, buffer in model.named_non_persistent_buffers():
             if relative(name, 0) == name:  # belongs to no layer: inv_freq of the whole model
-                self._assign(buffer, lambda stretch, name=name: ("global", name))
+                self._assign(buffer, _global(name))
 
     @property
     def attentions(self) -> int:
@@ -59,14 +71,13 @@ class Recorder(TorchDispatchMode):
         if _depends_on_inputs_alone(entry):
             for index, tensor in enumerate(outputs):
                 number = self._global.setdefault((entry, index), len(self._global))
-                self._assign(tensor, lambda stretch, number=number: ("global", number))
+                self._assign(tensor, _global(number))
             return out
         stretch = len(self._stretches) - 1
         place = len(self._stretches[-1])
         self._stretches[-1].append(entry)
         for index, tensor in enumerate(outputs):
-            key = (place, index)
-            self._assign(tensor, lambda user, key=key: ("value", stretch - user, key))
+            self._assign(tensor, _value(stretch, (place, index)))
         if func is OPERATOR:
             self._stretches.append([])
         return out
