@@ -65,6 +65,10 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the runtime could not finish it; RequestOutput.error says why
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be sent
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn; names and defaults as users of vLLM's ``SamplingParams`` expect.
@@ -124,10 +128,10 @@ class SamplingParams:
         self._require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1, integer=True)
         if self.logprobs is not None:
             self._require("logprobs", self.logprobs, 0, 20, integer=True)
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise ValueError(f"stop is {self.stop!r}; every stop string must be a non-empty string")
-        if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give token ids, integers of at least 0")
+        if not all(isinstance(text, str) and text and _is_unicode(text) for text in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; every stop string must be a non-empty string of valid Unicode")
+        for token in self.stop_token_ids:
+            self._require("stop_token_ids", token, 0, 2**31 - 1, integer=True)
 
     @staticmethod
     def _require(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
