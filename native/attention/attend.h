@@ -15,32 +15,39 @@ template <class Tile>
 void packed_scores(const TileRows<typename Tile::Kv> &rows, int64_t dim, int64_t queries,
                    const Workspace &work, const float *query, Ahead &ahead) {
     Tile::pack_keys(rows.keys, dim, work.keys, ahead);
-    multiply<Tile>(queries, kTileTokens, {query, work.qk_padded}, {work.keys, kTileTokens},
+    multiply<Tile>(queries, kTileTokens, {query, work.qk_padded}, Words{work.keys, kTileTokens},
                    (dim + Tile::kWord - 1) / Tile::kWord, {work.scores, kTileTokens, nullptr}, ahead);
 }
+
+// A tile's values as they lie in the slab, made into words on the way to the product: packing them pays only
+// if several blocks of queries use them.
+template <class Tile> struct ValueRows {
+    const typename Tile::Kv *const *rows;
+
+    template <class, int N> void load_row(int64_t w, int64_t column, Floats<Tile::W> (&row)[N]) const {
+        Tile::value_words(rows + w * Tile::kWord, column, row);
+    }
+};
 
 template <class Tile> class Attend {
     static constexpr int W = Tile::W;
     using F = Floats<W>;
     using Kv = typename Tile::Kv;
+    static constexpr float kSlack = 8;
 
 public:
     Attend(const Problem &problem, const Task &task, const Workspace &work)
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
           group_(shape_.query_heads / shape_.kv_heads), queries_((task.row_end - task.row_begin) * group_),
-          slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]) {}
+          slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]), ahead_(problem, task) {}
 
     void run() {
         start();
-        TileRows<Kv> current, next;
-        Place place{task_.token_begin, task_.head_begin};
-        gather(place, next);
-        while (place.token < task_.token_end) {
-            current = next;
-            const Place here = place;
-            place = after(place);
-            gather(place, next);
-            attend_tile(here, current, next);
+        for (int64_t token = task_.token_begin; token < task_.token_end; token += kTileTokens) {
+            const int64_t next = token + kTileTokens;
+            ahead_.aim(slots_ + next, std::min(kTileTokens, task_.token_end - next));
+            for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
+                attend_tile(head, token, std::min(kTileTokens, task_.token_end - token));
         }
         finish();
     }
@@ -61,10 +68,8 @@ private:
         std::memset(work_.zeros, 0, sizeof(float) * std::max(work_.qk_padded, work_.v_padded));
         const int64_t count = (task_.head_end - task_.head_begin) * queries_;
         std::memset(work_.accumulator, 0, sizeof(float) * count * work_.v_padded);
-        for (int64_t i = 0; i < count; ++i) {
-            work_.maximum[i] = -kInfinity;
-            work_.sum[i] = 0;
-        }
+        std::memset(work_.sum, 0, sizeof(float) * count * W);
+        std::fill_n(work_.reference, count, -kInfinity);
         for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
             for (int64_t i = 0; i < queries_; ++i) {
                 const Query at = query(head, i);
@@ -73,46 +78,48 @@ private:
             }
     }
 
-    // A tile: its first token and its KV head. All heads of a tile come before the next tokens.
-    struct Place {
-        int64_t token;
-        int64_t head;
-    };
-    Place after(Place place) const {
-        if (place.head + 1 < task_.head_end)
-            return {place.token, place.head + 1};
-        return {place.token + kTileTokens, task_.head_begin};
-    }
-
-    void gather(Place place, TileRows<Kv> &rows) const {
-        rows.tokens = std::clamp<int64_t>(task_.token_end - place.token, 0, kTileTokens);
-        const int32_t *slots = slots_ + place.token;
+    TileRows<Kv> gather(int64_t head, int64_t token, int64_t tokens) const {
+        TileRows<Kv> rows;
+        rows.tokens = tokens;
+        const int32_t *slots = slots_ + token;
         const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
-        const Kv *keys = static_cast<const Kv *>(problem_.k) + place.head * shape_.qk_dim;
-        const Kv *values = static_cast<const Kv *>(problem_.v) + place.head * shape_.v_dim;
+        const Kv *keys = static_cast<const Kv *>(problem_.k) + head * shape_.qk_dim;
+        const Kv *values = static_cast<const Kv *>(problem_.v) + head * shape_.v_dim;
         const int64_t key_stride = shape_.kv_heads * shape_.qk_dim,
                       value_stride = shape_.kv_heads * shape_.v_dim;
-        for (int64_t t = 0; t < rows.tokens; ++t) {
+        for (int64_t t = 0; t < tokens; ++t) {
             rows.keys[t] = keys + slots[t] * key_stride;
             rows.values[t] = values + slots[t] * value_stride;
         }
-        for (int64_t t = rows.tokens; t < kTileTokens; ++t)
+        for (int64_t t = tokens; t < kTileTokens; ++t)
             rows.keys[t] = rows.values[t] = zeros;
+        return rows;
     }
 
-    void attend_tile(Place place, const TileRows<Kv> &rows, const TileRows<Kv> &next) {
-        Ahead ahead(next, shape_);
-        const int64_t first = state(place.head, 0);
-        Tile::scores(rows, shape_.qk_dim, queries_, work_, work_.query + first * work_.qk_padded, ahead);
-        for (int64_t i = 0; i < queries_; ++i)
-            softmax(place.head, i, place.token, rows.tokens);
-        Tile::pack_values(rows.values, shape_.v_dim, work_.v_padded, work_.values, ahead);
-        multiply<Tile>(queries_, work_.v_padded, {work_.probabilities, kTileTokens},
-                       {work_.values, work_.v_padded}, kTileTokens / Tile::kWord,
-                       {work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale}, ahead);
+    void attend_tile(int64_t head, int64_t token, int64_t tokens) {
+        const TileRows<Kv> rows = gather(head, token, tokens);
+        const int64_t first = state(head, 0);
+        Tile::scores(rows, shape_.qk_dim, queries_, work_, work_.query + first * work_.qk_padded, ahead_);
+        for (int64_t i = 0; i < queries_; ++i) {
+            for (int64_t step = 0; step < 16; step += queries_)
+                ahead_.step();
+            softmax(head, i, token, tokens);
+        }
+        const Words probabilities{work_.probabilities, kTileTokens};
+        const Sums sums{work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale};
+        constexpr int64_t words = kTileTokens / Tile::kWord;
+        if (queries_ <= Tile::kRows && shape_.v_dim % W == 0) {
+            multiply<Tile>(queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums,
+                           ahead_);
+        } else {
+            Tile::pack_values(rows.values, shape_.v_dim, work_.v_padded, work_.values, ahead_);
+            multiply<Tile>(queries_, work_.v_padded, probabilities, Words{work_.values, work_.v_padded},
+                           words, sums, ahead_);
+        }
     }
 
-    // Turns one query's scores over a tile into probabilities relative to its running maximum.
+    // Turns one query's scores over a tile into exponentials relative to its reference score: the largest so
+    // far, give or take kSlack, so that sums rarely need rescaling.
     void softmax(int64_t head, int64_t index, int64_t token, int64_t tokens) {
         const Query at = query(head, index);
         const Interval seen = visible_tokens(problem_, task_.pair, at.row);
@@ -125,17 +132,21 @@ private:
             std::memset(probabilities, 0, sizeof(float) * kTileTokens);
             return;
         }
-        float &most = work_.maximum[state(head, index)], &sum = work_.sum[state(head, index)];
-        const float before = most;
-        most = std::max(before, horizontal_maximum<W>(finish_scores(scores, at, token, low, high)));
-        F total{};
+        float &reference = work_.reference[state(head, index)];
+        const F most = finish_scores(scores, at, token, low, high);
+        if (!within<W>(most, reference + kSlack)) {
+            const float before = reference;
+            reference = std::max(before, horizontal_maximum<W>(most));
+            work_.rescale[index] = exponential<W>(broadcast<W>(before - reference))[0];
+        }
+        float *sums = work_.sum + state(head, index) * W;
+        F total = load<F>(sums) * work_.rescale[index];
         for (int64_t t = 0; t < kTileTokens; t += W) {
-            const F p = exponential<W>(load<F>(scores + t) - most);
+            const F p = exponential<W>(load<F>(scores + t) - reference);
             total += p;
             Tile::store_probabilities(probabilities, t, p);
         }
-        work_.rescale[index] = exponential<W>(broadcast<W>(before - most))[0];
-        sum = sum * work_.rescale[index] + horizontal_sum<W>(total);
+        store(sums, total);
     }
 
     // Scales, caps, biases and masks raw scores; returns the largest of each vector lane.
@@ -156,8 +167,10 @@ private:
                 s = hyperbolic_tangent<W>(s / scoring.softcap) * scoring.softcap;
             if (slope != 0)
                 s += slope * (__builtin_convertvector(column, F) + distance);
-            s = column < static_cast<int32_t>(low) ? -kInfinity + F{} : s;
-            s = column < static_cast<int32_t>(high) ? s : -kInfinity + F{};
+            if (high - low < kTileTokens) {
+                s = column < static_cast<int32_t>(low) ? -kInfinity + F{} : s;
+                s = column < static_cast<int32_t>(high) ? s : -kInfinity + F{};
+            }
             store(scores + t, s);
             most = maximum(most, s);
         }
@@ -170,11 +183,11 @@ private:
                 const int64_t s = state(head, i);
                 const Query at = query(head, i);
                 const int64_t target = (at.row - task_.row_begin) * shape_.query_heads + at.head;
-                const float sum = work_.sum[s];
+                const float sum = horizontal_sum<W>(load<F>(work_.sum + s * W));
                 const float *accumulated = work_.accumulator + s * work_.v_padded;
                 for (int64_t d = 0; d < shape_.v_dim; ++d)
                     task_.out[target * shape_.v_dim + d] = sum == 0 ? 0.0f : accumulated[d] / sum;
-                task_.lse[target] = sum == 0 ? -kInfinity : work_.maximum[s] + __builtin_logf(sum);
+                task_.lse[target] = sum == 0 ? -kInfinity : work_.reference[s] + __builtin_logf(sum);
             }
     }
 
@@ -185,6 +198,7 @@ private:
     const int64_t group_;        // query heads that share a KV head
     const int64_t queries_;      // per KV head
     const int32_t *const slots_; // of the pair's tokens
+    Ahead ahead_;
 };
 
 template <class Tile> void attend(const Problem &problem, const Task &task, const Workspace &work) {

@@ -70,7 +70,7 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
         for (; d + W <= dim; d += W)
             for (int64_t t = 0; t < kTileTokens; t += W) {
                 F block[W];
-                for (int i = 0; i < W / 4; ++i)
+                for (int i = 0; i < W / 8; ++i)
                     ahead.step();
                 for (int i = 0; i < W; ++i)
                     block[i] = Element::template load_wide<W>(rows[t + i] + d);
@@ -83,9 +83,15 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                 packed[d * kTileTokens + t] = Element::widen(rows[t][d]);
     }
 
+    template <int N> static void value_words(const Kv *const *rows, int64_t column, F (&words)[N]) {
+        for (int n = 0; n < N; ++n)
+            words[n] = Element::template load_wide<W>(rows[0] + column + n * W);
+    }
+
     static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
         for (int64_t t = 0; t < kTileTokens; ++t, packed += padded) {
-            ahead.step();
+            if (t % 2)
+                ahead.step();
             int64_t d = 0;
             for (; d + W <= dim; d += W)
                 store(packed + d, Element::template load_wide<W>(rows[t] + d));

@@ -12,52 +12,72 @@ struct PairTile {
     static constexpr int kWord = 2;
     using F = Floats<W>;
 
-    static F multiply_add(F sum, const float *a, F b) {
-        const auto pair = _mm512_castps_si512(_mm512_set1_ps(*a));
-        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(b));
-    }
+    static F multiply_add(F sum, const float *a, F b) { return dot_pairs(sum, _mm512_set1_ps(*a), b); }
 
     static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
                        const float *query, Ahead &ahead) {
-        const bool direct = dim % 8 == 0 && dim <= kMaxDirectDim;
-        if (queries <= 4 && direct)
-            direct_scores<1>(rows.keys, dim, work, query, ahead);
-        else if (queries <= 8 && direct)
+        if (queries > 8 || dim % 8 != 0 || dim > kMaxDirectDim)
+            packed_scores<PairTile>(rows, dim, queries, work, query, ahead);
+        else if (queries > 4)
             direct_scores<2>(rows.keys, dim, work, query, ahead);
         else
-            packed_scores<PairTile>(rows, dim, queries, work, query, ahead);
+            direct_scores<1>(rows.keys, dim, work, query, ahead);
     }
 
-    // Scores of up to 4 * G queries without packing the keys: a vector holds 8 elements of each of 4 queries,
-    // and meets the same 8 elements of a key in all its quarters.
     template <int G>
     static void direct_scores(const Kv *const *keys, int64_t dim, const Workspace &work, const float *query,
                               Ahead &ahead) {
-        F packed[kMaxDirectDim / 8][G];
-        for (int64_t d = 0; d < dim; d += 8)
+        if (dim == 64)
+            direct_scores<G, 64>(keys, dim, work, query, ahead);
+        else if (dim == 128)
+            direct_scores<G, 128>(keys, dim, work, query, ahead);
+        else
+            direct_scores<G, 0>(keys, dim, work, query, ahead);
+    }
+
+    // Scores of up to 4 * G queries without packing the keys: a vector holds 8 elements of each of 4 queries,
+    // and meets the same 8 elements of a key in all its quarters. DIM is `dim` where the compiler may unroll
+    // for it, or 0.
+    template <int G, int DIM>
+    static void direct_scores(const Kv *const *keys, int64_t dim, const Workspace &work, const float *query,
+                              Ahead &ahead) {
+        const int64_t parts = (DIM ? DIM : dim) / 8;
+        F packed[(DIM ? DIM : kMaxDirectDim) / 8][G];
+        for (int64_t part = 0; part < parts; ++part)
             for (int g = 0; g < G; ++g)
-                for (int i = 0; i < 4; ++i)
-                    std::memcpy(reinterpret_cast<float *>(&packed[d / 8][g]) + 4 * i,
-                                query + (4 * g + i) * work.qk_padded + d / 2, 16);
+                packed[part][g] = gather_quarters(query + 4 * g * work.qk_padded + 4 * part, work.qk_padded);
         for (int64_t t = 0; t < kTileTokens; t += 4) {
-            for (int i = 0; i < 4; ++i)
-                ahead.step();
+            ahead.step();
             F sums[G][4] = {};
-            for (int64_t d = 0; d < dim; d += 8)
+            for (int64_t part = 0; part < parts; ++part)
                 for (int i = 0; i < 4; ++i) {
-                    const __m512i key = _mm512_maskz_broadcast_i32x4(0xffff, load<__m128i>(keys[t + i] + d));
+                    const F key = broadcast_quarter(keys[t + i] + 8 * part);
                     for (int g = 0; g < G; ++g)
-                        sums[g][i] =
-                            _mm512_dpbf16_ps(sums[g][i], reinterpret_cast<__m512bh>(packed[d / 8][g]),
-                                             reinterpret_cast<__m512bh>(key));
+                        sums[g][i] = dot_pairs(sums[g][i], packed[part][g], key);
                 }
-            for (int g = 0; g < G; ++g) {
-                const F quarters = sum_quarters(sums[g]);
-                for (int i = 0; i < 4; ++i)
-                    std::memcpy(work.scores + (4 * g + i) * kTileTokens + t,
-                                reinterpret_cast<const float *>(&quarters) + 4 * i, 16);
-            }
+            for (int g = 0; g < G; ++g)
+                scatter_quarters(sum_quarters(sums[g]), work.scores + 4 * g * kTileTokens + t, kTileTokens);
         }
+    }
+
+    static F dot_pairs(F sum, F a, F b) {
+        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    }
+
+    static F broadcast_quarter(const Kv *source) {
+        return _mm512_castsi512_ps(_mm512_maskz_broadcast_i32x4(0xffff, load<__m128i>(source)));
+    }
+
+    static F gather_quarters(const float *source, int64_t stride) {
+        F quarters;
+        for (int i = 0; i < 4; ++i)
+            std::memcpy(reinterpret_cast<float *>(&quarters) + 4 * i, source + i * stride, 16);
+        return quarters;
+    }
+
+    static void scatter_quarters(F quarters, float *target, int64_t stride) {
+        for (int i = 0; i < 4; ++i)
+            std::memcpy(target + i * stride, reinterpret_cast<const float *>(&quarters) + 4 * i, 16);
     }
 
     // Quarter q of the result holds the sums of quarter q of each of the 4 vectors.
@@ -92,7 +112,7 @@ struct PairTile {
             const int64_t words = std::min<int64_t>(W, (dim - d + 1) / 2);
             for (int64_t t = 0; t < kTileTokens; t += W) {
                 F block[W];
-                for (int i = 0; i < W / 4; ++i)
+                for (int i = 0; i < W / 8; ++i)
                     ahead.step();
                 for (int i = 0; i < W; ++i)
                     block[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, rows[t + i] + d));
@@ -103,11 +123,29 @@ struct PairTile {
         }
     }
 
+    // Words of N x 16 columns from the rows of two tokens.
+    template <int N> static void value_words(const Kv *const *rows, int64_t column, F (&words)[N]) {
+        const Kv *even = rows[0] + column, *odd = rows[1] + column;
+        if constexpr (N == 1) {
+            words[0] = pair_up(_mm512_castsi256_si512(load<__m256i>(even)), interleave(0),
+                               _mm512_castsi256_si512(load<__m256i>(odd)));
+        } else {
+            for (int n = 0; n < N; n += 2) {
+                const auto a = load<__m512i>(even + n * W), b = load<__m512i>(odd + n * W);
+                words[n] = pair_up(a, interleave(0), b);
+                words[n + 1] = pair_up(a, interleave(W), b);
+            }
+        }
+    }
+
+    static F pair_up(__m512i even, __m512i indices, __m512i odd) {
+        return _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, indices, odd));
+    }
+
     // Word (t, d) is the pair of element d of tokens 2t and 2t + 1.
     static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
         const auto low = interleave(0), high = interleave(W);
         for (int64_t t = 0; t < kTileTokens; t += 2, packed += padded) {
-            ahead.step();
             ahead.step();
             for (int64_t d = 0; d < padded; d += 2 * W) {
                 const __mmask32 mask = low_bits(dim - d);

@@ -11,6 +11,12 @@ namespace {
 struct Words {
     const float *data;
     int64_t stride; // from row to row
+
+    // N vectors of row w, from a column on.
+    template <class Tile, int N> void load_row(int64_t w, int64_t column, Floats<Tile::W> (&row)[N]) const {
+        for (int n = 0; n < N; ++n)
+            row[n] = load<Floats<Tile::W>>(data + w * stride + column + n * Tile::W);
+    }
 };
 
 struct Sums {
@@ -20,49 +26,51 @@ struct Sums {
 };
 
 // C[MR x NV vectors], kept in registers.
-template <class Tile, int MR, int NV>
-inline void multiply_block(Words a, Words b, int64_t words, Sums c, Ahead &ahead) {
+template <class Tile, int MR, int NV, class Source>
+inline void multiply_block(Words a, const Source &b, int64_t column, int64_t words, Sums c, Ahead &ahead) {
     using F = Floats<Tile::W>;
     F sums[MR][NV];
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NV; ++n)
-            sums[m][n] = c.rescale ? load<F>(c.data + m * c.stride + n * Tile::W) * c.rescale[m] : F{};
+            sums[m][n] =
+                c.rescale ? load<F>(c.data + m * c.stride + column + n * Tile::W) * c.rescale[m] : F{};
     for (int64_t w = 0; w < words; ++w) {
         ahead.step();
         F row[NV];
-        for (int n = 0; n < NV; ++n)
-            row[n] = load<F>(b.data + w * b.stride + n * Tile::W);
+        b.template load_row<Tile, NV>(w, column, row);
         for (int m = 0; m < MR; ++m)
             for (int n = 0; n < NV; ++n)
                 sums[m][n] = Tile::multiply_add(sums[m][n], a.data + m * a.stride + w, row[n]);
     }
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NV; ++n)
-            store(c.data + m * c.stride + n * Tile::W, sums[m][n]);
+            store(c.data + m * c.stride + column + n * Tile::W, sums[m][n]);
 }
 
 // C[rows x NV vectors]: blocks of MR rows, then of fewer.
-template <class Tile, int NV, int MR = Tile::kRows>
-void multiply_rows(int64_t rows, Words a, Words b, int64_t words, Sums c, Ahead &ahead) {
+template <class Tile, int NV, int MR = Tile::kRows, class Source>
+void multiply_rows(int64_t rows, Words a, const Source &b, int64_t column, int64_t words, Sums c,
+                   Ahead &ahead) {
     for (; rows >= MR; rows -= MR) {
-        multiply_block<Tile, MR, NV>(a, b, words, c, ahead);
+        multiply_block<Tile, MR, NV>(a, b, column, words, c, ahead);
         a.data += MR * a.stride;
         c.data += MR * c.stride;
         c.rescale += c.rescale ? MR : 0;
     }
     if constexpr (MR > 1)
         if (rows > 0)
-            multiply_rows<Tile, NV, MR - 1>(rows, a, b, words, c, ahead);
+            multiply_rows<Tile, NV, MR - 1>(rows, a, b, column, words, c, ahead);
 }
 
 // C[rows x columns]; columns is a multiple of Tile::W.
-template <class Tile>
-void multiply(int64_t rows, int64_t columns, Words a, Words b, int64_t words, Sums c, Ahead &ahead) {
+template <class Tile, class Source>
+void multiply(int64_t rows, int64_t columns, Words a, const Source &b, int64_t words, Sums c, Ahead &ahead) {
     constexpr int64_t panel = Tile::kColumns * Tile::W;
-    for (; columns >= panel; columns -= panel, b.data += panel, c.data += panel)
-        multiply_rows<Tile, Tile::kColumns>(rows, a, b, words, c, ahead);
-    for (; columns > 0; columns -= Tile::W, b.data += Tile::W, c.data += Tile::W)
-        multiply_rows<Tile, 1>(rows, a, b, words, c, ahead);
+    int64_t column = 0;
+    for (; column + panel <= columns; column += panel)
+        multiply_rows<Tile, Tile::kColumns>(rows, a, b, column, words, c, ahead);
+    for (; column < columns; column += Tile::W)
+        multiply_rows<Tile, 1>(rows, a, b, column, words, c, ahead);
 }
 
 } // namespace

@@ -62,8 +62,8 @@ struct Workspace {
     float *probabilities; // [queries][tile]
     float *rescale;       // [queries]
     float *accumulator;   // [heads][queries][v_padded]
-    float *maximum;       // [heads][queries]
-    float *sum;           // [heads][queries]
+    float *reference;     // [heads][queries] the score that sums are relative to
+    float *sum;           // [heads][queries][vector]
     float *zeros;         // [qk_dim or v_dim, padded]: stands for tokens past the end of a tile
 
     int64_t qk_padded;
@@ -89,8 +89,8 @@ struct Workspace {
         take(workspace.probabilities, queries * kTileTokens);
         take(workspace.rescale, queries);
         take(workspace.accumulator, heads * queries * v);
-        take(workspace.maximum, heads * queries);
-        take(workspace.sum, heads * queries);
+        take(workspace.reference, heads * queries);
+        take(workspace.sum, heads * queries * kVectorElements);
         take(workspace.zeros, std::max(qk, v));
         return used;
     }

@@ -7,6 +7,10 @@
 #include <limits>
 #include <utility>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace lamina::attention {
 namespace {
 
@@ -61,8 +65,17 @@ template <int W> inline float horizontal_maximum(const Floats<W> &value) {
         value, [](Floats<W> a, Floats<W> b) { return maximum(a, b); }, std::make_integer_sequence<int, W>{});
 }
 
-// e^x to 2 ulp for x <= 0 (0 below -87.3); NaN stays NaN.
-template <int W> inline Floats<W> exponential(Floats<W> x) {
+// Whether all elements are at most `bound`.
+template <int W> inline bool within(const Floats<W> &value, float bound) {
+#ifdef __AVX512F__
+    if constexpr (W == 16)
+        return _mm512_cmp_ps_mask(value, _mm512_set1_ps(bound), _CMP_NLE_UQ) == 0;
+#endif
+    return horizontal_maximum<W>(value) <= bound;
+}
+
+// e^x to 2 ulp for x <= 88 (0 below -87.3); NaN stays NaN.
+template <int W> [[gnu::always_inline]] inline Floats<W> exponential(Floats<W> x) {
     using F = Floats<W>;
     const auto underflow = x < -87.3f;
     x = maximum(x, broadcast<W>(-87.3f));
