@@ -166,7 +166,7 @@ def _nucleus(probabilities: Tensor, top_p: Tensor, candidates: int = _CANDIDATES
     candidates = min(candidates, probabilities.shape[1])
     top = probabilities.topk(candidates).values
     mass_before = top.cumsum(-1) - top
-    kept = (mass_before < top_p[:, None]).sum(-1)
+    kept = (mass_before < top_p[:, None]).sum(-1).clamp_(min=1)  # also when top_p rounds to 0
     least = top.gather(1, kept[:, None] - 1)[:, 0]
     beyond = (kept == candidates).nonzero().flatten()
     if candidates < probabilities.shape[1] and len(beyond):

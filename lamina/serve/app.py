@@ -10,7 +10,7 @@ import lamina
 from lamina.engine.engine import Engine
 from lamina.engine.prompts import chat_prompt
 from lamina.serve import errors
-from lamina.serve.errors import APIError
+from lamina.serve.errors import APIError, first_line
 from lamina.serve.generation import Form, check_model, respond
 from lamina.serve.protocol import ChatRequest, CompletionRequest
 from lamina.serve.responses import chat_choice, completion_choice
@@ -64,7 +64,7 @@ def create_app(engine: Engine) -> FastAPI:
         """200 while the engine takes requests, else 503 with the reason."""
         stats = engine.stats()
         if stats.dead is not None:
-            raise APIError(503, f"the engine has stopped: {stats.dead}", code="engine_dead")
+            raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
         return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
 
     return app

@@ -56,9 +56,14 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, OverloadedError):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineDeadError):
-        return APIError(503, str(error), code="engine_dead")
+        return APIError(503, first_line(str(error)), code="engine_dead")
     logger.error("a request failed", exc_info=error)
     return APIError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def first_line(reason: str) -> str:
+    """A worker's last words without its traceback, which is in the server's log."""
+    return reason.partition("\n")[0]
 
 
 def install(app: FastAPI) -> None:

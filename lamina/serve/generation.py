@@ -16,7 +16,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
 from lamina.errors import LaminaError
-from lamina.serve.errors import APIError, as_api_error
+from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
 from lamina.serve.responses import Body, Piece, Sent, envelope, usage
 from lamina.types import RequestOutput, SamplingParams
@@ -133,7 +133,7 @@ def check_model(engine: Engine, name: str | None) -> None:
 
 def _check(output: RequestOutput) -> None:
     if output.error is not None:
-        raise APIError(503, output.error, code="engine_failed")
+        raise APIError(503, first_line(output.error), code="engine_failed")
 
 
 def _event(data: Any) -> bytes:
