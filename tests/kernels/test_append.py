@@ -1,0 +1,67 @@
+"""Appending rows to a slab, and the slab's memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from lamina.kernels.attention import append
+from lamina.kernels.memory import HUGE_PAGE_BYTES, allocate
+
+SLOTS = np.array([4, 0, 9, 7], np.int32)
+TORCH_TYPES = {np.uint16: torch.bfloat16, np.float16: torch.float16, np.float32: torch.float32}
+
+
+def slabs(dtype):
+    return np.zeros((10, 2, 5), dtype), np.zeros((10, 2, 3), dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float16, np.float32])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rounds_like_torch(dtype, threads):
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(300).astype(np.int32)
+    k, v = rng.standard_normal((300, 2, 5)).astype(np.float32), rng.standard_normal((300, 2, 3)).astype(np.float32)
+    k.flat[:6] = [np.inf, -np.inf, 0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8]  # the last two are ties in bfloat16
+    k_slab, v_slab = np.zeros((300, 2, 5), dtype), np.zeros((300, 2, 3), dtype)
+    append(k_slab, v_slab, k, v, slots, threads)
+    for slab, rows in ((k_slab, k), (v_slab, v)):
+        rounded = torch.from_numpy(rows).to(TORCH_TYPES[dtype])
+        np.testing.assert_array_equal(slab[slots], rounded.view(torch.from_numpy(slab).dtype).numpy())
+
+
+def test_nan_stays_nan():
+    k_slab, v_slab = slabs(np.uint16)
+    rows = np.full((4, 2, 5), np.uint32(0x7F800001).view(np.float32))  # truncation would make it infinite
+    append(k_slab, v_slab, rows, np.zeros((4, 2, 3), np.float32), SLOTS)
+    assert torch.from_numpy(k_slab[SLOTS]).view(torch.bfloat16).isnan().all()
+
+
+def test_copies_rows_of_the_slabs_type_and_leaves_the_others():
+    k_slab, v_slab = slabs(np.uint16)
+    k = np.arange(1, 41, dtype=np.uint16).reshape(4, 2, 5)
+    append(k_slab, v_slab, k, np.ones((4, 2, 3), np.uint16), SLOTS)
+    np.testing.assert_array_equal(k_slab[SLOTS], k)
+    assert (np.delete(k_slab, SLOTS, axis=0) == 0).all()
+
+
+def test_mistakes_are_named():
+    k_slab, v_slab = slabs(np.uint16)
+    k, v = np.ones((4, 2, 5), np.float32), np.ones((4, 2, 3), np.float32)
+    with pytest.raises(ValueError, match="slots holds 10; the slab has slots 0 to 9"):
+        append(k_slab, v_slab, k, v, np.array([0, 1, 2, 10], np.int32))
+    with pytest.raises(ValueError, match=r"rows has shape \[4, 2, 5\]; expected \[3, 2, 5\]"):
+        append(k_slab, v_slab, k, v, SLOTS[:3])
+    with pytest.raises(ValueError, match="rows must hold float32 elements or the element type of slab"):
+        append(k_slab, v_slab, k.astype(np.float16), v, SLOTS)
+    assert (k_slab == 0).all()
+
+
+def test_memory_is_zeroed_writable_and_aligned():
+    memory = allocate(3 * HUGE_PAGE_BYTES + 5)
+    assert memory.shape == (3 * HUGE_PAGE_BYTES + 5,) and memory.dtype == np.uint8
+    assert memory.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert not memory.any()
+    memory[-1] = 7
+    assert memory[-1] == 7
+    with pytest.raises(ValueError, match="nbytes is 0"):
+        allocate(0)
