@@ -77,7 +77,7 @@ class SamplingParams:
         n: completions per prompt.
         temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
-        repetition_penalty: > 0, over prompt and generated tokens; 1 is none.
+        repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1 is none.
         seed: makes one request reproducible whatever else runs beside it.
         stop: strings that end a completion; include_stop_str_in_output keeps them in the text.
         stop_token_ids: tokens that end a completion. ignore_eos: do not stop at the model's end of sequence.
@@ -118,9 +118,7 @@ class SamplingParams:
         self._require("min_p", self.min_p, 0.0, 1.0)
         self._require("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._require("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty is 0; give a value above 0 (1 is no penalty)")
+        self._require("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # beyond, logits could overflow
         if self.seed is not None:
             self._require("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
         if self.max_tokens is not None:
