@@ -122,8 +122,13 @@ class Scheduler:
             )
         if params.n > self.limits.max_num_seqs:
             raise RequestError(f"n is {params.n}; this runtime decodes {self.limits.max_num_seqs} sequences at once")
-        own = self._max_tokens(prompt_length, params) - 1
-        self.placement.require_possible(prompt_length + params.n * own)
+        room = self._max_tokens(prompt_length, params)
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}; a prompt of {prompt_length} tokens leaves room for {room} "
+                f"(max_model_len {limit}). Lower min_tokens or shorten the prompt"
+            )
+        self.placement.require_possible(prompt_length + params.n * (room - 1))
 
     def _max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         room = self.limits.max_model_len - prompt_length
