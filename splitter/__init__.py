@@ -5,7 +5,20 @@ if __name__ != "lamina.splitter":
 
 from lamina.splitter.assemble import load_config, split
 from lamina.splitter.capture import Weight
+from lamina.splitter.lower import LoweredSlice, lower
 from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel
 from lamina.splitter.verify import verify
 
-__all__ = ["Crossing", "Cut", "Slice", "SliceOutput", "SplitModel", "Weight", "load_config", "split", "verify"]
+__all__ = [
+    "Crossing",
+    "Cut",
+    "LoweredSlice",
+    "Slice",
+    "SliceOutput",
+    "SplitModel",
+    "Weight",
+    "load_config",
+    "lower",
+    "split",
+    "verify",
+]

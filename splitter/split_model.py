@@ -1,7 +1,7 @@
 """What splitting a model gives: slices, what crosses between them, and the attentions they meet at."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,13 @@ class SliceOutput:
     logits: Tensor | None
 
 
+def as_output(results: Sequence[Tensor], last: bool) -> SliceOutput:
+    """Name what a slice's graph returned."""
+    if last:
+        return SliceOutput(None, None, None, (), results[0])
+    return SliceOutput(results[0], results[1], results[2], tuple(results[3:]), None)
+
+
 @dataclass(frozen=True)
 class Slice:
     """The part of the model between attention ``index - 1`` and attention ``index``.
@@ -90,10 +97,7 @@ class Slice:
         arguments = [weights[name] for name in self.weights]
         arguments += [weights[name] for name in self.constants]
         arguments += (ids, positions) if attention is None else (ids, positions, attention)
-        outputs = self.graph(*arguments, *context)
-        if self.last:
-            return SliceOutput(None, None, None, (), outputs[0])
-        return SliceOutput(outputs[0], outputs[1], outputs[2], tuple(outputs[3:]), None)
+        return as_output(self.graph(*arguments, *context), self.last)
 
 
 @dataclass(frozen=True)

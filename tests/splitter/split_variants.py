@@ -146,10 +146,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 NAMES = tuple(_VARIANTS)
-MORE_OF_A_FAMILY = frozenset(
-    ("llama-tied", "llama3-rope", "qwen2-window", "gpt2-layer-scale", "gpt_neox-sequential", "opt-projected")
-    + ("bloom-6-heads", "falcon-mqa", "deepseek_v2-lite")
-)
+MORE_OF_A_FAMILY = {
+    *("llama-tied", "llama3-rope", "qwen2-window", "gpt2-layer-scale", "gpt_neox-sequential", "opt-projected"),
+    *("bloom-6-heads", "falcon-mqa", "deepseek_v2-lite"),
+}
 
 
 def variant(name: str, layers: int = LAYERS) -> PretrainedConfig:

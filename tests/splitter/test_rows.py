@@ -1,0 +1,59 @@
+"""Operators that carry values from one token to another are found; those that do not are let through."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.export import Dim, export
+
+from lamina.splitter.rows import mixing
+
+Function = Callable[[Tensor], Tensor]
+
+
+def mixed(function: Function) -> bool:
+    """Whether ``function`` of [1, T, 8] is found to mix its rows."""
+
+    class Module(torch.nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return function(rows)
+
+    program = export(Module(), (torch.randn(1, 5, 8),), dynamic_shapes=({1: Dim.DYNAMIC},), strict=False)
+    return bool(mixing(program.run_decompositions({}).graph))
+
+
+def depends_on_other_rows(function: Function) -> bool:
+    """The truth: change one row and see whether another changes."""
+    rows = torch.randn(1, 5, 8)
+    changed = rows.clone()
+    changed[0, 1] += 1.0
+    difference = (function(rows) - function(changed)).abs().reshape(5, -1).sum(1)
+    return bool(difference[[0, 2, 3, 4]].max() > 0)
+
+
+CASES: list[Function] = [
+    lambda x: x.cumsum(1),
+    lambda x: x + x.mean(1, keepdim=True),
+    lambda x: x + x.amax(-2, keepdim=True),
+    lambda x: x.softmax(1),
+    lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    lambda x: x.roll(1, 1),
+    lambda x: x.flip(1),
+    lambda x: x @ (x.transpose(1, 2) @ x),
+    lambda x: F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), torch.ones(8, 1, 3), groups=8).transpose(1, 2),
+    lambda x: x.cumsum(2),
+    lambda x: x - x.mean(-1, keepdim=True),
+    lambda x: x.softmax(-1),
+    lambda x: F.pad(x, (1, 0))[..., 1:] * 2,
+    lambda x: torch.maximum(x, -x),
+    lambda x: x.roll(1, 2),
+    lambda x: x @ torch.ones(8, 4),
+    lambda x: x[:, :, 2:].sum(-1),
+]
+
+
+@pytest.mark.parametrize("function", CASES)
+def test_agrees_with_what_changes(function: Function) -> None:
+    assert mixed(function) == depends_on_other_rows(function)

@@ -1,0 +1,80 @@
+"""`lamina split`: the three formats agree with the split and with each other."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from split_variants import variant
+from typer.testing import CliRunner
+
+from lamina.cli.split import split as command
+from lamina.splitter import SplitModel, describe, split
+from lamina.splitter.draw import size, svg
+
+app = typer.Typer()
+app.command()(command)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    variant("gptj", layers=5).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> SplitModel:
+    return split(directory)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_table_has_a_row_per_kind(directory: Path) -> None:
+    text = run(str(directory))
+    assert "gptj, float32: 5 attentions, 6 slices" in text
+    assert "1-4" in text and "transformer.h.1.mlp.fc_out: linear [32]" in text
+
+
+def test_json_counts_bytes(directory: Path) -> None:
+    shown = json.loads(run(str(directory / "config.json"), "--format", "json", "--dtype", "bfloat16"))
+    assert len(shown["slices"]) == 6 and len(shown["cuts"]) == 5
+    # 4 heads of 8 for q, k, v and out; hidden size 32; two tensors cross because the blocks are parallel; 2 bytes each
+    assert shown["cuts"][2]["bytes_per_token"] == {"q": 64, "kv": 128, "out": 64, "context": 128}
+    assert shown["bytes_per_token"] == {"q": 320, "kv": 640, "out": 320, "context": 640}
+
+
+def test_svg_is_a_picture_of_one_period(directory: Path, model: SplitModel, tmp_path: Path) -> None:
+    target = tmp_path / "cut.svg"
+    assert run(str(directory), "--format", "svg", "--output", str(target)) == ""
+    texts = [element.text for element in ElementTree.parse(target).iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text and text.startswith("Slice")] == ["Slice 0", "Slices 1-4", "Slice 5"]
+    assert target.read_text() == svg(model)
+
+
+def test_many_kinds_are_abridged() -> None:
+    model = split(variant("gpt2-layer-scale", layers=12))
+    assert len(describe.kinds(model)) == 13
+    assert "5 more kinds" in svg(model)
+
+
+def test_run_order_stops_at_q(model: SplitModel) -> None:
+    before, after = describe.run_order(model.slices[1])
+    assert before[-1].endswith("q_proj.weight")
+    assert {name.split(".")[-2] for name in after} == {"k_proj", "v_proj", "fc_in", "fc_out"}
+
+
+def test_ranges() -> None:
+    assert describe.ranges([0, 2, 3, 4, 7]) == "0, 2-4, 7"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(96, "96 B"), (2880, "2880 B"), (16384, "16 KiB"), (10 << 20, "10 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_size(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
