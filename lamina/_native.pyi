@@ -44,6 +44,7 @@ def attention_merge(
     out: NDArray[Any],
     lse: NDArray[Any] | None,
 ) -> None: ...
+def read_memory(memory: NDArray[Any], threads: int) -> int: ...
 
 # -- transport: shared-memory arenas and the wait on their doorbells
 

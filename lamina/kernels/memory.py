@@ -1,9 +1,11 @@
-"""Anonymous memory for KV slabs."""
+"""Anonymous memory for KV slabs, and how fast it can be read."""
 
 import mmap
 
 import numpy as np
 import numpy.typing as npt
+
+from lamina import _native
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
@@ -24,3 +26,12 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
     buffer = np.frombuffer(mapping, np.uint8)
     start = -buffer.ctypes.data % HUGE_PAGE_BYTES
     return buffer[start : start + nbytes]
+
+
+def read(memory: npt.NDArray[np.uint8], threads: int) -> int:
+    """Reads all of ``memory`` as fast as the machine can: the yardstick of memory-bound kernels. Returns a checksum.
+
+    Raises:
+        ValueError: threads is below 1.
+    """
+    return _native.read_memory(memory, threads)

@@ -1,6 +1,7 @@
 // lamina._native: attention_partial, attention_append, attention_merge. Checks every shape, type and bound
 // before the kernels, which trust their arguments, run without the GIL.
 #include "lamina/attention.h"
+#include "lamina/read_memory.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -223,6 +224,14 @@ void merge_binding(const std::vector<Array> &outs, const std::vector<Array> &lse
           lse ? static_cast<float *>(lse->data()) : nullptr);
 }
 
+uint64_t
+read_memory_binding(const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> &memory,
+                    int threads) {
+    check_threads(threads);
+    nb::gil_scoped_release release;
+    return lamina::read_memory(memory.data(), static_cast<int64_t>(memory.size()), threads);
+}
+
 } // namespace
 
 void register_attention(nb::module_ &module) {
@@ -240,4 +249,5 @@ void register_attention(nb::module_ &module) {
                nb::arg("threads"));
     module.def("attention_merge", &merge_binding, nb::arg("outs"), nb::arg("lses"), nb::arg("sinks").none(),
                nb::arg("out"), nb::arg("lse").none());
+    module.def("read_memory", &read_memory_binding, nb::arg("memory").noconvert(), nb::arg("threads"));
 }

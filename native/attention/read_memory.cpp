@@ -1,0 +1,46 @@
+#include "lamina/read_memory.h"
+#include "lamina/thread_pool.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace lamina {
+namespace {
+
+typedef uint64_t Line __attribute__((vector_size(64)));
+
+#if defined(__x86_64__)
+#define LAMINA_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define LAMINA_WIDEST
+#endif
+
+LAMINA_WIDEST uint64_t sum_words(const char *memory, int64_t bytes) {
+    constexpr int64_t lines = 8; // independent sums hide the latency of adding
+    Line sums[lines] = {};
+    for (int64_t at = 0; at + lines * int64_t{sizeof(Line)} <= bytes; at += lines * sizeof(Line))
+        for (int64_t i = 0; i < lines; ++i) {
+            Line line;
+            std::memcpy(&line, memory + at + i * sizeof(Line), sizeof(Line));
+            sums[i] += line;
+        }
+    uint64_t total = 0;
+    for (const Line &sum : sums)
+        for (int i = 0; i < 8; ++i)
+            total += sum[i];
+    return total;
+}
+
+} // namespace
+
+uint64_t read_memory(const void *memory, int64_t bytes, int threads) {
+    std::atomic<uint64_t> total{0};
+    const int64_t share = bytes / threads / 64 * 64;
+    parallel_for(threads, threads, [&](int64_t i) {
+        total += sum_words(static_cast<const char *>(memory) + i * share,
+                           i + 1 < threads ? share : bytes - i * share);
+    });
+    return total;
+}
+
+} // namespace lamina
