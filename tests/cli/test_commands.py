@@ -171,6 +171,43 @@ def test_launch_serves_openai_s_client(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "running": 0, "waiting": 0}
 
 
+HUGE, TINY = 2**70, 1e-300
+LONE = "\\ud800"  # half of a surrogate pair: JSON may carry it, UTF-8 cannot
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        (f'"prompt": "{LONE}"', 400),
+        (f'"prompt": "a", "stop": "{LONE}"', 400),
+        (f'"prompt": "a", "stop_token_ids": [{HUGE}]', 400),
+        (f'"prompt": [{HUGE}]', 400),
+        ('"prompt": "a", "stop_token_ids": [2147483647]', 200),
+        (f'"prompt": "a", "seed": {-(2**63)}', 200),
+        (f'"prompt": "a", "seed": {2**63 - 1}', 200),
+        (f'"prompt": "a", "temperature": {TINY}', 200),
+        ('"prompt": "a", "temperature": 1e400', 400),
+        (f'"prompt": "a", "top_p": {TINY}, "top_k": 2147483647', 200),
+        ('"prompt": "a", "min_p": 1', 200),
+        (f'"prompt": "a", "repetition_penalty": {TINY}', 400),
+        ('"prompt": "a", "repetition_penalty": 0.01', 200),
+        ('"prompt": "a", "repetition_penalty": 100, "temperature": 100', 200),
+        ('"prompt": "a", "max_tokens": 2147483647, "min_tokens": 2147483647', 400),
+        ('"prompt": "a<|endoftext|>\\u0000b", "echo": true', 200),
+        ('"prompt": ["a", "b"], "n": 128', 200),
+        (f'"prompt": {"[" * 3000}{"]" * 3000}', 400),
+    ],
+)
+def test_no_single_request_ends_the_engine(server: Server, fields: str, status: int) -> None:
+    tail = "" if "max_tokens" in fields else ', "max_tokens": 3'
+    headers = {"Content-Type": "application/json"}
+    body = f"{{{fields}{tail}}}"
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=RUN_S)
+    assert response.status_code == status, response.text
+    assert ("error" in response.json()) == (status != 200)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(server: Server) -> None:
     port = server.url.rpartition(":")[2]
     done = run("launch", "--port", port, "--model", "/nowhere/model")
