@@ -83,7 +83,7 @@ def _packed(weight: Tensor) -> Tensor:
 
 def can_pack(dtype: DType) -> bool:
     """Whether this processor's oneDNN multiplies packed weights of ``dtype``."""
-    if not torch._C.has_mkldnn:
+    if not torch._C._has_mkldnn:
         return False
     if dtype is DType.BFLOAT16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -5,16 +5,17 @@ from collections.abc import Mapping
 import torch
 
 from lamina.compute.exchange import Floats, StepExchange
-from lamina.splitter import SplitModel
+from lamina.splitter import LoweredSlice, SplitModel, lower
 
 
 class SliceRunner:
     """A split model with its weights: token ids and positions in, logits out, attention left to the caller."""
 
     def __init__(self, model: SplitModel, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.model = model
-        self._weights = tensors
-        self.sinks: list[Floats | None] = [
+        """``tensors`` holds the model's weights by name; its constants are its own."""
+        self._attentions = model.attentions
+        *self._inner, self._last = lower(model, {**tensors, **model.constants})
+        self._sinks: list[Floats | None] = [
             None if name is None else tensors[name].float().numpy() for name in model.sinks
         ]
 
@@ -29,14 +30,28 @@ class SliceRunner:
         """
         attention: torch.Tensor | None = None
         context: tuple[torch.Tensor, ...] = ()
-        *inner, last = self.model.slices
-        for piece, spec, sinks in zip(inner, self.model.attentions, self.sinks, strict=True):
-            output = piece.run(ids, positions, attention, context, self._weights)
+        prelude = _Prelude(positions)
+        for piece, spec, sinks in zip(self._inner, self._attentions, self._sinks, strict=True):
+            output = piece.run(ids, positions, attention, context, prelude.of(piece))
             assert output.q is not None and output.k is not None and output.v is not None
             attention = exchange.attend(spec, output.q, output.k, output.v, sinks)
             context = output.context
         if len(rows) == 0:
             return None
         assert attention is not None
-        chosen = tuple(tensor[rows] for tensor in context)
-        return last.run(ids[rows], positions[rows], attention[rows], chosen, self._weights).logits
+        ids, positions, attention = ids[rows], positions[rows], attention[rows]
+        context = tuple(tensor[rows] for tensor in context)
+        return self._last.run(ids, positions, attention, context, self._last.prepare(positions)).logits
+
+
+class _Prelude:
+    """What slices need of the positions alone, computed once a step for all that need the same."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+        self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
+
+    def of(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
+        if piece.prelude_key not in self._prepared:
+            self._prepared[piece.prelude_key] = piece.prepare(self._positions)
+        return self._prepared[piece.prelude_key]

@@ -107,7 +107,7 @@ class ComputeWorker:
             setup.seed,
             lambda done, of: self._progress("weights", done, of),
         )
-        self._runner = SliceRunner(model, {**tensors, **model.constants})
+        self._runner = SliceRunner(model, tensors)
         self._control.send(
             ModelLoaded(list(model.attentions), dtype, sum(tensor.numel() for tensor in tensors.values()))
         )
