@@ -76,7 +76,6 @@ def test_chat_answers_each_line_of_a_pipe() -> None:
         (("generate", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("generate", "x", "--model", "/nowhere/model"), "/nowhere/model"),
         (("chat", "--model", "/nowhere/model"), "/nowhere/model"),
-        (("split", "/nowhere/model"), "/nowhere/model"),
         (("launch", "--host", "not an address"), "no address to listen on"),
         (("launch", "--port", "0", "--compute", "a100:2"), "a100:2 asks for 2 GPUs"),
     ],
@@ -236,6 +235,7 @@ def test_ctrl_c_while_loading_leaves_nothing() -> None:
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 
+@pytest.mark.slow
 def test_a_server_whose_worker_died_says_so() -> None:
     running = start()
     next(worker for worker in running.workers() if "lamina.memory" in " ".join(worker.cmdline())).kill()
