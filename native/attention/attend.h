@@ -39,12 +39,13 @@ public:
     Attend(const Problem &problem, const Task &task, const Workspace &work)
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
           group_(shape_.query_heads / shape_.kv_heads), queries_((task.row_end - task.row_begin) * group_),
-          slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]), ahead_(problem, task) {}
+          slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]),
+          ahead_(problem, task, Tile::steps(shape_)) {}
 
     void run() {
         start();
         for (int64_t token = task_.token_begin; token < task_.token_end; token += kTileTokens) {
-            const int64_t next = token + kTileTokens;
+            const int64_t next = std::min(token + kTileTokens, task_.token_end);
             ahead_.aim(slots_ + next, std::min(kTileTokens, task_.token_end - next));
             for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
                 attend_tile(head, token, std::min(kTileTokens, task_.token_end - token));
@@ -101,7 +102,7 @@ private:
         const int64_t first = state(head, 0);
         Tile::scores(rows, shape_.qk_dim, queries_, work_, work_.query + first * work_.qk_padded, ahead_);
         for (int64_t i = 0; i < queries_; ++i) {
-            for (int64_t step = 0; step < 16; step += queries_)
+            for (int64_t step = 0; step < kSoftmaxSteps; step += queries_)
                 ahead_.step();
             softmax(head, i, token, tokens);
         }
@@ -111,6 +112,9 @@ private:
         if (queries_ <= Tile::kRows && shape_.v_dim % W == 0) {
             multiply<Tile>(queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums,
                            ahead_);
+        } else if (queries_ <= Tile::kTallRows && shape_.v_dim % W == 0) {
+            multiply<Tile, Tile::kTallRows, Tile::kTallColumns>(
+                queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums, ahead_);
         } else {
             Tile::pack_values(rows.values, shape_.v_dim, work_.v_padded, work_.values, ahead_);
             multiply<Tile>(queries_, work_.v_padded, probabilities, Words{work_.values, work_.v_padded},

@@ -49,9 +49,15 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
     using Kv = typename Element::Kv;
     static constexpr int W = WIDTH, kRows = ROWS, kColumns = COLUMNS;
     static constexpr int kWord = 1;
+    static constexpr int kTallRows = ROWS, kTallColumns = COLUMNS; // no other block is better
     using F = Floats<W>;
 
     static F multiply_add(F sum, const float *a, F b) { return sum + *a * b; }
+
+    // Reading-ahead steps of one tile and head: each word row of both products makes one.
+    static int64_t steps(const Shape &shape) {
+        return kSoftmaxSteps + kTileTokens * ((shape.qk_dim + shape.v_dim) / 64);
+    }
 
     static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
                        const float *query, Ahead &ahead) {

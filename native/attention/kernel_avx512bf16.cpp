@@ -9,10 +9,17 @@ constexpr int64_t kMaxDirectDim = 256;
 struct PairTile {
     using Kv = uint16_t;
     static constexpr int W = 16, kRows = 6, kColumns = 4;
+    static constexpr int kTallRows = 8, kTallColumns = 2; // for 7 or 8 queries in one block
     static constexpr int kWord = 2;
     using F = Floats<W>;
 
     static F multiply_add(F sum, const float *a, F b) { return dot_pairs(sum, _mm512_set1_ps(*a), b); }
+
+    // Reading-ahead steps of one tile and head: those of direct_scores and of the product with its values.
+    static int64_t steps(const Shape &shape) {
+        return kTileTokens / 4 * (shape.qk_dim / 32) + kSoftmaxSteps +
+               kTileTokens / 2 * std::max<int64_t>(1, shape.v_dim / 64);
+    }
 
     static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
                        const float *query, Ahead &ahead) {
@@ -47,7 +54,8 @@ struct PairTile {
             for (int g = 0; g < G; ++g)
                 packed[part][g] = gather_quarters(query + 4 * g * work.qk_padded + 4 * part, work.qk_padded);
         for (int64_t t = 0; t < kTileTokens; t += 4) {
-            ahead.step();
+            for (int64_t d = 0; d < dim; d += 32)
+                ahead.step();
             F sums[G][4] = {};
             for (int64_t part = 0; part < parts; ++part)
                 for (int i = 0; i < 4; ++i) {

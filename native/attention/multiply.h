@@ -63,14 +63,14 @@ void multiply_rows(int64_t rows, Words a, const Source &b, int64_t column, int64
 }
 
 // C[rows x columns]; columns is a multiple of Tile::W.
-template <class Tile, class Source>
+template <class Tile, int MR = Tile::kRows, int NV = Tile::kColumns, class Source>
 void multiply(int64_t rows, int64_t columns, Words a, const Source &b, int64_t words, Sums c, Ahead &ahead) {
-    constexpr int64_t panel = Tile::kColumns * Tile::W;
+    constexpr int64_t panel = NV * Tile::W;
     int64_t column = 0;
     for (; column + panel <= columns; column += panel)
-        multiply_rows<Tile, Tile::kColumns>(rows, a, b, column, words, c, ahead);
+        multiply_rows<Tile, NV, MR>(rows, a, b, column, words, c, ahead);
     for (; column < columns; column += Tile::W)
-        multiply_rows<Tile, 1>(rows, a, b, column, words, c, ahead);
+        multiply_rows<Tile, 1, MR>(rows, a, b, column, words, c, ahead);
 }
 
 } // namespace
