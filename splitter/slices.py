@@ -148,12 +148,12 @@ def _unpack(graph: fx.Graph, original: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _linears(graph: fx.Graph) -> tuple[int, int]:
-    """(linear layers that q needs, all linear layers); they stand first in demand order."""
+    """(linear layers that run until the first result exists, all linear layers)."""
     kinds = {torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
-    linears = [node for node in graph.nodes if node.target in kinds]
-    results = graph.output_node().args[0]
-    assert isinstance(results, tuple) and isinstance(results[0], fx.Node)
-    return len(ancestors([results[0]]) & set(linears)), len(linears)
+    results: Any = graph.output_node().args[0]
+    nodes = list(graph.nodes)
+    until_q = nodes[: nodes.index(results[0])]
+    return sum(node.target in kinds for node in until_q), sum(node.target in kinds for node in nodes)
 
 
 def _key(graph: fx.Graph) -> Hashable:

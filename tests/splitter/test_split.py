@@ -9,7 +9,7 @@ from split_variants import variant
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from lamina.errors import ModelError, UnsupportedModelError
-from lamina.splitter import Cut, SplitModel, split, verify
+from lamina.splitter import Cut, SplitModel, describe, split, verify
 from lamina.types import DType
 
 
@@ -40,6 +40,9 @@ def test_residual_stream_is_all_that_crosses(llama_70b: SplitModel) -> None:
 
 
 def test_q_comes_before_k_and_v(llama_70b: SplitModel) -> None:
+    before, after = describe.run_order(llama_70b.slices[40])
+    assert before[-1] == "model.layers.40.self_attn.q_proj.weight"
+    assert after == ["model.layers.40.self_attn.k_proj.weight", "model.layers.40.self_attn.v_proj.weight"]
     assert llama_70b.slices[40].linears_before_q == (5, 7)
 
 
