@@ -28,10 +28,13 @@ struct Float16 {
         if constexpr (W == 16)
             return reinterpret_cast<Floats<W>>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(source)));
 #endif
-        Floats<W> wide;
-        for (int i = 0; i < W; ++i)
-            wide[i] = widen(source[i]);
-        return wide;
+        // Shift into a float's fields, then let a multiplication mend the exponent, of subnormals too.
+        const auto bits = __builtin_convertvector(load<typename Vectors<W>::Halves>(source), Ints<W>);
+        const auto scaled = reinterpret_cast<Floats<W>>((bits & 0x7fff) << 13) * 0x1p112f;
+        const Ints<W> special =
+            (bits & 0x7c00) == 0x7c00 ? Ints<W>{} + 0x7f800000 : Ints<W>{}; // infinity or NaN
+        return reinterpret_cast<Floats<W>>(reinterpret_cast<Ints<W>>(scaled) | special |
+                                           (bits & 0x8000) << 16);
     }
 };
 

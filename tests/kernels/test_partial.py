@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina import _native
-from lamina.kernels import attention
+from lamina.kernels import attention, reference
 from lamina.kernels.attention import Path
 from lamina.kernels.merge import merge
 from tests.kernels.cases import KV_TYPES, Case, Pair, check, decode, make_case, make_spec, problem_pairs, specs
@@ -134,6 +134,22 @@ def part_of(case: Case, start: int, stop: int) -> Case:
             slots=case.segments.slots[start:stop].copy(),
         ),
     )
+
+
+@paths
+@pytest.mark.parametrize("kv_type", ["float16", "bfloat16"])
+def test_every_finite_16_bit_value_is_read_exactly(path, kv_type):
+    """One token's value comes back as it is: subnormals, the largest and both zeros included."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    exponent = 0x7C00 if kv_type == "float16" else 0x7F80
+    bits = bits[bits & exponent != exponent]
+    if path == Path.AVX512_BF16 and kv_type == "bfloat16":
+        bits = bits[bits & exponent != 0]  # its multiplication takes subnormals for zeros
+    bits = np.resize(bits, (len(bits) // 64 + 1, 1, 64))
+    case = make_case([Pair(rows=1, query_start=0, tokens=1)] * len(bits), make_spec(1, 1, 64), kv_type)
+    case.v[case.segments.slots] = bits.view(case.v.dtype)
+    out, _ = run(case, path)
+    np.testing.assert_array_equal(out, reference.widen(bits.view(case.v.dtype)).astype(np.float32))
 
 
 def test_writes_into_given_arrays():
