@@ -13,7 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lamina import ConfigError, EngineDeadError, FinishReason, Lamina, ModelError, RequestError, SamplingParams
+from lamina import (
+    ConfigError,
+    EngineDeadError,
+    FinishReason,
+    Lamina,
+    ModelError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
@@ -81,6 +90,21 @@ def test_closing_a_stream_cancels_its_request(lamina: Lamina) -> None:
     assert not next(stream).finished
     stream.close()
     assert_idle(lamina)
+
+
+def test_a_request_may_be_cancelled_many_times(lamina: Lamina) -> None:
+    ended: list[FinishReason | None] = []
+
+    def note(output: RequestOutput) -> None:
+        for _ in range(3):  # the first time, a step of this request is done; the next, one may be under way
+            lamina.engine.abort(output.request_id)
+        if output.finished:
+            ended.append(output.outputs[0].finish_reason)
+
+    for number in range(20):
+        lamina.engine.submit(f"cancelled-{number}", PROMPTS[0], ENDLESS, note)
+    assert_idle(lamina)
+    assert ended == [FinishReason.ABORT] * 20
 
 
 async def test_cancelling_a_task_cancels_its_requests(lamina: Lamina) -> None:

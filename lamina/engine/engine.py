@@ -179,7 +179,8 @@ class Engine:
         self._tracked[tracked.request.request_id] = tracked
 
     def _abort(self, request_id: str) -> None:
-        if self._scheduler.abort(request_id) is not None:
+        if request_id in self._tracked:  # the scheduler knows it for longer, while its last step runs
+            self._scheduler.abort(request_id)
             self._finish(request_id, FinishReason.ABORT)
 
     def _launch(self, compute: str) -> None:

@@ -1,6 +1,8 @@
 """The `lamina` command as people run it: processes, pipes, signals and exit statuses."""
 
+import asyncio
 import io
+import random
 import re
 import signal
 import socket
@@ -252,3 +254,35 @@ def test_the_port_is_free_again_at_once() -> None:
         port = free.getsockname()[1]
     assert_refused(run("launch", "--port", str(port), "--memory", "a100"), "a100:1 asks for 1 GPU")
     socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.slow
+def test_clients_that_come_and_go_leave_nothing_behind(server: Server) -> None:
+    """300 requests of all kinds, a third of them abandoned; afterwards the server is idle and answers as before."""
+    rng = random.Random(0)
+    probe = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+
+    async def visit(client: httpx.AsyncClient, gate: asyncio.Semaphore) -> None:
+        body = {"prompt": "x = " * rng.randint(1, 200), "n": rng.randint(1, 4), "max_tokens": rng.randint(1, 60)}
+        patience_s = rng.choice([None, None, rng.random()])
+        async with gate:
+            try:
+                async with (
+                    asyncio.timeout(patience_s),
+                    client.stream("POST", "/v1/completions", json={**body, "stream": rng.random() < 0.5}) as response,
+                ):
+                    await response.aread()
+                    assert response.status_code == 200, response.text
+            except TimeoutError:
+                assert patience_s is not None
+
+    async def storm() -> None:
+        gate = asyncio.Semaphore(40)
+        async with httpx.AsyncClient(base_url=server.url, timeout=RUN_S) as client:
+            await asyncio.gather(*(visit(client, gate) for _ in range(300)))
+
+    with httpx.Client(base_url=server.url, timeout=RUN_S) as http:
+        before = http.post("/v1/completions", json=probe).json()["choices"]
+        asyncio.run(storm())
+        assert http.post("/v1/completions", json=probe).json()["choices"] == before
+        assert http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
