@@ -27,6 +27,9 @@ from lamina.types import DType, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+PART = 8192
+"""Prompts submitted together: a longer list must not take all places of the engine."""
+
 
 class Lamina:
     """A model running on a pool of compute workers and a pool of memory workers of this machine.
@@ -95,19 +98,20 @@ class Lamina:
             not finish it; that is also logged as a warning.
 
         Raises:
-            RequestError: a prompt is empty, too long or not text; nothing is generated then.
+            RequestError: a prompt is empty, too long or not text. Prompts are checked before any is run, in parts
+                of ``PART`` if there are more.
             EngineDeadError: the engine has stopped.
         """
         wanted = as_prompts(prompts)
+        params = _params_of(sampling_params, len(wanted))
         finished: dict[int, RequestOutput] = {}
-        with (
-            Outputs(self.engine, _new_id(), wanted, _params_of(sampling_params, len(wanted))) as outputs,
-            BatchProgress(len(wanted), enabled=use_tqdm) as progress,
-        ):
-            for index, output in outputs:
-                progress.update(index, output)
-                if output.finished:
-                    finished[index] = output
+        with BatchProgress(len(wanted), enabled=use_tqdm) as progress:
+            for part in _parts(len(wanted)):
+                with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
+                    for index, output in outputs:
+                        progress.update(part.start + index, output)
+                        if output.finished:
+                            finished[part.start + index] = output
         return _in_order(finished)
 
     def chat(
@@ -143,12 +147,13 @@ class Lamina:
     ) -> list[RequestOutput]:
         """As :meth:`generate`, for an event loop; cancelling the task cancels the requests."""
         wanted = as_prompts(prompts)
-        finished: dict[int, RequestOutput] = {}
         params = _params_of(sampling_params, len(wanted))
-        async with await AsyncOutputs.submit(self.engine, _new_id(), wanted, params) as outputs:
-            async for index, output in outputs:
-                if output.finished:
-                    finished[index] = output
+        finished: dict[int, RequestOutput] = {}
+        for part in _parts(len(wanted)):
+            async with await AsyncOutputs.submit(self.engine, _new_id(), wanted[part], params[part]) as outputs:
+                async for index, output in outputs:
+                    if output.finished:
+                        finished[part.start + index] = output
         return _in_order(finished)
 
     async def stream_async(
@@ -203,6 +208,10 @@ def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, prompts:
     if len(given) != prompts:
         raise RequestError(f"{len(given)} sampling_params for {prompts} prompts; give one for all or one per prompt")
     return list(given)
+
+
+def _parts(prompts: int) -> list[slice]:
+    return [slice(start, start + PART) for start in range(0, prompts, PART)]
 
 
 def _in_order(finished: dict[int, RequestOutput]) -> list[RequestOutput]:

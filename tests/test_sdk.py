@@ -66,6 +66,14 @@ def test_every_form_of_prompt_gives_the_same_tokens(lamina: Lamina) -> None:
     assert tokens(asyncio.run(lamina.generate_async(tuple(PROMPTS), GREEDY))) == batch
 
 
+def test_a_list_longer_than_the_engine_takes_goes_in_parts(lamina: Lamina, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in (3, 9, 5, 1)]
+    whole = tokens(lamina.generate(PROMPTS, params))
+    monkeypatch.setattr("lamina.sdk.PART", 3)
+    assert tokens(lamina.generate(PROMPTS, params)) == whole
+    assert tokens(asyncio.run(lamina.generate_async(PROMPTS, params))) == whole
+
+
 def test_placement_names_the_workers_and_tokens(lamina: Lamina) -> None:
     outputs = lamina.generate(PROMPTS, GREEDY)
     for output in outputs:
