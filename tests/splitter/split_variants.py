@@ -146,9 +146,11 @@ _VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 NAMES = tuple(_VARIANTS)
-MORE_OF_A_FAMILY = {
+# Left to the wide sweep: they take the same paths as another variant.
+LIKE_ANOTHER = {
     *("llama-tied", "llama3-rope", "qwen2-window", "gpt2-layer-scale", "gpt_neox-sequential", "opt-projected"),
     *("bloom-6-heads", "falcon-mqa", "deepseek_v2-lite"),
+    *("ernie4_5", "glm", "granitemoe", "hunyuan_v1_dense", "olmo2", "olmoe", "qwen3_moe", "seed_oss"),
 }
 
 

@@ -56,7 +56,7 @@ def records(step: str, odd: tuple[int, ...]) -> tuple[object, ...]:
 def test_equal_layers_have_equal_records() -> None:
     found = records("alike", ())
     assert len(found) == LAYERS + 1
-    # The first, the second (whose residual is the embedding, not a sum), the inner ones, what follows the last attention.
+    # The first, the second (its residual is the embedding, not a sum), the inner ones, what follows the last attention.
     assert len(set(found)) == 4
     assert shortest_prefix(found) == 5
     assert representatives(found, 5) == (0, 1, 2, 3, 3, 3, 3, 4, 5)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from split_oracle import Runner
-from split_variants import MORE_OF_A_FAMILY, NAMES, VOCABULARY, variant
+from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -51,7 +51,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in MORE_OF_A_FAMILY else []) for name in NAMES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ANOTHER else []) for name in NAMES]
 )
 def test_variant(name: str) -> None:
     assert_same_logits(variant(name))
