@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP := $(shell find native -name '*.cpp' -o -name '*.h')
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: run test test-all check native venv clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
-		"def fibonacci(n):" "class Stack:" "import os" "for key, value in"
+		"def fibonacci(n):" "class Stack:" "def read(self, size=-1):" "for key, value in"
 
 test: check
 	$(BIN)/pytest -m "not slow"

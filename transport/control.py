@@ -43,6 +43,9 @@ class Bootstrap(msgspec.Struct, frozen=True):
     secret_key: bytes
     parent_pid: int
 
+    def __repr__(self) -> str:
+        return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
+
 
 @dataclass
 class _IssuedKeys:

@@ -1,0 +1,67 @@
+"""The control plane lets in only the workers it issued keys to, under their own names."""
+
+import msgspec
+import pytest
+import zmq
+
+from lamina.errors import DeadlineError, TransportError
+from lamina.transport.control import ControlClient, ControlServer
+from lamina.transport.messages import Hello, LoadProgress, Stop, ToEngine
+
+
+@pytest.fixture
+def server() -> ControlServer:
+    server = ControlServer(["compute0", "memory0"])
+    yield server
+    server.close()
+
+
+def received(server: ControlServer, turns: int = 10) -> list[tuple[str, ToEngine]]:
+    return [item for _ in range(turns) for item in server.receive(0.1)]
+
+
+def test_messages_travel_both_ways_in_order(server: ControlServer) -> None:
+    client = ControlClient(server.bootstraps["compute0"])
+    for done in range(50):
+        client.send(LoadProgress("compute0", "weights", done, 50))
+    got = received(server)
+    assert [(worker, message.done) for worker, message in got] == [("compute0", done) for done in range(50)]
+    server.send(["compute0"], Stop())
+    assert isinstance(client.receive(5.0), Stop)
+    client.close()
+
+
+def test_a_key_that_was_not_issued_is_refused(server: ControlServer) -> None:
+    public, secret = zmq.curve_keypair()
+    stranger = ControlClient(
+        msgspec.structs.replace(server.bootstraps["compute0"], public_key=public, secret_key=secret)
+    )
+    stranger.send(Hello())
+    assert received(server) == []
+    with pytest.raises(TransportError, match="cannot reach worker compute0"):
+        server.send(["compute0"], Stop())
+    stranger.close()
+
+
+def test_a_worker_cannot_speak_under_another_workers_name(server: ControlServer) -> None:
+    impostor = ControlClient(msgspec.structs.replace(server.bootstraps["memory0"], name="compute0"))
+    impostor.send(Hello())
+    assert received(server) == []
+    impostor.close()
+
+
+def test_keys_never_show_in_the_repr(server: ControlServer) -> None:
+    bootstrap = server.bootstraps["compute0"]
+    assert bootstrap.secret_key.decode() not in repr(bootstrap)
+
+
+def test_waits_end_at_their_deadline_or_when_woken(server: ControlServer) -> None:
+    client = ControlClient(server.bootstraps["compute0"])
+    with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
+        client.receive(0.05)
+    assert client.poll() is None
+    server.wake()
+    assert list(server.receive(30.0)) == []  # returns at once, or the test's own deadline ends it
+    client.close()
+    server.close()
+    server.wake()  # harmless after close
