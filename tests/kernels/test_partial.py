@@ -99,9 +99,17 @@ def test_nan_is_not_hidden(path, kv_type):
 
 @paths
 @pytest.mark.parametrize("kv_type", ["float32", "bfloat16"])
-def test_unused_slots_do_not_matter(path, kv_type):
-    spec = make_spec(kv_heads=2, group=4, qk_dim=64)
-    case = make_case([decode(77)], spec, kv_type)
+@pytest.mark.parametrize("dim", [64, 13])
+def test_unused_slots_do_not_matter(path, kv_type, dim):
+    """Poison beside every token's row: kernels read whole rows, not what follows them."""
+    case = make_case([decode(77)], make_spec(kv_heads=2, group=4, qk_dim=dim), kv_type)
+    capacity = 2 * 77 + 1
+    case = replace(
+        case,
+        k=np.resize(case.k, (capacity, *case.k.shape[1:])),
+        v=np.resize(case.v, (capacity, *case.v.shape[1:])),
+        segments=replace(case.segments, slots=np.arange(1, capacity, 2, dtype=np.int32)),
+    )
     wanted = run(case, path)
     unused = np.setdiff1d(np.arange(len(case.k)), case.segments.slots)
     poison = 0x7FC0 if kv_type == "bfloat16" else np.nan
