@@ -11,10 +11,13 @@ from pathlib import Path
 
 import typer
 
+from lamina.errors import LaminaError
+
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn")
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 INFINIBAND = Path("/sys/class/infiniband")
 LITTLE_RAM = 2 * 2**30
+TRY_S = 5.0
 
 
 class Status(enum.Enum):
@@ -37,16 +40,16 @@ class Finding:
 
 def doctor() -> None:
     """Say what this machine can run. Exit status 1 if something must be mended first."""
+    from rich.markup import escape
     from rich.table import Table
 
     from lamina.cli.console import output
 
     findings = list(examine())
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "subject", "found", "remedy"):
-        table.add_column(heading, overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
-        table.add_row(finding.status.value, finding.subject, finding.found, finding.remedy)
+        remedy = f"\n[dim]remedy:[/] {escape(finding.remedy)}" if finding.remedy else ""
+        table.add_row(finding.status.value, finding.subject, escape(finding.found) + remedy)
     output().print(table)
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     if problems:
@@ -150,7 +153,7 @@ def _kernel() -> Finding:
     if lacking:
         remedy = "Linux 5.3 or later, and a container profile that allows these calls"
         return Finding("kernel", f"lacks {', '.join(lacking)}", Status.PROBLEM, remedy)
-    return Finding("kernel", "has memfd, pidfd and futex")
+    return Finding("kernel", "has memfd and pidfd")
 
 
 def _gpus() -> Finding:
@@ -171,7 +174,24 @@ def _rdma() -> Finding:
 
 
 def _transport() -> Finding:
-    return Finding("transport", "shm: workers of one machine share memory and wake each other by doorbells")
+    """The transport workers would use here, tried: an arena is opened by a peer and its doorbell rung."""
+    try:
+        from lamina.transport.shm import ShmEndpoint
+    except ImportError as error:
+        return Finding("transport", str(error), Status.PROBLEM, "build the native module first")
+    waiter, ringer = ShmEndpoint("doctor-waiter"), ShmEndpoint("doctor-ringer")
+    try:
+        waiter.register(nbytes=64, doorbells=1)
+        ringer.register(nbytes=64, doorbells=1)
+        ringer.ring(ringer.connect(waiter.descriptor(), TRY_S), 0, 1)
+        waiter.wait([(0, 1)], TRY_S)
+    except (LaminaError, OSError) as error:
+        remedy = "allow memfd, pidfd_open and /proc/PID/fd between processes of one user"
+        return Finding("transport", f"shm does not work: {error}", Status.PROBLEM, remedy)
+    finally:
+        ringer.close()
+        waiter.close()
+    return Finding("transport", "shm: workers of one machine share memory and ring doorbells in it (tried: works)")
 
 
 def _model() -> Finding:

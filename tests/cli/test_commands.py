@@ -1,6 +1,7 @@
 """The `lamina` command as people run it: processes, pipes, signals and exit statuses."""
 
 import asyncio
+import errno
 import io
 import random
 import re
@@ -17,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from lamina.cli.doctor import Status, _cpu, examine
+from lamina.cli.doctor import Status, _cpu, _transport, examine
 from lamina.cli.generate import _standard_input
 
 LAMINA = [sys.executable, "-m", "lamina"]
@@ -116,6 +117,17 @@ def test_doctor_reports_and_exits_by_what_it_found() -> None:
 def test_every_finding_that_is_not_well_has_a_remedy() -> None:
     findings = [*examine(), *(_cpu(frozenset(flags)) for flags in ((), ("avx2",), ("avx2", "avx512_bf16")))]
     assert all(bool(finding.remedy) == (finding.status is not Status.OK) for finding in findings)
+
+
+def test_doctor_tries_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _transport().status is Status.OK
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.pidfd_open", refuse)
+    finding = _transport()
+    assert finding.status is Status.PROBLEM and "not permitted" in finding.found and finding.remedy
 
 
 # -- launch --------------------------------------------------------------------------------------------------------
