@@ -35,7 +35,7 @@ class LoweredSlice:
         self._main = graphs.main
         self._prelude = graphs.prelude
         self._last = part.last
-        self._weights = [
+        self.weights = [
             _packed(tensors[name]) if place in graphs.packed else tensors[name]
             for place, name in enumerate(part.weights)
         ]
@@ -59,7 +59,7 @@ class LoweredSlice:
     ) -> SliceOutput:
         """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions."""
         rows = (ids, positions) if attention is None else (ids, positions, attention)
-        return as_output(self._main(*self._weights, *prepared, *rows, *context), self._last)
+        return as_output(self._main(*self.weights, *prepared, *rows, *context), self._last)
 
 
 def lower(model: SplitModel, tensors: Mapping[str, Tensor]) -> list[LoweredSlice]:

@@ -1,0 +1,54 @@
+"""Random Llamas that several benchmarks share."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lamina.models import directory
+
+MODELS: dict[str, dict[str, int]] = {
+    "250m": {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
+    | {"intermediate_size": 2816, "head_dim": 64},
+    "1.1b": {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
+    | {"intermediate_size": 5632, "head_dim": 64},
+}
+COMMON: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@contextmanager
+def model_directory(name: str) -> Iterator[Path]:
+    """A config and the bundled tokenizer, for dummy weights."""
+    with tempfile.TemporaryDirectory(prefix="lamina-bench-") as place:
+        path = Path(place)
+        (path / "config.json").write_text(json.dumps(COMMON | MODELS[name]))
+        bundled = directory.find(None).path
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (path / file).write_bytes((bundled / file).read_bytes())
+        yield path
+
+
+def weight_bytes(name: str) -> int:
+    """Bytes of weights that one decode step reads: all layers and the output layer, one row of the embedding."""
+    shape = MODELS[name]
+    hidden, heads, groups, dim = (
+        shape[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    layer = hidden * dim * (2 * heads + 2 * groups) + 3 * hidden * shape["intermediate_size"]
+    return 2 * (shape["num_hidden_layers"] * layer + COMMON["vocab_size"] * hidden)
+
+
+def kv_bytes_per_token(name: str) -> int:
+    shape = MODELS[name]
+    return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
