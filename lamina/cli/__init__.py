@@ -41,15 +41,12 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Run the command line. Exit status: 0, 1 (it failed), 2 (the caller can mend it), 130 (Ctrl-C)."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Run the command line. Exit status: 0, 1 (it failed), 2 (the caller can mend it), 128 + signal (Ctrl-C: 130)."""
+    # As an exception, so that workers are stopped on the way out.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         app()
     except LaminaError as error:
         print_error(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
     sys.exit(0)
-
-
-def _terminate(*_: object) -> NoReturn:
-    sys.exit(0)  # an exception, so that workers are stopped on the way out

@@ -1,5 +1,7 @@
 """`lamina launch`: an OpenAI-compatible server on pools of this machine."""
 
+import signal
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +21,7 @@ def launch(
     load_format: options.Weights = "auto",
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does. Ctrl-C or SIGTERM ends it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the way a server is meant to end
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 

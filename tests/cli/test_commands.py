@@ -239,13 +239,21 @@ def test_ctrl_c_ends_everything_at_once_even_with_an_answer_under_way() -> None:
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 
-def test_ctrl_c_while_loading_leaves_nothing() -> None:
-    process = subprocess.Popen([*LAMINA, "launch", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize(
+    ("command", "sent", "status"),
+    [
+        (("launch", "--port", "0"), signal.SIGINT, 130),
+        (("launch", "--port", "0"), signal.SIGTERM, 0),
+        (("generate", "x"), signal.SIGTERM, 143),
+    ],
+)
+def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: signal.Signals, status: int) -> None:
+    process = subprocess.Popen([*LAMINA, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     parent = psutil.Process(process.pid)
     while len(workers := parent.children()) < 2 and process.poll() is None:
         pass
-    process.send_signal(signal.SIGINT)
-    assert process.wait(END_S) == 130
+    process.send_signal(sent)
+    assert process.wait(END_S) == status
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 
