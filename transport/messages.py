@@ -119,10 +119,15 @@ class Draw(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
-    """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan."""
+    """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan.
+
+    ``undrawable`` sequences got none, since the model gave them no finite logits; ``error`` says so.
+    """
 
     step: int
     draws: list[Draw]
+    undrawable: list[int] = []
+    error: str = ""
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):

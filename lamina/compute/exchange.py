@@ -44,7 +44,10 @@ class Local:
 
 
 class StepExchange:
-    """Planned once per step, run once per attention."""
+    """Planned once per step, run once per attention.
+
+    Tensors have ``rows`` rows, at least as many as the plan has tokens; those beyond are padding and see nothing.
+    """
 
     def __init__(
         self,
@@ -52,16 +55,18 @@ class StepExchange:
         segments: Mapping[int, Sequence[Segment]],
         requesters: Mapping[str, Requester],
         threads: int,
+        rows: int,
     ) -> None:
+        self.rows = rows
         self._threads = threads
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._parts = np.zeros(self._total, np.int64)  # partials each row has so far
         self._local = self._plan_local(plan)
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
-        rows = {worker: message_rows(plan, segments, worker) for worker in named}
+        shares = {worker: message_rows(plan, segments, worker) for worker in named}
         self._remotes = [
             Remote(requesters[worker], share, self._source(share.queries))
-            for worker, share in rows.items()
+            for worker, share in shares.items()
             if not share.empty
         ]
         self._most_parts = int(self._parts.max(initial=1))
@@ -95,7 +100,7 @@ class StepExchange:
     def attend(
         self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Floats | None
     ) -> torch.Tensor:
-        """Attention out [T, Hq, Dv] in q's dtype, for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the step's rows.
+        """Attention out [rows, Hq, Dv] in q's dtype, for q [rows, Hq, D], k [rows, Hkv, D], v [rows, Hkv, Dv].
 
         Raises DeadlineError or PeerLostError if a memory worker does not answer.
         """
@@ -119,16 +124,16 @@ class StepExchange:
 
     def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
         """Rows of ``array``; the array itself when that is all of them in order."""
-        return array if len(rows) == self._total else array[rows]
+        return array[: self._total] if len(rows) == self._total else array[rows]
 
     def _attend_locally(self, local: Local, spec: AttentionSpec, q: Array, k: Array, v: Array) -> tuple[Floats, Floats]:
         return partial(self._take(q, local.source.rows), k, v, local.segments, spec, self._threads)
 
     def _buffer(self, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """Partials [P, T, Hq, Dv] and lse [P, T, Hq]. Every layer writes the same places, so -inf stays elsewhere."""
+        """Partials [P, rows, Hq, Dv], lse [P, rows, Hq]; every layer writes the same places, so -inf stays elsewhere."""
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
-            shape = (self._most_parts, self._total, spec.query_heads)
+            shape = (self._most_parts, self.rows, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
 

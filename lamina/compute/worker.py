@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from lamina.compute.exchange import StepExchange
-from lamina.compute.runner import SliceRunner
+from lamina.compute.runner import SliceRunner, padded
 from lamina.engine.sampler import Row, sample
-from lamina.errors import DeadlineError, WorkerError
+from lamina.errors import DeadlineError, LogitsError, WorkerError
 from lamina.models import directory, weights
 from lamina.models.config import load_config, resolve_dtype
 from lamina.splitter import split
@@ -18,7 +18,6 @@ from lamina.transport.messages import (
     ComputeSetup,
     Connect,
     Connected,
-    Draw,
     LoadProgress,
     ModelLoaded,
     Register,
@@ -125,19 +124,19 @@ class ComputeWorker:
                 return
             if not isinstance(message, Step):
                 raise WorkerError(self.name, f"a compute worker that serves cannot take a {type(message).__name__}")
-            self._control.send(StepDone(message.plan.step, self._step(message.plan)))
+            self._control.send(self._step(message.plan))
 
-    def _step(self, plan: StepPlan) -> list[Draw]:
+    def _step(self, plan: StepPlan) -> StepDone:
         self._apply(plan)
         if not plan.sequences:
-            return []
+            return StepDone(plan.step, [])
         ids = torch.tensor([token for step in plan.sequences for token in step.tokens])
         positions = torch.cat([torch.arange(step.start, step.stop) for step in plan.sequences])
         ends = np.cumsum([len(step.tokens) for step in plan.sequences]) - 1
         rows = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
-        exchange = StepExchange(plan, self._segments, self._requesters, self._threads)
+        exchange = StepExchange(plan, self._segments, self._requesters, self._threads, padded(len(ids)))
         logits = self._runner.run(ids, positions, exchange, torch.tensor(rows, dtype=torch.int64))
-        return [] if logits is None else self._draw(plan, logits)
+        return StepDone(plan.step, []) if logits is None else self._draw(plan, logits)
 
     def _apply(self, plan: StepPlan) -> None:
         for sequence in plan.released:
@@ -148,18 +147,25 @@ class ComputeWorker:
                 self._segments[admission.sequence + index] = admission.segments
                 self._sequences[admission.sequence + index] = SequenceCopy(admission, index)
 
-    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> list[Draw]:
+    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> StepDone:
         """One token for every sequence that a plan's step draws for; several may share a prompt's last row."""
-        copies, which = [], []
-        drawing = [step for step in plan.sequences if step.draws]
-        for row, step in enumerate(drawing):
+        copies: list[SequenceCopy] = []
+        which: list[int] = []
+        for row, step in enumerate(step for step in plan.sequences if step.draws):
             copies += [self._sequences[sequence] for sequence in step.draws]
             which += [row] * len(step.draws)
         rows = [copy.row(self._eos_token_ids) for copy in copies]
-        draws = sample(logits if len(which) == len(drawing) else logits[which], rows)
-        for copy, draw in zip(copies, draws, strict=True):
-            copy.generated.append(draw.token)
-        return draws
+        logits = logits if len(which) == len(logits) else logits[which]
+        undrawable, error = set[int](), ""
+        try:
+            draws = sample(logits, rows)
+        except LogitsError as failed:  # these sequences end; the others must not suffer
+            undrawable, error = set(failed.rows), str(failed)
+            good = [place for place in range(len(rows)) if place not in undrawable]
+            draws = sample(logits[good], [rows[place] for place in good]) if good else []
+        for draw in draws:
+            self._sequences[draw.sequence].generated.append(draw.token)
+        return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
 def main() -> None:

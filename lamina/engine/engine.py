@@ -13,7 +13,7 @@ from lamina.engine.bringup import Cluster, Workers, failure
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import OnOutput, TrackedRequest
-from lamina.errors import EngineDeadError, OverloadedError, RequestError, TransportError
+from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError, TransportError
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import Failed, SlabUsage, Step, StepDone, Stop, ToEngine
@@ -76,6 +76,7 @@ class Engine:
         self._tracked: dict[str, TrackedRequest] = {}
         self._in_flight: dict[str, tuple[StepPlan, float]] = {}
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
+        self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
         self._steps = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards _commands, _accepted and _dead together
@@ -152,6 +153,9 @@ class Engine:
         try:
             while self._dead is None:
                 self._step()
+        except LaminaError as error:
+            log.error("the engine has stopped: %s", error)
+            self._die(str(error))
         except Exception as error:
             log.exception("the engine failed")
             self._die(f"{type(error).__name__}: {error}")
@@ -159,13 +163,16 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        """One turn: commands, what workers said, then a new plan for every compute worker that is free."""
+        """One turn: what workers said, commands, new plans for free compute workers; callers hear of it last."""
         for worker, message in self._control.receive(POLL_S):  # all that can change state wakes this wait
             self._take(worker, message)
         self._run_commands()
         for compute in self.cluster.computes:
             if compute not in self._in_flight:
                 self._launch(compute)
+        touched, self._touched = self._touched, {}
+        for request_id, tracked in touched.items():
+            self._publish(request_id, tracked)
         self._watch()
 
     def _run_commands(self) -> None:
@@ -179,9 +186,16 @@ class Engine:
         self._tracked[tracked.request.request_id] = tracked
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._tracked:  # the scheduler knows it for longer, while its last step runs
+        self._end_request(request_id, FinishReason.ABORT)
+
+    def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """Give a request its terminal state now, whatever it was doing; one that has ended is left alone."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
             self._scheduler.abort(request_id)
-            self._finish(request_id, FinishReason.ABORT)
+            tracked.end(reason, error)
+            self._touched.pop(request_id, None)
+            self._publish(request_id, tracked)
 
     def _launch(self, compute: str) -> None:
         plan = self._scheduler.plan(compute)
@@ -206,18 +220,19 @@ class Engine:
         del self._in_flight[compute]
         self._steps += 1
         drawn = self._scheduler.complete(compute)
-        touched: dict[str, TrackedRequest] = {}
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran
                 continue
             group, completion = drawn[draw.sequence]
             completion.generated.append(draw.token)
             tracked = self._tracked[group.request.request_id]
-            touched[group.request.request_id] = tracked
+            self._touched[group.request.request_id] = tracked
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)
-        for request_id, tracked in touched.items():
-            self._publish(request_id, tracked)
+        for sequence in done.undrawable:
+            if sequence in drawn:
+                group, _ = drawn[sequence]
+                self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
 
     def _publish(self, request_id: str, tracked: TrackedRequest) -> None:
         if tracked.finished:
@@ -228,11 +243,6 @@ class Engine:
             log.exception("the output callback of request %s failed; the request is aborted", request_id)
             self._scheduler.abort(request_id)
             self._forget(request_id)
-
-    def _finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        tracked = self._tracked[request_id]
-        tracked.end(reason, error)
-        self._publish(request_id, tracked)
 
     def _forget(self, request_id: str) -> None:
         self._tracked.pop(request_id, None)
@@ -254,7 +264,7 @@ class Engine:
         reason = f"the engine has stopped: {self._dead}"
         self._run_commands()
         for request_id in list(self._tracked):
-            self._finish(request_id, FinishReason.ERROR, reason)
+            self._end_request(request_id, FinishReason.ERROR, reason)
         try:
             self._control.send([*self.cluster.computes, *self.cluster.capacities], Stop())
         except TransportError as error:

@@ -26,7 +26,7 @@ class Limits:
     max_model_len: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Completion:
     """One sequence: its place in the batch and what it has drawn."""
 
@@ -38,7 +38,7 @@ class Completion:
     retired: bool = False  # given up for release
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """A request with its completions."""
 
@@ -242,16 +242,16 @@ class Scheduler:
         """
         plan = self._in_flight.pop(compute)
         drawn = {}
-        for step in plan.sequences:
-            group = self._groups[step.sequence]
+        groups = [self._groups[step.sequence] for step in plan.sequences]
+        for step, group in zip(plan.sequences, groups, strict=True):
             group.in_flight = False
             for completion in group.completions:
                 if completion.sequence == step.sequence:
                     completion.cached = step.stop
                 if completion.sequence in step.draws and not completion.finished:
                     drawn[completion.sequence] = group, completion
-        for step in plan.sequences:
-            self._retire(self._groups.get(step.sequence))
+        for group in {id(group): group for group in groups}.values():
+            self._retire(group)
         return drawn
 
     def finish(self, group: Group, completion: Completion) -> None:
@@ -259,11 +259,11 @@ class Scheduler:
         completion.finished = True
         self._retire(group)
 
-    def abort(self, request_id: str) -> Group | None:
-        """End a request wherever it is; None if it is not known (any more)."""
-        group = self._requests.get(request_id)
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its id is free at once. Nothing happens if it is not known (any more)."""
+        group = self._requests.pop(request_id, None)
         if group is None:
-            return None
+            return
         for completion in group.completions:
             completion.finished = True
         if group.compute:
@@ -271,21 +271,21 @@ class Scheduler:
         else:
             self._waiting.remove(group)
             self._forget(group)
-        return group
 
-    def _retire(self, group: Group | None) -> None:
+    def _retire(self, group: Group) -> None:
         """Hand finished completions, once no step uses their group, to the next plan for release."""
-        if group is None or group.in_flight:
+        if group.in_flight:
             return
-        for completion in group.completions:
-            if completion.finished and not completion.retired:
-                completion.retired = True
-                self._ending[group.compute].append((group, completion))
-        if not group.alive and group.request.request_id in self._requests:
+        ending = [completion for completion in group.completions if completion.finished and not completion.retired]
+        for completion in ending:
+            completion.retired = True
+            self._ending[group.compute].append((group, completion))
+        if ending and not group.alive:
             self._running[group.compute].remove(group)
             self._forget(group)
 
     def _forget(self, group: Group) -> None:
-        del self._requests[group.request.request_id]
+        if self._requests.get(group.request.request_id) is group:
+            del self._requests[group.request.request_id]
         for completion in group.completions:
             del self._groups[completion.sequence]

@@ -95,6 +95,7 @@ class MemoryWorker:
             self._forget(error.peer)
             return
         channel = channels[ready]
+        self._channels[channel.peer.name] = self._channels.pop(channel.peer.name)  # to the end: others come first
         deadline = time.monotonic() + PLAN_TIMEOUT_S
         while not channel.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))

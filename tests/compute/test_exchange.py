@@ -93,8 +93,15 @@ steps = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=steps, boundary=st.one_of(st.none(), st.integers(1, 12)), seed=st.integers(0, 9))
-def test_steps_of_any_mix_equal_whole_attention(steps: list[list[int]], boundary: int | None, seed: int) -> None:
+@given(
+    steps=steps,
+    boundary=st.one_of(st.none(), st.integers(1, 12)),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 9),
+)
+def test_steps_of_any_mix_equal_whole_attention(
+    steps: list[list[int]], boundary: int | None, padding: int, seed: int
+) -> None:
     """Two sequences take any numbers of tokens in turn; their KV is on one worker or cut at any token between two."""
     random = np.random.default_rng(seed)
     names = ("memory0", "memory1")
@@ -117,10 +124,10 @@ def test_steps_of_any_mix_equal_whole_attention(steps: list[list[int]], boundary
             plan = StepPlan(number, "compute0", [], [], admitted if number == 0 else [], taken)
             threads = [memory.serve(responders[name], plan) for name, memory in memories.items()]
             total = sum(counts)
-            exchange = StepExchange(plan, segments, requesters, threads=1)
+            exchange = StepExchange(plan, segments, requesters, threads=1, rows=total + padding)
             for layer, spec in enumerate(SPECS if total else []):
                 q, k, v = (
-                    random.standard_normal((total, heads, dim)).astype(np.float32)
+                    random.standard_normal((total + padding, heads, dim)).astype(np.float32)
                     for heads, dim in (
                         (spec.query_heads, spec.qk_dim),
                         (spec.kv_heads, spec.qk_dim),
@@ -129,6 +136,7 @@ def test_steps_of_any_mix_equal_whole_attention(steps: list[list[int]], boundary
                 )
                 logits = sinks if spec.sinks else None
                 got = exchange.attend(spec, *map(torch.from_numpy, (q, k, v)), logits).numpy()
+                assert not got[total:].any()  # padding sees nothing
                 row = 0
                 for step in taken:
                     rows = slice(row, row + len(step.tokens))

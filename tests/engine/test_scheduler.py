@@ -163,3 +163,19 @@ def test_requests_spread_over_compute_workers_and_memory_workers() -> None:
                 completion.generated.append(1)
     assert sorted(compute for compute, _ in seen) == ["compute0", "compute0", "compute1", "compute1"]
     assert sorted(memory for _, memory in seen) == ["memory0", "memory0", "memory1", "memory1"]
+
+
+def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs() -> None:
+    under_test = scheduler({"memory0": 20})
+    under_test.add(request("same", 2, max_tokens=4))
+    under_test.plan("compute0")
+    under_test.abort("same")
+    under_test.add(request("same", 3, max_tokens=1))
+    assert under_test.complete("compute0") == {}
+    plan = under_test.plan("compute0")
+    assert plan is not None and len(plan.released) == 1 and len(plan.admitted) == 1
+    ((group, completion),) = under_test.complete("compute0").values()
+    under_test.finish(group, completion)
+    assert under_test.plan("compute0") is not None
+    under_test.complete("compute0")
+    assert under_test.idle and under_test.placement.reserved == {"memory0": 0}
