@@ -12,10 +12,10 @@ run: venv
 		"def fibonacci(n):" "class Stack:" "def read(self, size=-1):" "for key, value in"
 
 test: check
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: venv
 	$(BIN)/ruff check .

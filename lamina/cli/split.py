@@ -31,7 +31,10 @@ class Element(enum.Enum):
 
 
 def split(
-    model: Annotated[Path, typer.Argument(help="A model directory or a config.json; weights are not read.")],
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="A model directory or a config.json; weights are not read. Default: the bundled model."),
+    ] = None,
     format: Annotated[
         Format, typer.Option(help="table, json, or svg: a picture of one period of layers.")
     ] = Format.TABLE,
@@ -42,11 +45,12 @@ def split(
     from rich.console import Console
 
     from lamina.models.config import resolve_dtype
+    from lamina.models.directory import BUNDLED
     from lamina.splitter import load_config
     from lamina.splitter import split as split_model
     from lamina.types import DType
 
-    config = load_config(model)
+    config = load_config(model or BUNDLED)
     wanted: DType | Literal["auto"] = "auto" if dtype is Element.AUTO else DType(dtype.value)
     result = split_model(config, resolve_dtype(config, wanted))
     if format is Format.TABLE and output is None:

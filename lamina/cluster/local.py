@@ -25,7 +25,7 @@ KV_SHARE = 0.4  # of the memory that is free, for all memory workers together
 
 # Between these, OpenMP threads neither starve the other workers on their cores nor lose GEMM speed; above 10000 a
 # pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
-OPENMP_SPIN_COUNT = "2000"
+OPENMP_SPIN_COUNT = "5000"
 
 MODULES = {"compute": "lamina.compute.worker", "memory": "lamina.memory.worker"}
 

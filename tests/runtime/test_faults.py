@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
@@ -123,3 +124,31 @@ def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path
     with pytest.raises((ModelError, WorkerError), match=r"model\.safetensors"):
         launch(config(tmp_path))
     assert not worker_processes()
+
+
+def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
+    model = make_checkpoint(CONFIGS["llama"], tmp_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[50] = float("nan")
+    model.save_pretrained(tmp_path)
+    engine = launch(config(tmp_path))
+    finals: dict[str, RequestOutput] = {}
+    ended = threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        if output.finished:
+            finals[output.request_id] = output
+            if len(finals) == 3:
+                ended.set()
+
+    for name, prompt in {"good": [5, 6], "broken": [5, 50], "other": [7, 8, 9]}.items():
+        engine.submit(name, prompt, SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0, n=2), on_output)
+    assert ended.wait(60)
+    assert [finals[name].outputs[0].finish_reason for name in ("good", "broken", "other")] == [
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+    ]
+    assert "NaN" in (finals["broken"].error or "")
+    wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), 10, "slots stayed in use")
+    engine.close()
