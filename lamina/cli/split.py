@@ -71,30 +71,35 @@ def render_table(model: "SplitModel") -> "RenderableType":
     from lamina.splitter.draw import size
 
     total = describe.total_traffic(model)
+    caption = [
+        f"One token, all layers: {size(total.q + total.kv)} to memory workers ({size(total.kv)} of them stay as KV), "
+        f"{size(total.out)} back, {size(total.context)} between slices."
+    ]
     table = Table(
         title=f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
         f"{len(model.slices)} slices",
-        caption=f"One token, all layers: {size(total.q + total.kv)} to memory workers ({size(total.kv)} of them stay "
-        f"as KV), {size(total.out)} back, {size(total.context)} between slices.",
         caption_justify="left",
     )
-    for heading in ("slices", "weights", "linears: q/all", "then attention", "q", "k, v", "out", "context", "which is"):
-        table.add_column(heading, justify="left" if heading in ("slices", "then attention", "which is") else "right")
+    for heading in ("slices", "weights", "linears", "heads", "q", "k, v", "out", "context"):
+        table.add_column(heading, justify="left" if heading in ("slices", "heads") else "right")
     for kind in describe.kinds(model):
+        slices = describe.ranges(kind.indices)
         weights = size(describe.weight_bytes(model, kind.slice))
         needed, linears = kind.slice.linears_before_q
         if kind.attention is None or kind.cut is None:
-            table.add_row(describe.ranges(kind.indices), weights, f"-/{linears}", "none: logits")
+            table.add_row(slices, weights, str(linears), "logits")
             continue
         cost = describe.traffic(model, kind.slice.index)
         table.add_row(
-            describe.ranges(kind.indices),
+            slices,
             weights,
-            f"{needed}/{linears}",
-            describe.attention_summary(kind.attention),
+            f"{linears} (q: {needed})",
+            describe.attention_summary(kind.attention).replace(" heads", "").replace(", ", "\n"),
             *(size(nbytes) for nbytes in (cost.q, cost.kv, cost.out, cost.context)),
-            "\n".join(f"{crossing.name} {list(crossing.shape)}" for crossing in kind.cut.context),
         )
+        caption.append(f"Context after slice {kind.slice.index}:")
+        caption += [f"  {crossing.name} {list(crossing.shape)}" for crossing in kind.cut.context]
+    table.caption = "\n".join(caption)
     return table
 
 
