@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lamina.errors import (
+        CapacityError,
         ConfigError,
         DeadlineError,
         EngineDeadError,
         LaminaError,
+        LogitsError,
         ModelError,
+        OverloadedError,
         PeerLostError,
         RequestError,
         TransportError,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CapacityError",
     "CompletionOutput",
     "ConfigError",
     "DeadlineError",
@@ -30,8 +34,10 @@ __all__ = [
     "FinishReason",
     "Lamina",
     "LaminaError",
+    "LogitsError",
     "Logprob",
     "ModelError",
+    "OverloadedError",
     "PeerLostError",
     "RequestError",
     "RequestOutput",

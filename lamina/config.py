@@ -16,11 +16,11 @@ class EngineConfig:
         model: a Hugging Face model directory; None is the bundled model.
         compute, memory: pools as typed, ``kind:count`` joined by commas.
         dtype: of weights and activations; "auto" takes the checkpoint's.
-        kv_cache_memory_bytes: KV bytes per memory worker; None lets ``resolve`` take a share of free memory.
-        max_model_len: tokens of prompt plus completion of one request; None takes the model's own limit.
+        kv_cache_memory_bytes: KV bytes per memory worker; None: a share of what is free once the weights are loaded.
+        max_model_len: tokens of prompt plus completion of one request; None: what the model and one memory worker hold.
         max_num_seqs: sequences decoding at once on one compute worker.
         max_num_batched_tokens: token rows of one step (decode rows plus prompt-chunk rows).
-        threads: CPU threads per worker; None divides the cores this process may use among the workers.
+        threads: CPU threads per worker; None: the workers of each pool share all cores this process may use.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights of the right shapes.
         seed: of dummy weights and of requests that give none.
     """

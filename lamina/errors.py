@@ -79,8 +79,8 @@ class LogitsError(LaminaError):
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(
-            f"logits are NaN or infinite in rows {rows}; check the checkpoint, or run it in bfloat16 or "
-            "float32 if it overflows float16"
+            f"logits are NaN or infinite in rows {rows}: the checkpoint is broken, float16 overflows (run it in "
+            "bfloat16 or float32), or min_tokens and stop_token_ids rule out every token"
         )
         self.rows = rows
 

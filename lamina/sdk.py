@@ -171,7 +171,7 @@ class Lamina:
         return self.engine.tokenizer
 
     def close(self) -> None:
-        """Stop all workers; unfinished requests end as aborted. Idempotent."""
+        """Stop all workers; unfinished requests end with an error. Idempotent."""
         self._close()
 
     def __enter__(self) -> Self:

@@ -107,8 +107,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", [self.stop])
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", stop or [])  # None, as vLLM allows it, is none
+        object.__setattr__(self, "stop_token_ids", self.stop_token_ids or [])
         self._require("n", self.n, 1, 128, integer=True)
         self._require("temperature", self.temperature, 0.0, 100.0)
         self._require("top_p", self.top_p, 0.0, 1.0)

@@ -127,6 +127,10 @@ class Requester:
         self._await_reply(n, timeout_s)
         return self._replies[n % self._layout.slots]
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the peer has taken in every message sent. Raises DeadlineError, PeerLostError."""
+        self._await_reply(self._sent, timeout_s)
+
     def _await_reply(self, n: int, timeout_s: float) -> None:
         if n <= self._replied:
             return

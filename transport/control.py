@@ -4,6 +4,7 @@ The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender
 """
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +112,7 @@ class ControlServer:
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
         """All messages that are there, waiting at most ``timeout_s`` for the first or for ``wake``."""
-        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        ready = dict(self._poller.poll(_milliseconds(timeout_s)))
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
         while True:
@@ -160,7 +161,7 @@ class ControlClient:
 
     def receive(self, timeout_s: float) -> ToWorker:
         """The engine's next message. Raises DeadlineError after ``timeout_s``."""
-        if not self._socket.poll(int(timeout_s * 1000)):
+        if not self._socket.poll(_milliseconds(timeout_s)):
             raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
         return self._decode(self._socket.recv())
 
@@ -179,6 +180,10 @@ class ControlClient:
         """Flush what was sent (at most 2 s) and close."""
         self._socket.close()
         self._context.term()
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return max(0, math.ceil(timeout_s * 1000))  # ZeroMQ waits for ever on a negative number
 
 
 def expect(control: ControlClient, kind: type[MessageT], timeout_s: float = SETUP_TIMEOUT_S) -> MessageT:

@@ -25,6 +25,10 @@ class Worker(Protocol):
         """Set up, then serve until the engine says stop."""
         ...
 
+    def close(self) -> None:
+        """Leave the data plane; peers notice."""
+        ...
+
 
 def run_worker(make: Callable[[ControlClient], Worker]) -> None:
     """Body of a worker process: read the bootstrap from standard input, serve, and report a failure to the engine.
@@ -36,13 +40,15 @@ def run_worker(make: Callable[[ControlClient], Worker]) -> None:
     bootstrap = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
     exit_with(bootstrap.parent_pid)
     control = ControlClient(bootstrap)
+    worker = make(control)
     try:
         control.send(Hello())
-        make(control).run()
+        worker.run()
     except Exception as error:
         control.send(Failed(type(error).__name__, str(error), isinstance(error, UserError), traceback.format_exc()))
         raise SystemExit(1) from error
     finally:
+        worker.close()  # after Failed is on its way: a peer's complaint must not come first
         control.close()
 
 

@@ -24,13 +24,25 @@ def chat(
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
+    dtype: options.DTypeName = "auto",
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory_bytes: options.KvBytes = None,
+    threads: options.Threads = None,
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input ends it."""
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 
-    with Lamina(model, compute=compute, memory=memory) as lamina:
+    with Lamina(
+        model,
+        compute=compute,
+        memory=memory,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        threads=threads,
+    ) as lamina:
         if sys.stdin.isatty():
             output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]", soft_wrap=True)
             if model is None:

@@ -24,6 +24,10 @@ def generate(
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     load_format: options.Weights = "auto",
+    dtype: options.DTypeName = "auto",
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory_bytes: options.KvBytes = None,
+    threads: options.Threads = None,
 ) -> None:
     """Continue one or several texts."""
     texts = prompts or [_standard_input()]
@@ -33,7 +37,16 @@ def generate(
     from lamina.sdk import Lamina
 
     start = time.perf_counter()
-    with Lamina(model, compute=compute, memory=memory, load_format=load_format) as lamina:
+    with Lamina(
+        model,
+        compute=compute,
+        memory=memory,
+        load_format=load_format,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        threads=threads,
+    ) as lamina:
         loaded = time.perf_counter()
         outputs = lamina.generate(texts, params)
         ended = time.perf_counter()
@@ -94,7 +107,8 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
             low, high = segment.heads
             stop = start if stop is None else stop
             nbytes = (stop - start) * per_token * (high - low) / heads
-            row = (str(number), segment.worker, f"{low} to {high - 1}", f"{start} to {stop - 1}", _size(nbytes))
+            tokens = f"{start} to {stop - 1}" if start < stop else "none"
+            row = (str(number), segment.worker, f"{low} to {high - 1}", tokens, _size(nbytes))
             table.add_row(*row)
     output().print(table)
 

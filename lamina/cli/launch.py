@@ -19,13 +19,29 @@ def launch(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
     load_format: options.Weights = "auto",
+    dtype: options.DTypeName = "auto",
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory_bytes: options.KvBytes = None,
+    threads: options.Threads = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does. Ctrl-C or SIGTERM ends it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the way a server is meant to end
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
-    with bind(host, port) as listener, Lamina(model, compute=compute, memory=memory, load_format=load_format) as lamina:
+    with (
+        bind(host, port) as listener,
+        Lamina(
+            model,
+            compute=compute,
+            memory=memory,
+            load_format=load_format,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            threads=threads,
+        ) as lamina,
+    ):
         serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
 
 

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,20 @@ Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable.")]
 Weights = Annotated[
     LoadFormat, typer.Option("--load-format", help="dummy: random weights of the right shapes, for benchmarks.")
 ]
+DTypeName = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option("--dtype", help="Of weights, activations and KV; auto takes the checkpoint's."),
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Tokens of prompt and answer together. Default: what the model and the pool allow.")
+]
+KvBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-memory-bytes", help="KV bytes per memory worker. Default: half of what is free beside the weights."
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. Default: each pool shares all cores.")]
 
 
 def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:

@@ -1,33 +1,31 @@
 """Local launcher: workers are processes of this machine."""
 
+import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 
 import msgspec
-import psutil
 
-from lamina.cluster import pool
-from lamina.cluster.devices import find_devices
+from lamina.cluster import pool, sizing
+from lamina.cluster.devices import find_devices, free_memory
 from lamina.config import EngineConfig
-from lamina.engine.bringup import ClusterPlan, bring_up
+from lamina.engine.bringup import bring_up
 from lamina.engine.engine import Engine
-from lamina.engine.scheduler import Limits
-from lamina.errors import ConfigError
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import Bootstrap, ControlServer
-from lamina.transport.messages import ComputeSetup, LoadProgress
+from lamina.transport.messages import LoadProgress
 
 STOP_TIMEOUT_S = 5.0
-KV_SHARE = 0.4  # of the memory that is free, for all memory workers together
 
 # Between these, OpenMP threads neither starve the other workers on their cores nor lose GEMM speed; above 10000 a
 # pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
 OPENMP_SPIN_COUNT = "5000"
 
-MODULES = {"compute": "lamina.compute.worker", "memory": "lamina.memory.worker"}
+COMPUTE, MEMORY = "lamina.compute.worker", "lamina.memory.worker"
 
 
 class LocalWorkers:
@@ -38,14 +36,14 @@ class LocalWorkers:
         self._closing = False
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap) -> None:
-        """Start one worker; its keys go through a pipe, not the command line."""
+        """Start one worker; its keys go through a pipe, not the command line. -P: no modules from the user's folder."""
         environment = os.environ | {
             "GOMP_SPINCOUNT": OPENMP_SPIN_COUNT,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
         )
         assert process.stdin is not None
         with process.stdin as stdin:
@@ -73,12 +71,14 @@ class LocalWorkers:
     def close(self) -> None:
         """Give workers ``STOP_TIMEOUT_S`` to end by themselves, then kill them. Idempotent."""
         self._closing = True
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes.values():
             try:
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(STOP_TIMEOUT_S)
+        for process in self._processes.values():
+            process.wait(STOP_TIMEOUT_S)
 
 
 def _describe(code: int) -> str:
@@ -92,74 +92,29 @@ def launch(config: EngineConfig, on_progress: Callable[[LoadProgress], None] | N
         ConfigError, ModelError: what the user can mend, before anything is started where possible.
         WorkerError, DeadlineError: a worker could not start; nothing is left running.
     """
+    sizing.check(config)
     model = directory.find(config.model, weights=config.load_format != "dummy")
+    limits = sizing.limits(config, model)
     computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
-    limits = _limits(config, model)
     tokenizer = Tokenizer(model)
-    plan = _plan(config, str(model.path), computes, memories, limits, sorted(tokenizer.eos_token_ids))
+    plan = sizing.cluster_plan(config, model, [*tokenizer.eos_token_ids], computes, memories, free_memory)
     control = ControlServer([*computes, *memories])
     workers = LocalWorkers()
     try:
-        for name in (*computes, *memories):
-            workers.spawn(name, MODULES[name.rstrip("0123456789")], control.bootstraps[name])
+        for names, module in ((computes, COMPUTE), (memories, MEMORY)):
+            for name in names:
+                workers.spawn(name, module, control.bootstraps[name])
         cluster = bring_up(control, workers, plan, on_progress or (lambda progress: None))
     except BaseException:
         control.close()
         workers.kill()
         raise
-    return Engine(config, model.name, tokenizer, limits, control, workers, cluster)
+    if config.max_model_len is None:  # a request longer than a memory worker's slab could never be admitted
+        limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, max(cluster.capacities.values())))
+    return Engine(config, model, tokenizer, limits, control, workers, cluster)
 
 
 def _names(text: str, role: pool.Role) -> tuple[str, ...]:
     entries = pool.parse(text)
     pool.check_available(role, entries, find_devices())
     return tuple(f"{role}{index}" for index in range(sum(entry.count for entry in entries)))
-
-
-def _limits(config: EngineConfig, model: directory.ModelDirectory) -> Limits:
-    longest = model.max_model_len
-    wanted = config.max_model_len or longest
-    if wanted is None:
-        raise ConfigError(f"the config of {model.name} does not tell its context length; give max_model_len")
-    if longest is not None and wanted > longest:
-        raise ConfigError(f"max_model_len is {wanted}; {model.name} was made for at most {longest} tokens")
-    if wanted < 2:
-        raise ConfigError(f"max_model_len is {wanted}; give at least 2, one prompt token and one drawn")
-    if config.max_num_seqs < 1 or config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}; "
-            f"every sequence needs one token row of a step, so give 1 <= max_num_seqs <= max_num_batched_tokens"
-        )
-    return Limits(config.max_num_seqs, config.max_num_batched_tokens, wanted)
-
-
-def _plan(
-    config: EngineConfig,
-    model: str,
-    computes: Sequence[str],
-    memories: Sequence[str],
-    limits: Limits,
-    eos_token_ids: list[int],
-) -> ClusterPlan:
-    cores = len(os.sched_getaffinity(0))
-    free = psutil.virtual_memory().available
-    kv_bytes = config.kv_cache_memory_bytes
-    if kv_bytes is None:
-        kv_bytes = int(free * KV_SHARE) // len(memories)
-    elif not 0 < kv_bytes * len(memories) < free:
-        raise ConfigError(
-            f"kv_cache_memory_bytes is {kv_bytes} for each of {len(memories)} memory workers; "
-            f"this machine has {free} bytes free. Give less, or leave it out"
-        )
-    dtype = None if config.dtype == "auto" else config.dtype
-    # Slices and attention of one batch take turns, so each pool may use all cores.
-    compute_threads, memory_threads = (config.threads or max(1, cores // len(names)) for names in (computes, memories))
-    return ClusterPlan(
-        computes=tuple(computes),
-        memories=tuple(memories),
-        compute_setup=ComputeSetup(model, dtype, config.load_format, config.seed, compute_threads, eos_token_ids),
-        memory_threads=memory_threads,
-        kv_bytes_per_worker=kv_bytes,
-        most_useful_tokens=limits.max_num_seqs * limits.max_model_len * len(computes),
-        rows=limits.max_num_batched_tokens,
-    )

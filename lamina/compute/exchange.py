@@ -117,6 +117,11 @@ class StepExchange:
         merged = outs[0].copy() if single else merge(list(outs), list(lses), sinks)
         return torch.from_numpy(merged).to(q.dtype)
 
+    def drain(self) -> None:
+        """Wait until memory workers keep all of the step's K and V, so that its slots may be given to others."""
+        for remote in self._remotes:
+            remote.requester.drain(REPLY_TIMEOUT_S)
+
     def _send(self, remote: Remote, q: Array, k: Array, v: Array) -> int:
         queries, appends = remote.rows.queries, remote.rows.appends
         parts = [self._take(q, queries), self._take(k, appends), self._take(v, appends)]
@@ -130,7 +135,7 @@ class StepExchange:
         return partial(self._take(q, local.source.rows), k, v, local.segments, spec, self._threads)
 
     def _buffer(self, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """Partials [P, rows, Hq, Dv], lse [P, rows, Hq]; every layer writes the same places, so -inf stays elsewhere."""
+        """Partials [P, rows, Hq, Dv], lse [P, rows, Hq]; layers write the same places, so -inf stays elsewhere."""
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
             shape = (self._most_parts, self.rows, spec.query_heads)

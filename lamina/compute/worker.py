@@ -69,11 +69,12 @@ class ComputeWorker:
 
     def run(self) -> None:
         """Set up as the engine tells, then run its plans."""
-        try:
-            self._set_up()
-            self._serve()
-        finally:
-            self._endpoint.close()
+        self._set_up()
+        self._serve()
+
+    def close(self) -> None:
+        """Leave the data plane. Idempotent."""
+        self._endpoint.close()
 
     def _set_up(self) -> None:
         self._load(expect(self._control, ComputeSetup))
@@ -136,7 +137,9 @@ class ComputeWorker:
         rows = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
         exchange = StepExchange(plan, self._segments, self._requesters, self._threads, padded(len(ids)))
         logits = self._runner.run(ids, positions, exchange, torch.tensor(rows, dtype=torch.int64))
-        return StepDone(plan.step, []) if logits is None else self._draw(plan, logits)
+        done = StepDone(plan.step, []) if logits is None else self._draw(plan, logits)
+        exchange.drain()
+        return done
 
     def _apply(self, plan: StepPlan) -> None:
         for sequence in plan.released:

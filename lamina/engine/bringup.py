@@ -56,7 +56,7 @@ class ClusterPlan:
     memories: tuple[str, ...]
     compute_setup: ComputeSetup
     memory_threads: int
-    kv_bytes_per_worker: int
+    kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
     most_useful_tokens: int  # more slots than this in one worker could never be used
     rows: int  # most rows of one step
 
@@ -99,11 +99,12 @@ def bring_up(
 
 def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     per_token = sum(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
-    capacity = plan.kv_bytes_per_worker // per_token
-    if capacity < 1:
+    nbytes = plan.kv_bytes_per_worker()
+    capacity = nbytes // per_token
+    if capacity < 2:
         raise ConfigError(
-            f"kv_cache_memory_bytes is {plan.kv_bytes_per_worker}; one token of this model needs {per_token} bytes. "
-            f"Give each memory worker more"
+            f"each memory worker has {nbytes} bytes for KV; one token of this model needs {per_token} and a request at "
+            f"least two. Give more with kv_cache_memory_bytes"
         )
     return min(capacity, plan.most_useful_tokens)
 
@@ -167,11 +168,14 @@ class _Gather:
                 else:
                     self._handle(worker, message)
             missing = [name for name in names if name not in answers]
-            for worker, reason in self._workers.ended().items():
+            if ended := self._workers.ended():
                 self._drain()
-                raise WorkerError(worker, reason)
+                raise WorkerError(*next(iter(ended.items())))
             if time.monotonic() > deadline:
-                raise DeadlineError(f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s")
+                raise DeadlineError(
+                    f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s; "
+                    f"is the machine overloaded, or out of memory? LAMINA_LOG_LEVEL=INFO shows what workers do"
+                )
         return answers
 
     def _drain(self) -> None:

@@ -2,7 +2,7 @@
 
 import collections
 import logging
-import secrets
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +13,8 @@ from lamina.engine.bringup import Cluster, Workers, failure
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import OnOutput, TrackedRequest
-from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError, TransportError
+from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLostError, RequestError, TransportError
+from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import Failed, SlabUsage, Step, StepDone, Stop, ToEngine
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.1
+CLOSE_TIMEOUT_S = 60.0
 MAX_WAITING = 16384
 
 
@@ -52,7 +54,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        model_name: str,
+        model: ModelDirectory,
         tokenizer: Tokenizer,
         limits: Limits,
         control: ControlServer,
@@ -61,8 +63,11 @@ class Engine:
     ) -> None:
         """Take over a cluster that is up; ``close`` ends it."""
         self.config = config
-        self.model_name = model_name
+        self.model_name = model.name
         self.tokenizer = tokenizer
+        # A tokenizer may know tokens that the embedding has no row for.
+        self._vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
+        self._seeds = random.Random(config.seed)  # for requests that bring none
         self.max_model_len = limits.max_model_len
         self.cluster = cluster
         self._control = control
@@ -98,7 +103,7 @@ class Engine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(tokens)
         self._scheduler.check(len(tokens), params)
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_output)
         with self._lock:
             self._require_alive()
@@ -111,10 +116,12 @@ class Engine:
         self._control.wake()
 
     def _check_tokens(self, tokens: list[int]) -> None:
-        vocabulary = self.tokenizer.vocab_size
         for token in tokens:
-            if not 0 <= token < vocabulary:
-                raise RequestError(f"token id {token} is outside the vocabulary of {vocabulary} tokens")
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self._vocab_size} tokens; "
+                    f"use ids that the model's tokenizer gives, 0 to {self._vocab_size - 1}"
+                )
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has. Unknown and finished requests are left alone."""
@@ -136,7 +143,9 @@ class Engine:
         self._die("the engine was closed")
         self._control.wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=30.0)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise EngineDeadError(f"the engine did not end within {CLOSE_TIMEOUT_S:.0f} s; end its process")
 
     def _require_alive(self) -> None:
         if self._dead is not None:
@@ -176,10 +185,8 @@ class Engine:
         self._watch()
 
     def _run_commands(self) -> None:
-        with self._lock:
-            commands, self._commands = self._commands, collections.deque()
-        for command in commands:
-            command()
+        while self._commands:
+            self._commands.popleft()()
 
     def _add(self, tracked: TrackedRequest) -> None:
         tracked.start(self._scheduler.add(tracked.request))
@@ -212,9 +219,15 @@ class Engine:
             capacity = self.cluster.capacities[worker]
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
         elif isinstance(message, Failed):
-            raise failure(worker, message)
+            raise self._root_cause(worker, message)
         else:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+
+    def _root_cause(self, worker: str, message: Failed) -> LaminaError:
+        """Why workers failed: a worker that lost its peer is a consequence, if the peer says something itself."""
+        failures = [(worker, message)]
+        failures += [(name, other) for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)]
+        return failure(*min(failures, key=lambda pair: pair[1].kind == PeerLostError.__name__))
 
     def _complete(self, compute: str, done: StepDone) -> None:
         del self._in_flight[compute]
@@ -253,21 +266,27 @@ class Engine:
         for worker, reason in self._workers.ended().items():
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
-            raise TransportError(f"worker {worker} is gone: {reason}")
+            raise TransportError(
+                f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
+            )
         now = time.monotonic()
         for compute, (plan, deadline) in self._in_flight.items():
             if now > deadline:
-                raise TransportError(f"{compute} did not finish step {plan.step} within {STEP_TIMEOUT_S:.0f} s")
+                raise TransportError(
+                    f"{compute} did not finish step {plan.step} within {STEP_TIMEOUT_S:.0f} s; "
+                    f"lower max_num_batched_tokens if its machine is that slow"
+                )
 
     def _end(self) -> None:
         """Every request still here ends with an error, then the workers end."""
-        reason = f"the engine has stopped: {self._dead}"
-        self._run_commands()
-        for request_id in list(self._tracked):
-            self._end_request(request_id, FinishReason.ERROR, reason)
+        reason = f"the engine has stopped: {self._dead}. Start a new one"
         try:
+            self._run_commands()
+            for request_id in list(self._tracked):
+                self._end_request(request_id, FinishReason.ERROR, reason)
             self._control.send([*self.cluster.computes, *self.cluster.capacities], Stop())
         except TransportError as error:
             log.info("not every worker could be told to stop: %s", error)
-        self._workers.close()
-        self._control.close()
+        finally:
+            self._workers.close()
+            self._control.close()

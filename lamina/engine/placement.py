@@ -15,13 +15,13 @@ class Placement:
         """``capacities``: token slots by memory worker."""
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
+        self.largest = max(capacities.values())
 
     def require_possible(self, tokens: int) -> None:
         """Raises RequestError if no worker could hold ``tokens`` even when empty."""
-        largest = max(self.capacities.values())
-        if tokens > largest:
+        if tokens > self.largest:
             raise RequestError(
-                f"the request may need {tokens} KV tokens; the largest memory worker holds {largest}. "
+                f"the request may need {tokens} KV tokens; the largest memory worker holds {self.largest}. "
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
             )
 

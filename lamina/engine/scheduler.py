@@ -91,7 +91,7 @@ class Scheduler:
         self._ending: dict[str, list[tuple[Group, Completion]]] = {compute: [] for compute in computes}
         self._in_flight: dict[str, StepPlan] = {}
         self._requests: dict[str, Group] = {}
-        self._groups: dict[int, Group] = {}
+        self._owners: dict[int, tuple[Group, Completion]] = {}
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
@@ -132,7 +132,10 @@ class Scheduler:
 
     def _max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         room = self.limits.max_model_len - prompt_length
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        # As many as can be kept at all: the last token drawn is not.
+        return max(1, min(room, (self.placement.largest - prompt_length) // params.n + 1))
 
     def add(self, request: Request) -> Group:
         """Queue a request. Raises RequestError if it can never be served."""
@@ -143,7 +146,7 @@ class Scheduler:
         completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
         group = Group(request, self._max_tokens(length, request.params), completions, heads=(0, self._kv_heads))
         self._requests[request.request_id] = group
-        self._groups.update((completion.sequence, group) for completion in completions)
+        self._owners.update((completion.sequence, (group, completion)) for completion in completions)
         self._waiting.append(group)
         return group
 
@@ -160,7 +163,7 @@ class Scheduler:
         plan = StepPlan(next(self._steps), compute, forks, released, admitted, steps)
         self._in_flight[compute] = plan
         for step in steps:
-            self._groups[step.sequence].in_flight = True
+            self._owners[step.sequence][0].in_flight = True
         return plan
 
     def _forks(self, group: Group) -> list[Fork]:
@@ -241,16 +244,15 @@ class Scheduler:
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
         plan = self._in_flight.pop(compute)
-        drawn = {}
-        groups = [self._groups[step.sequence] for step in plan.sequences]
-        for step, group in zip(plan.sequences, groups, strict=True):
+        groups: dict[int, Group] = {}
+        for step in plan.sequences:
+            group, completion = self._owners[step.sequence]
+            completion.cached = step.stop
             group.in_flight = False
-            for completion in group.completions:
-                if completion.sequence == step.sequence:
-                    completion.cached = step.stop
-                if completion.sequence in step.draws and not completion.finished:
-                    drawn[completion.sequence] = group, completion
-        for group in {id(group): group for group in groups}.values():
+            groups[id(group)] = group
+        owners = ((sequence, self._owners[sequence]) for step in plan.sequences for sequence in step.draws)
+        drawn = {sequence: owner for sequence, owner in owners if not owner[1].finished}
+        for group in groups.values():
             self._retire(group)
         return drawn
 
@@ -288,4 +290,4 @@ class Scheduler:
         if self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
         for completion in group.completions:
-            del self._groups[completion.sequence]
+            del self._owners[completion.sequence]

@@ -70,7 +70,9 @@ class TrackedRequest:
         return dataclasses.replace(entry, text=self._tokenizer.decode([entry.token_id], skip_special_tokens=False))
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Give every completion that has none this finish reason."""
+        """Give every completion that has none this finish reason; nothing changes if there are none."""
+        if self.finished:
+            return
         self._error = error
         for text in self._texts:
             if text.output.finish_reason is None:

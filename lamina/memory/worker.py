@@ -59,12 +59,16 @@ class MemoryWorker:
 
     def run(self) -> None:
         """Set up as the engine tells, then serve."""
-        try:
-            self._set_up()
-            while self._running:
+        self._set_up()
+        while self._running:
+            try:
                 self._serve_once()
-        finally:
-            self._endpoint.close()
+            except PeerLostError as error:
+                self._forget(error.peer)
+
+    def close(self) -> None:
+        """Leave the data plane. Idempotent."""
+        self._endpoint.close()
 
     def _set_up(self) -> None:
         setup = expect(self._control, MemorySetup)
@@ -83,7 +87,7 @@ class MemoryWorker:
 
     def _serve_once(self) -> None:
         channels = list(self._channels.values())
-        if not channels:  # every compute worker is gone; the engine will say what comes next
+        if not channels:  # every compute worker is gone, and the engine ends without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
         try:
@@ -91,15 +95,13 @@ class MemoryWorker:
         except DeadlineError:
             self._read_control()
             return
-        except PeerLostError as error:
-            self._forget(error.peer)
-            return
         channel = channels[ready]
         self._channels[channel.peer.name] = self._channels.pop(channel.peer.name)  # to the end: others come first
         deadline = time.monotonic() + PLAN_TIMEOUT_S
-        while not channel.steps:  # the data overtook its plan
+        while self._running and not channel.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))
-        self._serve_layer(channel)
+        if self._running:
+            self._serve_layer(channel)
 
     def _serve_layer(self, channel: ComputeChannel) -> None:
         """Answer one request: one attention of one step."""
@@ -124,10 +126,15 @@ class MemoryWorker:
         elif isinstance(message, Step):
             tables = self._store.apply(message.plan)
             if not tables.rows.empty:
-                self._channels[message.plan.compute].steps.append(tables)
+                self._announce(message.plan.compute, tables)
             self._control.send(SlabUsage(message.plan.step, self._store.slab.used, self._store.sequences))
         else:
             raise WorkerError(self.name, f"a memory worker that serves cannot take a {type(message).__name__}")
+
+    def _announce(self, compute: str, tables: StepTables) -> None:
+        channel = self._channels.get(compute)
+        if channel is not None:  # else it is gone, and nobody waits for this step
+            channel.steps.append(tables)
 
     def _forget(self, compute: str) -> None:
         """A compute worker is gone: its steps end here; the engine decides what becomes of their requests."""
