@@ -1,4 +1,4 @@
-"""Native attention and transport of Lamina: types of the compiled module."""
+"""Native attention, elementwise kernels and transport of Lamina: types of the compiled module."""
 
 import enum
 from collections.abc import Sequence
@@ -45,6 +45,64 @@ def attention_merge(
     lse: NDArray[Any] | None,
 ) -> None: ...
 def read_memory(memory: NDArray[Any], threads: int) -> int: ...
+
+# -- elementwise: see native/include/lamina/elementwise.h; x, weight, out and the like are addresses, strides in elements
+
+class ElementType(enum.Enum):
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+
+class Activation(enum.Enum):
+    SILU = 0
+    GELU_TANH = 1
+
+def rms_norm(
+    type: ElementType,
+    x: int,
+    residual: int,
+    weight: int,
+    sum: int,
+    out: int,
+    rows: int,
+    width: int,
+    epsilon: float,
+    offset: float,
+    round_before_weight: bool,
+    threads: int,
+    path: AttentionPath,
+    /,
+) -> None: ...
+def rotate(
+    type: ElementType,
+    x: int,
+    row_stride: int,
+    head_stride: int,
+    cosines: int,
+    sines: int,
+    out: int,
+    rows: int,
+    heads: int,
+    dim: int,
+    rotary_dim: int,
+    threads: int,
+    path: AttentionPath,
+    /,
+) -> None: ...
+def gate(
+    type: ElementType,
+    activation: Activation,
+    gate: int,
+    gate_stride: int,
+    up: int,
+    up_stride: int,
+    out: int,
+    rows: int,
+    width: int,
+    threads: int,
+    path: AttentionPath,
+    /,
+) -> None: ...
 
 # -- transport: shared-memory arenas and the wait on their doorbells
 

@@ -144,7 +144,9 @@ def _unpack(graph: fx.Graph, original: fx.Node, node: fx.Node) -> fx.Node:
     """What ``_pack`` was given, from what it gave."""
     layout = row_layout(original)
     assert layout is not None
-    return graph.call_function(torch.ops.aten.reshape.default, (node, [*[1] * layout.ones, -1, *layout.shape]))
+    unpacked = graph.call_function(torch.ops.aten.reshape.default, (node, [*[1] * layout.ones, -1, *layout.shape]))
+    unpacked.meta = dict(original.meta)
+    return unpacked
 
 
 def _linears(graph: fx.Graph) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 
 void register_attention(nanobind::module_ &module);
+void register_elementwise(nanobind::module_ &module);
 void register_transport(nanobind::module_ &module);
 
 NB_MODULE(_native, module) {
-    module.doc() = "Native attention and transport of Lamina.";
+    module.doc() = "Native attention, elementwise kernels and transport of Lamina.";
     register_attention(module);
+    register_elementwise(module);
     register_transport(module);
 }

@@ -1,0 +1,81 @@
+// lamina._native: rms_norm, rotate, gate. They take addresses and sizes as integers, because checking arrays
+// would cost more than the work on few rows: lamina.splitter.elementwise, their one caller, answers for them.
+#include "lamina/elementwise.h"
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+using namespace lamina::elementwise;
+
+namespace {
+
+template <class T> T *pointer(uintptr_t address) {
+    return reinterpret_cast<T *>(address);
+}
+
+void rms_norm_binding(ElementType type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t sum,
+                      uintptr_t out, int64_t rows, int64_t width, float epsilon, float offset,
+                      bool round_before_weight, int threads, Path path) {
+    const RmsNorm task{type,
+                       pointer<const void>(x),
+                       pointer<const void>(residual),
+                       pointer<const void>(weight),
+                       pointer<void>(sum),
+                       pointer<void>(out),
+                       rows,
+                       width,
+                       epsilon,
+                       offset,
+                       round_before_weight};
+    nb::gil_scoped_release release;
+    rms_norm(task, threads, path);
+}
+
+void rotate_binding(ElementType type, uintptr_t x, int64_t row_stride, int64_t head_stride, uintptr_t cosines,
+                    uintptr_t sines, uintptr_t out, int64_t rows, int64_t heads, int64_t dim,
+                    int64_t rotary_dim, int threads, Path path) {
+    const Rotation task{type,
+                        pointer<const void>(x),
+                        row_stride,
+                        head_stride,
+                        pointer<const void>(cosines),
+                        pointer<const void>(sines),
+                        pointer<void>(out),
+                        rows,
+                        heads,
+                        dim,
+                        rotary_dim};
+    nb::gil_scoped_release release;
+    rotate(task, threads, path);
+}
+
+void gate_binding(ElementType type, Activation activation, uintptr_t gate_address, int64_t gate_stride,
+                  uintptr_t up, int64_t up_stride, uintptr_t out, int64_t rows, int64_t width, int threads,
+                  Path path) {
+    const Gate task{type,
+                    activation,
+                    pointer<const void>(gate_address),
+                    pointer<const void>(up),
+                    gate_stride,
+                    up_stride,
+                    pointer<void>(out),
+                    rows,
+                    width};
+    nb::gil_scoped_release release;
+    gate(task, threads, path);
+}
+
+} // namespace
+
+void register_elementwise(nb::module_ &module) {
+    nb::enum_<ElementType>(module, "ElementType")
+        .value("FLOAT32", ElementType::Float32)
+        .value("FLOAT16", ElementType::Float16)
+        .value("BFLOAT16", ElementType::BFloat16);
+    nb::enum_<Activation>(module, "Activation")
+        .value("SILU", Activation::Silu)
+        .value("GELU_TANH", Activation::GeluTanh);
+    module.def("rms_norm", &rms_norm_binding);
+    module.def("rotate", &rotate_binding);
+    module.def("gate", &gate_binding);
+}

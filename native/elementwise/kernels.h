@@ -1,0 +1,228 @@
+// Kernels over a range of rows, for one vector width. Included by one source file per instruction set.
+#pragma once
+
+#include "../attention/vector_math.h"
+#include "lamina/elementwise.h"
+
+#include <cmath>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace lamina::elementwise {
+
+// One instruction set's kernels for one element type, over rows [begin, end).
+struct Kernels {
+    void (*rms_norm)(const RmsNorm &task, int64_t begin, int64_t end);
+    void (*rotate)(const Rotation &task, int64_t begin, int64_t end);
+    void (*gate)(const Gate &task, int64_t begin, int64_t end);
+};
+
+Kernels portable_kernels(ElementType type);
+Kernels avx2_kernels(ElementType type);
+Kernels avx512_kernels(ElementType type);
+
+namespace {
+
+using namespace attention;
+
+template <int W> struct Float32 {
+    using Stored = float;
+    static Floats<W> widen(const Stored *source) { return load<Floats<W>>(source); }
+    static void narrow(Stored *target, Floats<W> value) { store(target, value); }
+};
+
+template <int W> struct BFloat16 {
+    using Stored = uint16_t;
+    using Halves = typename Vectors<W>::Halves;
+    typedef uint32_t Words __attribute__((vector_size(W * 4)));
+
+    static Floats<W> widen(const Stored *source) {
+        return reinterpret_cast<Floats<W>>(__builtin_convertvector(load<Halves>(source), Words) << 16);
+    }
+    static void narrow(Stored *target, Floats<W> value) {
+        const Words bits = reinterpret_cast<Words>(value);
+        const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const Words nan = bits >> 16 | 0x40; // keep NaN a NaN
+        store(target, __builtin_convertvector(value == value ? rounded : nan, Halves));
+    }
+};
+
+template <int W> struct Float16 {
+    using Stored = _Float16;
+    static Floats<W> widen(const Stored *source) {
+#ifdef __AVX512F__
+        if constexpr (W == 16)
+            return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(source));
+#endif
+#ifdef __F16C__
+        if constexpr (W == 8)
+            return _mm256_cvtph_ps(load<__m128i>(source));
+#endif
+        Floats<W> value;
+        for (int i = 0; i < W; ++i)
+            value[i] = static_cast<float>(source[i]);
+        return value;
+    }
+    static void narrow(Stored *target, Floats<W> value) {
+#ifdef __AVX512F__
+        if constexpr (W == 16)
+            return store(target, _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT));
+#endif
+#ifdef __F16C__
+        if constexpr (W == 8)
+            return store(target, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#endif
+        for (int i = 0; i < W; ++i)
+            target[i] = static_cast<_Float16>(value[i]);
+    }
+};
+
+// Reads, writes and rounds W elements, or the first `count` of them.
+template <int W, template <int> class Element> struct Access {
+    using Stored = typename Element<W>::Stored;
+    using F = Floats<W>;
+
+    [[gnu::always_inline]] static F read(const Stored *source, int64_t count) {
+        if (count == W)
+            return Element<W>::widen(source);
+        Stored some[W] = {};
+        std::memcpy(some, source, count * sizeof(Stored));
+        return Element<W>::widen(some);
+    }
+    [[gnu::always_inline]] static void write(Stored *target, F value, int64_t count) {
+        if (count == W)
+            return Element<W>::narrow(target, value);
+        Stored some[W];
+        Element<W>::narrow(some, value);
+        std::memcpy(target, some, count * sizeof(Stored));
+    }
+    [[gnu::always_inline]] static F round(F value) {
+        if constexpr (sizeof(Stored) == 4)
+            return value;
+        Stored some[W];
+        Element<W>::narrow(some, value);
+        return Element<W>::widen(some);
+    }
+};
+
+// Calls body(place, W) along `size` elements, and body(place, rest) for what is left.
+template <int W, class Body> [[gnu::always_inline]] inline void for_vectors(int64_t size, Body body) {
+    int64_t place = 0;
+    for (; place + W <= size; place += W)
+        body(place, std::integral_constant<int64_t, W>{});
+    if (place < size)
+        body(place, size - place);
+}
+
+template <int W, template <int> class Element>
+void norm_rows(const RmsNorm &task, int64_t begin, int64_t end) {
+    using A = Access<W, Element>;
+    using Stored = typename A::Stored;
+    const auto *weight = static_cast<const Stored *>(task.weight);
+    for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = row * task.width;
+        const Stored *x = static_cast<const Stored *>(task.x) + at;
+        Stored *out = static_cast<Stored *>(task.out) + at;
+        Floats<W> squares{};
+        if (task.residual) {
+            const Stored *residual = static_cast<const Stored *>(task.residual) + at;
+            Stored *sum = static_cast<Stored *>(task.sum) + at;
+            for_vectors<W>(task.width, [&](int64_t i, auto count) {
+                const Floats<W> value = A::round(A::read(x + i, count) + A::read(residual + i, count));
+                A::write(sum + i, value, count);
+                squares += value * value;
+            });
+            x = sum;
+        } else {
+            for_vectors<W>(task.width, [&](int64_t i, auto count) {
+                const Floats<W> value = A::read(x + i, count);
+                squares += value * value;
+            });
+        }
+        const float mean = horizontal_sum<W>(squares) / static_cast<float>(task.width);
+        const float scale = 1.0f / std::sqrt(mean + task.epsilon);
+        for_vectors<W>(task.width, [&](int64_t i, auto count) {
+            Floats<W> value = A::read(x + i, count) * scale;
+            if (task.round_before_weight)
+                value = A::round(value);
+            A::write(out + i, value * (A::read(weight + i, count) + task.offset), count);
+        });
+    }
+}
+
+template <int W, template <int> class Element>
+void rotate_rows(const Rotation &task, int64_t begin, int64_t end) {
+    using A = Access<W, Element>;
+    using Stored = typename A::Stored;
+    const int64_t half = task.rotary_dim / 2;
+    for (int64_t row = begin; row < end; ++row) {
+        const Stored *cosines = static_cast<const Stored *>(task.cosines) + row * task.rotary_dim;
+        const Stored *sines = static_cast<const Stored *>(task.sines) + row * task.rotary_dim;
+        for (int64_t head = 0; head < task.heads; ++head) {
+            const Stored *x =
+                static_cast<const Stored *>(task.x) + row * task.row_stride + head * task.head_stride;
+            Stored *out = static_cast<Stored *>(task.out) + (row * task.heads + head) * task.dim;
+            for_vectors<W>(half, [&](int64_t i, auto count) {
+                const int64_t j = i + half;
+                const Floats<W> a = A::read(x + i, count), b = A::read(x + j, count);
+                const Floats<W> low =
+                    A::round(a * A::read(cosines + i, count)) - A::round(b * A::read(sines + i, count));
+                const Floats<W> high =
+                    A::round(b * A::read(cosines + j, count)) + A::round(a * A::read(sines + j, count));
+                A::write(out + i, low, count);
+                A::write(out + j, high, count);
+            });
+            std::memcpy(out + task.rotary_dim, x + task.rotary_dim,
+                        (task.dim - task.rotary_dim) * sizeof(Stored));
+        }
+    }
+}
+
+template <int W> [[gnu::always_inline]] inline Floats<W> silu(Floats<W> x) {
+    return x / (1.0f + exponential<W>(minimum(-x, broadcast<W>(88.0f))));
+}
+
+template <int W> [[gnu::always_inline]] inline Floats<W> gelu_tanh(Floats<W> x) {
+    return 0.5f * x * (1.0f + hyperbolic_tangent<W>(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+template <int W, template <int> class Element> void gate_rows(const Gate &task, int64_t begin, int64_t end) {
+    using A = Access<W, Element>;
+    using Stored = typename A::Stored;
+    const auto each_row = [&](auto activate) {
+        for (int64_t row = begin; row < end; ++row) {
+            const Stored *gate = static_cast<const Stored *>(task.gate) + row * task.gate_stride;
+            const Stored *up = static_cast<const Stored *>(task.up) + row * task.up_stride;
+            Stored *out = static_cast<Stored *>(task.out) + row * task.width;
+            for_vectors<W>(task.width, [&](int64_t i, auto count) {
+                const Floats<W> activated = A::round(activate(A::read(gate + i, count)));
+                A::write(out + i, activated * A::read(up + i, count), count);
+            });
+        }
+    };
+    if (task.activation == Activation::Silu)
+        each_row([](Floats<W> x) { return silu<W>(x); });
+    else
+        each_row([](Floats<W> x) { return gelu_tanh<W>(x); });
+}
+
+template <int W, template <int> class Element> Kernels kernels_of() {
+    return {norm_rows<W, Element>, rotate_rows<W, Element>, gate_rows<W, Element>};
+}
+
+template <int W> Kernels kernels(ElementType type) {
+    switch (type) {
+    case ElementType::Float32:
+        return kernels_of<W, Float32>();
+    case ElementType::Float16:
+        return kernels_of<W, Float16>();
+    case ElementType::BFloat16:
+        return kernels_of<W, BFloat16>();
+    }
+    __builtin_unreachable();
+}
+
+} // namespace
+} // namespace lamina::elementwise
