@@ -179,3 +179,11 @@ def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs()
     assert under_test.plan("compute0") is not None
     under_test.complete("compute0")
     assert under_test.idle and under_test.placement.reserved == {"memory0": 0}
+
+
+def test_without_max_tokens_a_request_gets_what_a_memory_worker_holds() -> None:
+    under_test = scheduler({"memory0": 20, "memory1": 12})
+    group = under_test.add(Request("r", None, [1] * 10, SamplingParams(max_tokens=None, n=2)))
+    assert (group.max_tokens, group.tokens) == (6, 20)
+    alone = under_test.add(Request("s", None, [1] * 10, SamplingParams(max_tokens=None)))
+    assert (alone.max_tokens, alone.tokens) == (11, 20)

@@ -1,5 +1,7 @@
 """Workers and engines that die: callers hear of it, and no process or shared memory is left."""
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import torch
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
-from lamina.errors import EngineDeadError, ModelError, WorkerError
+from lamina.errors import EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, make_checkpoint
 
@@ -151,4 +153,22 @@ def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
     ]
     assert "NaN" in (finals["broken"].error or "")
     wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), 10, "slots stayed in use")
+    engine.close()
+
+
+def test_tokens_the_model_has_no_row_for_are_refused_and_modules_of_the_users_folder_are_not_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('a stray file was imported')")
+    monkeypatch.chdir(tmp_path)
+    settings = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 100}
+    smaller = tmp_path / "model"
+    smaller.mkdir()
+    for file in checkpoint.iterdir():
+        (smaller / file.name).write_bytes(file.read_bytes())
+    (smaller / "config.json").write_text(json.dumps(settings))  # the tokenizer still knows 160
+    engine = launch(dataclasses.replace(config(smaller), load_format="dummy"))
+    with pytest.raises(RequestError, match="token id 100 is outside the vocabulary of 100 tokens"):
+        engine.submit("r", [5, 100], LONG, lambda output: None)
+    assert engine.stats().dead is None
     engine.close()

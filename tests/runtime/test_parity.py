@@ -17,8 +17,11 @@ from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoi
 TOKENS = 10
 
 
-def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+def run_all(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[RequestOutput]:
     """Submit all prompts at once and wait for their final outputs."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
     finals: dict[str, RequestOutput] = {}
     all_done = threading.Event()
 
@@ -29,7 +32,7 @@ def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
                 all_done.set()
 
     for index, prompt in enumerate(prompts):
-        engine.submit(str(index), prompt, params, on_output)
+        engine.submit(str(index), prompt, each[index], on_output)
     assert all_done.wait(120), f"{len(finals)} of {len(prompts)} requests ended; engine: {engine.stats()}"
     return [finals[str(index)] for index in range(len(prompts))]
 
@@ -57,6 +60,30 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
     assert got == [greedy(reference, prompt, TOKENS) for prompt in prompts]
     assert {segment.worker for output in outputs for segment in output.placement} == {"memory0", "memory1"}
     assert all(memory.sequences <= 4 for memory in stats.memory.values())
+
+
+def test_several_compute_workers_share_slots_without_touching_each_others_tokens(tmp_path: Path) -> None:
+    """Requests that end at once give their slots to others while both replicas run; every token must still be right."""
+    reference = make_checkpoint(CONFIGS["llama"], tmp_path)
+    draw = random.Random(7)
+    config = EngineConfig(
+        model=str(tmp_path),
+        compute="cpu:2",
+        memory="cpu:1",
+        dtype=DType.FLOAT32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=200_000,  # few slots, so that freed ones are used again at once
+    )
+    engine = launch(config)
+    try:
+        prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.choice([2, 9, 30]))] for _ in range(60)]
+        lengths = [draw.choice([1, 1, 8]) for _ in prompts]
+        params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+        outputs = run_all(engine, prompts, params)
+    finally:
+        engine.close()
+    got = [output.outputs[0].token_ids for output in outputs]
+    assert got == [greedy(reference, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])

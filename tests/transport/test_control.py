@@ -59,6 +59,8 @@ def test_waits_end_at_their_deadline_or_when_woken(server: ControlServer) -> Non
     client = ControlClient(server.bootstraps["compute0"])
     with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
         client.receive(0.05)
+    with pytest.raises(DeadlineError):
+        client.receive(-1.0)  # a deadline that has passed, not a wait for ever
     assert client.poll() is None
     server.wake()
     assert list(server.receive(30.0)) == []  # returns at once, or the test's own deadline ends it

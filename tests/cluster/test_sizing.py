@@ -1,0 +1,53 @@
+"""Settings against what a machine and a model allow."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lamina.cluster import sizing
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError
+from lamina.models import directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"threads": 0}, "threads is 0"),
+        ({"threads": -1}, "threads is -1"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "at least 64"),
+        ({"load_format": "Dummy"}, "give auto or dummy"),
+    ],
+)
+def test_settings_that_can_never_be(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sizing.check(EngineConfig(**settings))
+
+
+def test_the_defaults_pass() -> None:
+    sizing.check(EngineConfig())
+
+
+@pytest.mark.parametrize(("wanted", "says"), [(1025, "at most 1024"), (1, "at least 2"), (0, "at least 2")])
+def test_context_lengths_the_bundled_model_cannot_have(wanted: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sizing.limits(EngineConfig(max_model_len=wanted), directory.find(None))
+
+
+def test_a_model_that_states_no_context_length_asks_for_one() -> None:
+    bundled = directory.find(None)
+    silent = {key: value for key, value in bundled.config.items() if key != "max_position_embeddings"}
+    model = dataclasses.replace(bundled, config=silent)
+    with pytest.raises(ConfigError, match="give max_model_len"):
+        sizing.limits(EngineConfig(), model)
+    assert sizing.limits(EngineConfig(max_model_len=77), model).max_model_len == 77
+
+
+def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None:
+    assert sizing.kv_bytes_per_worker(EngineConfig(), 4, 800) == 100
+    assert sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=400), 2, 800) == 400
+    with pytest.raises(ConfigError, match="401 for each of 2 memory workers; 800 bytes are free"):
+        sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=401), 2, 800)
