@@ -152,3 +152,39 @@ def test_steps_of_any_mix_equal_whole_attention(
             for thread in threads:
                 thread.join(TIMEOUT_S)
                 assert not thread.is_alive()
+
+
+def test_a_step_is_drained_only_when_memory_has_taken_in_every_layer() -> None:
+    """A prompt's K and V travel without an answer that anyone reads; its slots must not be freed before they arrive."""
+    plan = StepPlan(
+        1,
+        "compute0",
+        [],
+        [],
+        [Admission(0, 1, [Segment(0, "memory0", (0, 4), (0, None))], SamplingParams(), 0)],
+        [SequenceStep(0, 0, [0] * 5, [])],
+    )
+    with connected(("memory0",)) as (memories, requesters, responders):
+        store, responder = memories["memory0"].store, responders["memory0"]
+        tables = store.apply(plan)
+        exchange = StepExchange(plan, {0: plan.admitted[0].segments}, requesters, threads=1, rows=5)
+        for spec in SPECS:
+            q, k, v = (
+                torch.ones(5, heads, dim)
+                for heads, dim in (
+                    (spec.query_heads, spec.qk_dim),
+                    (spec.kv_heads, spec.qk_dim),
+                    (spec.kv_heads, spec.v_dim),
+                )
+            )
+            exchange.attend(spec, q, k, v, None)
+        drained = threading.Event()
+        waiter = threading.Thread(target=lambda: (exchange.drain(), drained.set()))
+        waiter.start()
+        for layer, spec in enumerate(SPECS):
+            assert not drained.wait(0.05)
+            request = responder.receive(TIMEOUT_S)
+            responder.reply(store.attend(layer, tables, *read_request(request, spec, DType.FLOAT32, 0, 5)))
+        assert drained.wait(TIMEOUT_S)
+        waiter.join(TIMEOUT_S)
+        assert all((layer.k[tables.slots] == 1).all() for layer in store.layers)
