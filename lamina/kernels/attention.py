@@ -102,8 +102,9 @@ def append(k_slab: Array, v_slab: Array, k: Array, v: Array, slots: IntArray, th
     k and v hold float32, rounded to nearest even, or the slab's element type.
 
     Raises:
-        ValueError: a shape, an element type, an order or a slot that does not fit; nothing is written to that slab.
+        ValueError: a shape, an element type, an order or a slot that does not fit; nothing is written.
     """
+    _check_values(v_slab, v, slots, k_slab)
     _native.attention_append(k_slab, k, slots, threads)
     _native.attention_append(v_slab, v, slots, threads)
 
@@ -113,3 +114,19 @@ def _check_spec(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
     wanted = ((spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim))
     if shapes != wanted:
         raise ValueError(f"q, k and v have rows of shapes {shapes}; the spec of layer {spec.layer} says {wanted}")
+
+
+def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array) -> None:
+    """Refuses what appending v would, so that k is not written before; slots are checked with k."""
+    if v_slab.ndim != 3 or len(v_slab) != len(k_slab) or v_slab.dtype != k_slab.dtype:
+        raise ValueError(
+            f"v_slab is {v_slab.dtype} of shape {v_slab.shape}; give it the slots and elements of k_slab, "
+            f"{k_slab.dtype} of shape {k_slab.shape}"
+        )
+    wanted = (len(slots), *v_slab.shape[1:])
+    if v.shape != wanted or v.dtype not in (np.float32, v_slab.dtype):
+        raise ValueError(
+            f"v is {v.dtype} of shape {v.shape}; expected float32 or the slab's {v_slab.dtype} of shape {wanted}"
+        )
+    if not (v.flags.c_contiguous and v_slab.flags.c_contiguous):
+        raise ValueError("v and v_slab must be C-contiguous; pass numpy.ascontiguousarray(v)")

@@ -20,9 +20,9 @@ def slabs(dtype):
 def test_rounds_like_torch(dtype, threads):
     rng = np.random.default_rng(0)
     slots = rng.permutation(300).astype(np.int32)
-    k, v = rng.standard_normal((300, 2, 5)).astype(np.float32), rng.standard_normal((300, 2, 3)).astype(np.float32)
+    k, v = rng.standard_normal((300, 2, 5)).astype(np.float32), rng.standard_normal((300, 2, 11)).astype(np.float32)
     k.flat[:6] = [np.inf, -np.inf, 0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8]  # the last two are ties in bfloat16
-    k_slab, v_slab = np.zeros((300, 2, 5), dtype), np.zeros((300, 2, 3), dtype)
+    k_slab, v_slab = np.zeros((300, 2, 5), dtype), np.zeros((300, 2, 11), dtype)
     append(k_slab, v_slab, k, v, slots, threads)
     for slab, rows in ((k_slab, k), (v_slab, v)):
         rounded = torch.from_numpy(rows).to(TORCH_TYPES[dtype])
@@ -49,10 +49,18 @@ def test_mistakes_are_named():
     k, v = np.ones((4, 2, 5), np.float32), np.ones((4, 2, 3), np.float32)
     with pytest.raises(ValueError, match="slots holds 10; the slab has slots 0 to 9"):
         append(k_slab, v_slab, k, v, np.array([0, 1, 2, 10], np.int32))
-    with pytest.raises(ValueError, match=r"rows has shape \[4, 2, 5\]; expected \[3, 2, 5\]"):
-        append(k_slab, v_slab, k, v, SLOTS[:3])
+    with pytest.raises(ValueError, match=r"rows has shape \[3, 2, 5\]; expected \[4, 2, 5\]"):
+        append(k_slab, v_slab, k[:3], v, SLOTS)
     with pytest.raises(ValueError, match="rows must hold float32 elements or the element type of slab"):
         append(k_slab, v_slab, k.astype(np.float16), v, SLOTS)
+    with pytest.raises(ValueError, match=r"v is float32 of shape \(3, 2, 3\); expected .* of shape \(4, 2, 3\)"):
+        append(k_slab, v_slab, k, v[:3], SLOTS)
+    with pytest.raises(ValueError, match=r"v is float16 .* expected float32 or the slab's uint16"):
+        append(k_slab, v_slab, k, v.astype(np.float16), SLOTS)
+    with pytest.raises(ValueError, match=r"v_slab is uint16 of shape \(9, 2, 3\); give it the slots"):
+        append(k_slab, v_slab[:9], k, v, SLOTS)
+    with pytest.raises(ValueError, match="must be C-contiguous"):
+        append(k_slab, v_slab, k, v[:, :, ::-1], SLOTS)
     assert (k_slab == 0).all()
 
 
