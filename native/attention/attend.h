@@ -45,10 +45,13 @@ public:
     void run() {
         start();
         for (int64_t token = task_.token_begin; token < task_.token_end; token += kTileTokens) {
-            const int64_t next = std::min(token + kTileTokens, task_.token_end);
+            const int64_t tokens = std::min(kTileTokens, task_.token_end - token), next = token + tokens;
             ahead_.aim(slots_ + next, std::min(kTileTokens, task_.token_end - next));
-            for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
-                attend_tile(head, token, std::min(kTileTokens, task_.token_end - token));
+            TileRows<Kv> rows = gather(token, tokens);
+            for (int64_t head = task_.head_begin; head < task_.head_end; ++head) {
+                attend_tile(head, token, rows);
+                advance(rows);
+            }
         }
         finish();
     }
@@ -65,27 +68,36 @@ private:
 
     int64_t state(int64_t head, int64_t index) const { return (head - task_.head_begin) * queries_ + index; }
 
+    // The packed queries of a KV head: room for a multiple of 4.
+    float *query_words(int64_t head) const {
+        return work_.query + (head - task_.head_begin) * round_up(queries_, 4) * work_.qk_padded;
+    }
+
     void start() {
-        std::memset(work_.zeros, 0, sizeof(float) * std::max(work_.qk_padded, work_.v_padded));
-        const int64_t count = (task_.head_end - task_.head_begin) * queries_;
+        const int64_t heads = task_.head_end - task_.head_begin;
+        std::memset(work_.zeros, 0, sizeof(float) * heads * std::max(work_.qk_padded, work_.v_padded));
+        const int64_t count = heads * queries_;
         std::memset(work_.accumulator, 0, sizeof(float) * count * work_.v_padded);
         std::memset(work_.sum, 0, sizeof(float) * count * W);
         std::fill_n(work_.reference, count, -kInfinity);
-        for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
+        for (int64_t head = task_.head_begin; head < task_.head_end; ++head) {
             for (int64_t i = 0; i < queries_; ++i) {
                 const Query at = query(head, i);
                 Tile::pack_query(problem_, (at.row * shape_.query_heads + at.head) * shape_.qk_dim,
-                                 work_.query + state(head, i) * work_.qk_padded);
+                                 query_words(head) + i * work_.qk_padded);
             }
+            Tile::arrange_queries(shape_.qk_dim, queries_, query_words(head), work_.qk_padded);
+        }
     }
 
-    TileRows<Kv> gather(int64_t head, int64_t token, int64_t tokens) const {
+    // The rows of the task's first head.
+    TileRows<Kv> gather(int64_t token, int64_t tokens) const {
         TileRows<Kv> rows;
         rows.tokens = tokens;
         const int32_t *slots = slots_ + token;
         const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
-        const Kv *keys = static_cast<const Kv *>(problem_.k) + head * shape_.qk_dim;
-        const Kv *values = static_cast<const Kv *>(problem_.v) + head * shape_.v_dim;
+        const Kv *keys = static_cast<const Kv *>(problem_.k) + task_.head_begin * shape_.qk_dim;
+        const Kv *values = static_cast<const Kv *>(problem_.v) + task_.head_begin * shape_.v_dim;
         const int64_t key_stride = shape_.kv_heads * shape_.qk_dim,
                       value_stride = shape_.kv_heads * shape_.v_dim;
         for (int64_t t = 0; t < tokens; ++t) {
@@ -97,14 +109,20 @@ private:
         return rows;
     }
 
-    void attend_tile(int64_t head, int64_t token, int64_t tokens) {
-        const TileRows<Kv> rows = gather(head, token, tokens);
+    void advance(TileRows<Kv> &rows) const {
+        for (int64_t t = 0; t < kTileTokens; ++t) {
+            rows.keys[t] += shape_.qk_dim;
+            rows.values[t] += shape_.v_dim;
+        }
+    }
+
+    void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
         const int64_t first = state(head, 0);
-        Tile::scores(rows, shape_.qk_dim, queries_, work_, work_.query + first * work_.qk_padded, ahead_);
+        Tile::scores(rows, shape_.qk_dim, queries_, work_, query_words(head), ahead_);
         for (int64_t i = 0; i < queries_; ++i) {
             for (int64_t step = 0; step < kSoftmaxSteps; step += queries_)
                 ahead_.step();
-            softmax(head, i, token, tokens);
+            softmax(head, i, token, rows.tokens);
         }
         const Words probabilities{work_.probabilities, kTileTokens};
         const Sums sums{work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale};

@@ -74,6 +74,8 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                             : Element::widen(static_cast<const Kv *>(problem.q)[offset + d]);
     }
 
+    static void arrange_queries(int64_t, int64_t, float *, int64_t) {} // they are used as packed
+
     static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
         int64_t d = 0;
         for (; d + W <= dim; d += W)

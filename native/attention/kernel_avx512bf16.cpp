@@ -23,12 +23,29 @@ struct PairTile {
 
     static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
                        const float *query, Ahead &ahead) {
-        if (queries > 8 || dim % 8 != 0 || dim > kMaxDirectDim)
+        if (!direct(dim, queries))
             packed_scores<PairTile>(rows, dim, queries, work, query, ahead);
         else if (queries > 4)
             direct_scores<2>(rows.keys, dim, work, query, ahead);
         else
             direct_scores<1>(rows.keys, dim, work, query, ahead);
+    }
+
+    // Whether scores are taken from the keys as they lie in the slab.
+    static bool direct(int64_t dim, int64_t queries) {
+        return queries <= 8 && dim % 8 == 0 && dim <= kMaxDirectDim;
+    }
+
+    // Lays a KV head's packed queries out as direct_scores reads them: [parts][groups of 4 queries][vector].
+    static void arrange_queries(int64_t dim, int64_t queries, float *packed, int64_t stride) {
+        if (!direct(dim, queries))
+            return;
+        const int64_t groups = (queries + 3) / 4;
+        F arranged[kMaxDirectDim / 8 * 2];
+        for (int64_t part = 0; part < dim / 8; ++part)
+            for (int64_t g = 0; g < groups; ++g)
+                arranged[part * groups + g] = gather_quarters(packed + 4 * g * stride + 4 * part, stride);
+        std::memcpy(packed, arranged, sizeof(F) * (dim / 8 * groups));
     }
 
     template <int G>
@@ -52,7 +69,7 @@ struct PairTile {
         F packed[(DIM ? DIM : kMaxDirectDim) / 8][G];
         for (int64_t part = 0; part < parts; ++part)
             for (int g = 0; g < G; ++g)
-                packed[part][g] = gather_quarters(query + 4 * g * work.qk_padded + 4 * part, work.qk_padded);
+                packed[part][g] = load<F>(query + (part * G + g) * W);
         for (int64_t t = 0; t < kTileTokens; t += 4) {
             for (int64_t d = 0; d < dim; d += 32)
                 ahead.step();

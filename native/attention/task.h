@@ -64,7 +64,7 @@ struct Workspace {
     float *accumulator;   // [heads][queries][v_padded]
     float *reference;     // [heads][queries] the score that sums are relative to
     float *sum;           // [heads][queries][vector]
-    float *zeros;         // [qk_dim or v_dim, padded]: stands for tokens past the end of a tile
+    float *zeros;         // [heads][qk_dim or v_dim, padded]: stands for tokens past the end of a tile
 
     int64_t qk_padded;
     int64_t v_padded;
@@ -91,7 +91,7 @@ struct Workspace {
         take(workspace.accumulator, heads * queries * v);
         take(workspace.reference, heads * queries);
         take(workspace.sum, heads * queries * kVectorElements);
-        take(workspace.zeros, std::max(qk, v));
+        take(workspace.zeros, heads * std::max(qk, v));
         return used;
     }
 };
