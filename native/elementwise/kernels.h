@@ -39,9 +39,18 @@ template <int W> struct BFloat16 {
     typedef uint32_t Words __attribute__((vector_size(W * 4)));
 
     static Floats<W> widen(const Stored *source) {
+#ifdef __AVX512F__
+        if constexpr (W == 16)
+            return reinterpret_cast<Floats<W>>(
+                reinterpret_cast<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, load<__m256i>(source))) << 16);
+#endif
         return reinterpret_cast<Floats<W>>(__builtin_convertvector(load<Halves>(source), Words) << 16);
     }
     static void narrow(Stored *target, Floats<W> value) {
+#ifdef __AVX512BF16__
+        if constexpr (W == 16)
+            return store(target, _mm512_cvtneps_pbh(value));
+#endif
         const Words bits = reinterpret_cast<Words>(value);
         const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
         const Words nan = bits >> 16 | 0x40; // keep NaN a NaN
