@@ -46,7 +46,7 @@ def attention_merge(
 ) -> None: ...
 def read_memory(memory: NDArray[Any], threads: int) -> int: ...
 
-# -- elementwise: see native/include/lamina/elementwise.h; x, weight, out and the like are addresses, strides in elements
+# -- elementwise: see native/include/lamina/elementwise.h; tensors are given by address, strides in elements
 
 class ElementType(enum.Enum):
     FLOAT32 = 0
