@@ -22,11 +22,11 @@ constexpr int64_t kSoftmaxSteps = 24;
 class Ahead {
 public:
     // `steps` is how many are made at least per tile and head: more waste little, fewer leave tokens out.
-    Ahead(const Problem &problem, const Task &task, int64_t steps) {
+    Ahead(const Problem &problem, const Task &task, int64_t tile_tokens, int64_t steps) {
         const int64_t size = element_size(problem.kv_type);
         rows_[0] = slab_rows(problem.k, problem.shape.qk_dim * size, problem.shape.kv_heads, task);
         rows_[1] = slab_rows(problem.v, problem.shape.v_dim * size, problem.shape.kv_heads, task);
-        const int64_t tile_bytes = (rows_[0].bytes + rows_[1].bytes) * kTileTokens;
+        const int64_t tile_bytes = (rows_[0].bytes + rows_[1].bytes) * tile_tokens;
         bytes_per_step_ = tile_bytes / (steps * (task.head_end - task.head_begin)) + 1;
     }
 

@@ -15,8 +15,8 @@ template <class Tile>
 void packed_scores(const TileRows<typename Tile::Kv> &rows, int64_t dim, int64_t queries,
                    const Workspace &work, const float *query, Ahead &ahead) {
     Tile::pack_keys(rows.keys, dim, work.keys, ahead);
-    multiply<Tile>(queries, kTileTokens, {query, work.qk_padded}, Words{work.keys, kTileTokens},
-                   (dim + Tile::kWord - 1) / Tile::kWord, {work.scores, kTileTokens, nullptr}, ahead);
+    multiply<Tile>(queries, Tile::kTokens, {query, work.qk_padded}, Words{work.keys, Tile::kTokens},
+                   (dim + Tile::kWord - 1) / Tile::kWord, {work.scores, Tile::kTokens, nullptr}, ahead);
 }
 
 // A tile's values as they lie in the slab, made into words on the way to the product: packing them pays only
@@ -40,13 +40,13 @@ public:
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
           group_(shape_.query_heads / shape_.kv_heads), queries_((task.row_end - task.row_begin) * group_),
           slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]),
-          ahead_(problem, task, Tile::steps(shape_)) {}
+          ahead_(problem, task, Tile::kTokens, Tile::steps(shape_)) {}
 
     void run() {
         start();
-        for (int64_t token = task_.token_begin; token < task_.token_end; token += kTileTokens) {
-            const int64_t tokens = std::min(kTileTokens, task_.token_end - token), next = token + tokens;
-            ahead_.aim(slots_ + next, std::min(kTileTokens, task_.token_end - next));
+        for (int64_t token = task_.token_begin; token < task_.token_end; token += Tile::kTokens) {
+            const int64_t tokens = std::min(Tile::kTokens, task_.token_end - token), next = token + tokens;
+            ahead_.aim(slots_ + next, std::min(Tile::kTokens, task_.token_end - next));
             TileRows<Kv> rows = gather(token, tokens);
             for (int64_t head = task_.head_begin; head < task_.head_end; ++head) {
                 attend_tile(head, token, rows);
@@ -104,13 +104,13 @@ private:
             rows.keys[t] = keys + slots[t] * key_stride;
             rows.values[t] = values + slots[t] * value_stride;
         }
-        for (int64_t t = tokens; t < kTileTokens; ++t)
+        for (int64_t t = tokens; t < Tile::kTokens; ++t)
             rows.keys[t] = rows.values[t] = zeros;
         return rows;
     }
 
     void advance(TileRows<Kv> &rows) const {
-        for (int64_t t = 0; t < kTileTokens; ++t) {
+        for (int64_t t = 0; t < Tile::kTokens; ++t) {
             rows.keys[t] += shape_.qk_dim;
             rows.values[t] += shape_.v_dim;
         }
@@ -124,9 +124,9 @@ private:
                 ahead_.step();
             softmax(head, i, token, rows.tokens);
         }
-        const Words probabilities{work_.probabilities, kTileTokens};
+        const Words probabilities{work_.probabilities, Tile::kTokens};
         const Sums sums{work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale};
-        constexpr int64_t words = kTileTokens / Tile::kWord;
+        constexpr int64_t words = Tile::kTokens / Tile::kWord;
         if (queries_ <= Tile::kRows && shape_.v_dim % W == 0) {
             multiply<Tile>(queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums,
                            ahead_);
@@ -147,11 +147,11 @@ private:
         const Interval seen = visible_tokens(problem_, task_.pair, at.row);
         const int64_t low = std::max<int64_t>(seen.begin - token, 0),
                       high = std::min(seen.end - token, tokens);
-        float *scores = work_.scores + index * kTileTokens;
-        float *probabilities = work_.probabilities + index * kTileTokens;
+        float *scores = work_.scores + index * Tile::kTokens;
+        float *probabilities = work_.probabilities + index * Tile::kTokens;
         work_.rescale[index] = 1.0f;
         if (low >= high) {
-            std::memset(probabilities, 0, sizeof(float) * kTileTokens);
+            std::memset(probabilities, 0, sizeof(float) * Tile::kTokens);
             return;
         }
         float &reference = work_.reference[state(head, index)];
@@ -163,7 +163,7 @@ private:
         }
         float *sums = work_.sum + state(head, index) * W;
         F total = load<F>(sums) * work_.rescale[index];
-        for (int64_t t = 0; t < kTileTokens; t += W) {
+        for (int64_t t = 0; t < Tile::kTokens; t += W) {
             const F p = exponential<W>(load<F>(scores + t) - reference);
             total += p;
             Tile::store_probabilities(probabilities, t, p);
@@ -182,14 +182,14 @@ private:
         for (int i = 0; i < W; ++i)
             lane[i] = i;
         F most = broadcast<W>(-kInfinity);
-        for (int64_t t = 0; t < kTileTokens; t += W) {
+        for (int64_t t = 0; t < Tile::kTokens; t += W) {
             F s = load<F>(scores + t) * scoring.scale;
             const Ints<W> column = lane + static_cast<int32_t>(t);
             if (scoring.softcap > 0)
                 s = hyperbolic_tangent<W>(s / scoring.softcap) * scoring.softcap;
             if (slope != 0)
                 s += slope * (__builtin_convertvector(column, F) + distance);
-            if (high - low < kTileTokens) {
+            if (high - low < Tile::kTokens) {
                 s = column < static_cast<int32_t>(low) ? -kInfinity + F{} : s;
                 s = column < static_cast<int32_t>(high) ? s : -kInfinity + F{};
             }

@@ -51,6 +51,7 @@ struct BFloat16 {
 template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
     using Kv = typename Element::Kv;
     static constexpr int W = WIDTH, kRows = ROWS, kColumns = COLUMNS;
+    static constexpr int64_t kTokens = kTileTokens;
     static constexpr int kWord = 1;
     static constexpr int kTallRows = ROWS, kTallColumns = COLUMNS; // no other block is better
     using F = Floats<W>;
@@ -59,7 +60,7 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
 
     // Reading-ahead steps of one tile and head: each word row of both products makes one.
     static int64_t steps(const Shape &shape) {
-        return kSoftmaxSteps + kTileTokens * ((shape.qk_dim + shape.v_dim) / 64);
+        return kSoftmaxSteps + kTokens * ((shape.qk_dim + shape.v_dim) / 64);
     }
 
     static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
@@ -79,7 +80,7 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
     static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
         int64_t d = 0;
         for (; d + W <= dim; d += W)
-            for (int64_t t = 0; t < kTileTokens; t += W) {
+            for (int64_t t = 0; t < kTokens; t += W) {
                 F block[W];
                 for (int i = 0; i < W / 8; ++i)
                     ahead.step();
@@ -87,11 +88,11 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                     block[i] = Element::template load_wide<W>(rows[t + i] + d);
                 transpose<W>(block);
                 for (int i = 0; i < W; ++i)
-                    store(packed + (d + i) * kTileTokens + t, block[i]);
+                    store(packed + (d + i) * kTokens + t, block[i]);
             }
         for (; d < dim; ++d)
-            for (int64_t t = 0; t < kTileTokens; ++t)
-                packed[d * kTileTokens + t] = Element::widen(rows[t][d]);
+            for (int64_t t = 0; t < kTokens; ++t)
+                packed[d * kTokens + t] = Element::widen(rows[t][d]);
     }
 
     template <int N> static void value_words(const Kv *const *rows, int64_t column, F (&words)[N]) {
@@ -100,7 +101,7 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
     }
 
     static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
-        for (int64_t t = 0; t < kTileTokens; ++t, packed += padded) {
+        for (int64_t t = 0; t < kTokens; ++t, packed += padded) {
             if (t % 2)
                 ahead.step();
             int64_t d = 0;

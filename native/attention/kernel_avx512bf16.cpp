@@ -6,7 +6,8 @@ namespace {
 constexpr int64_t kMaxDirectDim = 256;
 
 // Tiles of bfloat16 pairs, multiplied and summed into floats by one instruction.
-struct PairTile {
+template <int64_t TOKENS> struct PairTile {
+    static constexpr int64_t kTokens = TOKENS;
     using Kv = uint16_t;
     static constexpr int W = 16, kRows = 6, kColumns = 4;
     static constexpr int kTallRows = 8, kTallColumns = 2; // for 7 or 8 queries in one block
@@ -17,8 +18,8 @@ struct PairTile {
 
     // Reading-ahead steps of one tile and head: those of direct_scores and of the product with its values.
     static int64_t steps(const Shape &shape) {
-        return kTileTokens / 4 * (shape.qk_dim / 32) + kSoftmaxSteps +
-               kTileTokens / 2 * std::max<int64_t>(1, shape.v_dim / 64);
+        return kTokens / 4 * (shape.qk_dim / 32) + kSoftmaxSteps +
+               kTokens / 2 * std::max<int64_t>(1, shape.v_dim / 64);
     }
 
     static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
@@ -70,7 +71,7 @@ struct PairTile {
         for (int64_t part = 0; part < parts; ++part)
             for (int g = 0; g < G; ++g)
                 packed[part][g] = load<F>(query + (part * G + g) * W);
-        for (int64_t t = 0; t < kTileTokens; t += 4) {
+        for (int64_t t = 0; t < kTokens; t += 4) {
             for (int64_t d = 0; d < dim; d += 32)
                 ahead.step();
             F sums[G][4] = {};
@@ -81,7 +82,7 @@ struct PairTile {
                         sums[g][i] = dot_pairs(sums[g][i], packed[part][g], key);
                 }
             for (int g = 0; g < G; ++g)
-                scatter_quarters(sum_quarters(sums[g]), work.scores + 4 * g * kTileTokens + t, kTileTokens);
+                scatter_quarters(sum_quarters(sums[g]), work.scores + 4 * g * kTokens + t, kTokens);
         }
     }
 
@@ -135,7 +136,7 @@ struct PairTile {
         for (int64_t d = 0; d < dim; d += 2 * W) {
             const __mmask32 mask = low_bits(dim - d);
             const int64_t words = std::min<int64_t>(W, (dim - d + 1) / 2);
-            for (int64_t t = 0; t < kTileTokens; t += W) {
+            for (int64_t t = 0; t < kTokens; t += W) {
                 F block[W];
                 for (int i = 0; i < W / 8; ++i)
                     ahead.step();
@@ -143,7 +144,7 @@ struct PairTile {
                     block[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, rows[t + i] + d));
                 transpose<W>(block);
                 for (int64_t i = 0; i < words; ++i)
-                    store(packed + (d / 2 + i) * kTileTokens + t, block[i]);
+                    store(packed + (d / 2 + i) * kTokens + t, block[i]);
             }
         }
     }
@@ -170,7 +171,7 @@ struct PairTile {
     // Word (t, d) is the pair of element d of tokens 2t and 2t + 1.
     static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
         const auto low = interleave(0), high = interleave(W);
-        for (int64_t t = 0; t < kTileTokens; t += 2, packed += padded) {
+        for (int64_t t = 0; t < kTokens; t += 2, packed += padded) {
             ahead.step();
             for (int64_t d = 0; d < padded; d += 2 * W) {
                 const __mmask32 mask = low_bits(dim - d);
@@ -202,12 +203,22 @@ struct PairTile {
     }
 };
 
+// A single query computes so little that reading is all: a short tile stays in the first-level cache from
+// when it is asked for. More queries gain from the longer one, which takes less work a token.
+void attend_pairs(const Problem &problem, const Task &task, const Workspace &work) {
+    const int64_t group = problem.shape.query_heads / problem.shape.kv_heads;
+    if ((task.row_end - task.row_begin) * group == 1)
+        attend<PairTile<kTileTokens / 2>>(problem, task, work);
+    else
+        attend<PairTile<kTileTokens>>(problem, task, work);
+}
+
 } // namespace
 
 TaskKernel avx512bf16_kernel(ElementType kv_type) {
     switch (kv_type) {
     case ElementType::BFloat16:
-        return attend<PairTile>;
+        return attend_pairs;
     case ElementType::Float32:
     case ElementType::Float16:
         return fma_kernel<16, 6, 4>(kv_type);
