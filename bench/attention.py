@@ -3,7 +3,8 @@
     python bench/attention.py [--sequences 16] [--tokens 2048] [--threads 1 2] [--rounds 21] [--json FILE]
 
 Each row is one shape: bfloat16 KV, one query row per sequence. ``slots`` says how tokens lie in the slab: one after
-another, or anywhere. Figures are medians over the rounds; the ratio is the median of the ratios of neighbours.
+another, or anywhere. ``row read`` reads the same rows and does nothing else. Figures are medians over the rounds; the
+ratio, of KV to the plain read, is the median of the ratios of neighbours.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lamina.kernels.attention import Array, SegmentTable, partial
-from lamina.kernels.memory import allocate, read
+from lamina.kernels.memory import allocate, read, read_rows
 from lamina.types import AttentionSpec
 
 READ_BYTES = 256 * 1024 * 1024  # larger than any cache, and so it also empties them between calls
@@ -37,6 +38,7 @@ class Result:
     slots: str
     threads: int
     attention_rate: float
+    row_read_rate: float
     read_rate: float
     ratio: float
 
@@ -72,24 +74,40 @@ def measure(
         slots=slots.astype(np.int32),
     )
     spec = AttentionSpec(0, query_heads, kv_heads, dim, dim, dim**-0.5)
-    reads, calls = [], []
+    slab_rows = [each.view(np.uint8).reshape(count, -1) for each in (k, v)]
+    reads, row_reads, calls = [], [], []
     for _ in range(rounds):
         reads.append(len(memory) / seconds(lambda: read(memory, threads)))
+        row_reads.append(
+            (k.nbytes + v.nbytes) / seconds(lambda: [read_rows(r, segments.slots, threads) for r in slab_rows])
+        )
+        read(memory, threads)  # empties the caches again
         calls.append((k.nbytes + v.nbytes) / seconds(lambda: partial(q, k, v, segments, spec, threads)))
     ratio = statistics.median(call / read_rate for call, read_rate in zip(calls, reads, strict=True))
     order = "anywhere" if scattered else "in order"
-    return Result(query_heads, kv_heads, dim, order, threads, statistics.median(calls), statistics.median(reads), ratio)
+    attention_rate, row_read_rate, read_rate = (statistics.median(rates) for rates in (calls, row_reads, reads))
+    return Result(query_heads, kv_heads, dim, order, threads, attention_rate, row_read_rate, read_rate, ratio)
 
 
 def show(results: list[Result], title: str) -> None:
     """Prints the table."""
     table = Table(title=title)
-    for heading in ("query heads", "KV heads", "head size", "slots", "threads", "KV GB/s", "read GB/s", "ratio"):
+    for heading in (
+        "query heads",
+        "KV heads",
+        "head size",
+        "slots",
+        "threads",
+        "KV GB/s",
+        "row read GB/s",
+        "read GB/s",
+        "ratio",
+    ):
         table.add_column(heading, justify="left" if heading == "slots" else "right")
     for r in results:
         sizes = (r.query_heads, r.kv_heads, r.head_dim, r.slots, r.threads)
-        rates = (f"{r.attention_rate / 1e9:.1f}", f"{r.read_rate / 1e9:.1f}", f"{r.ratio:.2f}")
-        table.add_row(*map(str, sizes), *rates)
+        rates = (f"{rate / 1e9:.1f}" for rate in (r.attention_rate, r.row_read_rate, r.read_rate))
+        table.add_row(*map(str, sizes), *rates, f"{r.ratio:.2f}")
     Console().print(table)
 
 

@@ -35,3 +35,14 @@ def read(memory: npt.NDArray[np.uint8], threads: int) -> int:
         ValueError: threads is below 1.
     """
     return _native.read_memory(memory, threads)
+
+
+def read_rows(rows: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32], threads: int) -> int:
+    """Reads rows ``slots`` [N] of ``rows`` [slots, row bytes] in that order: the yardstick of reading a slab.
+
+    Asks for rows ahead. Returns a checksum, the sum of the rows' 8-byte words modulo 2**64.
+
+    Raises:
+        ValueError: rows are no multiple of 64 bytes, a slot is not there, or threads is below 1.
+    """
+    return _native.read_rows(rows, slots, threads)

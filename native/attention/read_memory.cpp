@@ -1,6 +1,7 @@
 #include "lamina/read_memory.h"
 #include "lamina/thread_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -31,6 +32,26 @@ LAMINA_WIDEST uint64_t sum_words(const char *memory, int64_t bytes) {
     return total;
 }
 
+LAMINA_WIDEST uint64_t sum_rows(const char *memory, int64_t row_bytes, const int32_t *slots, int64_t count) {
+    constexpr int64_t ahead = 8 * 1024; // bytes; the best of 1 to 64 KiB on a Zen 5 core
+    const int64_t rows_ahead = (ahead + row_bytes - 1) / row_bytes;
+    Line sum = {};
+    for (int64_t i = 0; i < count; ++i) {
+        const char *next = memory + slots[std::min(i + rows_ahead, count - 1)] * row_bytes;
+        const char *row = memory + slots[i] * row_bytes;
+        for (int64_t at = 0; at < row_bytes; at += sizeof(Line)) {
+            __builtin_prefetch(next + at);
+            Line line;
+            std::memcpy(&line, row + at, sizeof(Line));
+            sum += line;
+        }
+    }
+    uint64_t total = 0;
+    for (int i = 0; i < 8; ++i)
+        total += sum[i];
+    return total;
+}
+
 } // namespace
 
 uint64_t read_memory(const void *memory, int64_t bytes, int threads) {
@@ -39,6 +60,16 @@ uint64_t read_memory(const void *memory, int64_t bytes, int threads) {
     parallel_for(threads, threads, [&](int64_t i) {
         total += sum_words(static_cast<const char *>(memory) + i * share,
                            i + 1 < threads ? share : bytes - i * share);
+    });
+    return total;
+}
+
+uint64_t read_rows(const void *memory, int64_t row_bytes, const int32_t *slots, int64_t count, int threads) {
+    std::atomic<uint64_t> total{0};
+    const int64_t share = (count + threads - 1) / threads;
+    parallel_for(threads, threads, [&](int64_t i) {
+        const int64_t begin = std::min(i * share, count), end = std::min(begin + share, count);
+        total += sum_rows(static_cast<const char *>(memory), row_bytes, slots + begin, end - begin);
     });
     return total;
 }

@@ -232,6 +232,20 @@ read_memory_binding(const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, 
     return lamina::read_memory(memory.data(), static_cast<int64_t>(memory.size()), threads);
 }
 
+uint64_t read_rows_binding(const Array &rows, const Array &slots, int threads) {
+    check_shape("rows", rows, {-1, -1});
+    check_type<uint8_t>("rows", rows, "uint8");
+    check_shape("slots", slots, {-1});
+    check_type<int32_t>("slots", slots, "int32");
+    const auto row_bytes = static_cast<int64_t>(rows.shape(1)), count = static_cast<int64_t>(slots.shape(0));
+    if (row_bytes == 0 || row_bytes % 64 != 0)
+        fail("rows have ", row_bytes, " bytes; give a positive multiple of 64");
+    check_slots(data<int32_t>(slots), count, static_cast<int64_t>(rows.shape(0)));
+    check_threads(threads);
+    nb::gil_scoped_release release;
+    return lamina::read_rows(rows.data(), row_bytes, data<int32_t>(slots), count, threads);
+}
+
 } // namespace
 
 void register_attention(nb::module_ &module) {
@@ -250,4 +264,5 @@ void register_attention(nb::module_ &module) {
     module.def("attention_merge", &merge_binding, nb::arg("outs"), nb::arg("lses"), nb::arg("sinks").none(),
                nb::arg("out"), nb::arg("lse").none());
     module.def("read_memory", &read_memory_binding, nb::arg("memory").noconvert(), nb::arg("threads"));
+    module.def("read_rows", &read_rows_binding, nb::arg("rows"), nb::arg("slots"), nb::arg("threads"));
 }

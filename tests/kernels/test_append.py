@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lamina.kernels.attention import append
-from lamina.kernels.memory import HUGE_PAGE_BYTES, allocate
+from lamina.kernels.memory import HUGE_PAGE_BYTES, allocate, read_rows
 
 SLOTS = np.array([4, 0, 9, 7], np.int32)
 TORCH_TYPES = {np.uint16: torch.bfloat16, np.float16: torch.float16, np.float32: torch.float32}
@@ -73,3 +73,15 @@ def test_memory_is_zeroed_writable_and_aligned():
     assert memory[-1] == 7
     with pytest.raises(ValueError, match="nbytes is 0"):
         allocate(0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_reads_the_rows_asked_for(threads):
+    rows = np.random.default_rng(0).integers(0, 256, (50, 128), np.uint8)
+    slots = np.array([3, 49, 0, 3, 17], np.int32)
+    assert read_rows(rows, slots, threads) == int(rows.view(np.uint64)[slots].sum())
+    assert read_rows(rows, slots[:0], threads) == 0
+    with pytest.raises(ValueError, match="slots holds 50; the slab has slots 0 to 49"):
+        read_rows(rows, slots + 1, threads)
+    with pytest.raises(ValueError, match="rows have 100 bytes; give a positive multiple of 64"):
+        read_rows(rows[:, :100].copy(), slots, threads)

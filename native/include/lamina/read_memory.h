@@ -9,4 +9,8 @@ namespace lamina {
 // thread is left out).
 uint64_t read_memory(const void *memory, int64_t bytes, int threads);
 
+// Reads row slots[i] of `memory` for i in [0, count), asking for rows ahead, and returns the sum of their
+// 8-byte words. Rows are row_bytes apart, a multiple of 64.
+uint64_t read_rows(const void *memory, int64_t row_bytes, const int32_t *slots, int64_t count, int threads);
+
 } // namespace lamina
