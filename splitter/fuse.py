@@ -193,10 +193,10 @@ def _match_rotation(root: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] 
 
 
 def _is_rotated_half(cat: fx.Node, negated: fx.Node, part: fx.Node, size: int) -> bool:
+    """Whether ``cat``, which uses ``negated``, is cat([-upper half, lower half]) of ``part``."""
     pieces: Any = cat.args[0]
     return (
         len(pieces) == 2
-        and pieces[0] is negated
         and cat.args[1:] in ((-1,), (3,))
         and _is_slice(negated.args[0], part, size // 2, size)
         and _is_slice(pieces[1], part, 0, size // 2)

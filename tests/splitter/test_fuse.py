@@ -104,7 +104,7 @@ class Rotation(torch.nn.Module):
         half = 3 if self.change == "unequal halves" else 4
         lower, upper = x[..., :half], x[..., half:]
         turned = torch.cat([-lower, upper] if self.change == "other half" else [-upper, lower], -1)
-        return (turned if self.change == "other value" else x) * cosines + turned * sines
+        return (x.neg() if self.change == "other value" else x) * cosines + turned * sines
 
 
 @pytest.mark.parametrize("change", ["unequal halves", "other half", "other value", "angles by head", ""])
