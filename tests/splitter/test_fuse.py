@@ -79,16 +79,16 @@ class Norm(torch.nn.Module):
         mean = x.pow(power).mean(dim, keepdim=True)
         scale = torch.rsqrt(mean + 1e-6)
         normed = (mean if self.change == "other value" else x) * scale
-        return normed * weight
+        return normed * (1 + weight if self.change == "offset" else weight)
 
 
-@pytest.mark.parametrize("change", ["power", "dimension", "other value", "weight's shape", ""])
+@pytest.mark.parametrize("change", ["power", "dimension", "other value", "weight's shape", "offset", ""])
 def test_what_only_looks_like_a_norm_is_left(change: str) -> None:
     x, weight = torch.rand(2, 6, 6), torch.rand(6, 1) if change == "weight's shape" else torch.rand(6)
     module = traced(Norm(change), x, weight)
     before = module(x, weight)
     fuse.fuse(module)
-    assert operators(module.graph)[NORM] == (0 if change else 1)
+    assert operators(module.graph)[NORM] == (1 if change in ("", "offset") else 0)
     torch.testing.assert_close(module(x, weight), before)
 
 
