@@ -25,6 +25,9 @@ STOP_TIMEOUT_S = 5.0
 # pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
 OPENMP_SPIN_COUNT = "5000"
 
+# glibc keeps blocks up to this size for reuse; mapping and unmapping every output of a long prompt chunk costs a tenth.
+KEPT_BYTES = str(1 << 30)
+
 COMPUTE, MEMORY = "lamina.compute.worker", "lamina.memory.worker"
 
 
@@ -39,6 +42,8 @@ class LocalWorkers:
         """Start one worker; its keys go through a pipe, not the command line. -P: no modules from the user's folder."""
         environment = os.environ | {
             "GOMP_SPINCOUNT": OPENMP_SPIN_COUNT,
+            "MALLOC_MMAP_THRESHOLD_": KEPT_BYTES,
+            "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
