@@ -1,7 +1,7 @@
 """What depends on what in a captured graph, and what a tensor costs to send."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -57,25 +57,22 @@ def replicable(captured: Capture) -> set[fx.Node]:
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and everything they are computed from."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+    return _reach(nodes, lambda node: node.all_input_nodes)
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and everything computed from them."""
+    return _reach(nodes, lambda node: node.users)
+
+
+def _reach(nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(node.users)
+            stack.extend(neighbours(node))
     return seen
 
 
