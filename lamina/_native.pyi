@@ -1,7 +1,7 @@
 """Native attention, elementwise kernels and transport of Lamina: types of the compiled module."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -105,9 +105,9 @@ def gate(
     /,
 ) -> None: ...
 
-# -- transport: shared-memory arenas and the wait on their doorbells
+# -- transport: arenas, and the waits on their doorbells
 
-class ShmArena:
+class Arena:
     """An arena mapped into this process; exports its data as a writable buffer."""
 
     @staticmethod
@@ -115,11 +115,11 @@ class ShmArena:
         """Bytes of a file that holds ``nbytes`` of data and that many doorbells."""
 
     @staticmethod
-    def create(fd: int, nbytes: int, doorbells: int, identity: int) -> ShmArena:
+    def create(fd: int, nbytes: int, doorbells: int, identity: int) -> Arena:
         """Map a new, zero-filled file and make it an arena. Raises MemoryError."""
 
     @staticmethod
-    def open(fd: int, identity: int) -> ShmArena:
+    def open(fd: int, identity: int) -> Arena:
         """Map the arena another process made with that identity. Raises ValueError if it is another, MemoryError."""
 
     @property
@@ -160,8 +160,8 @@ class ShmArena:
 class ShmWaiter:
     """Waits on the doorbells of one's own arena while watching over peers. One thread at a time."""
 
-    def __init__(self, own: ShmArena) -> None: ...
-    def watch(self, peer: ShmArena, pidfd: int) -> None:
+    def __init__(self, own: Arena) -> None: ...
+    def watch(self, peer: Arena, pidfd: int) -> None:
         """Watch a peer's process and arena from now on; the pidfd stays the caller's."""
 
     def forget(self, index: int) -> None:
@@ -172,3 +172,81 @@ class ShmWaiter:
 
         Raises TimeoutError; ConnectionResetError(index of the peer) if nothing is ready and a peer is gone.
         """
+
+class TcpSender:
+    """The stream to one peer."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True once nothing can be sent any more."""
+
+    def reopen(self, fd: int, position: int) -> None:
+        """Go on over another connected socket, taking it over, from the byte that the receiver wants next.
+
+        Raises ValueError, and leaves the socket alone, if that byte is not kept any more or not written yet.
+        """
+
+    def lose(self) -> None:
+        """Close the connection for good."""
+
+# Called when a sender's connection is broken or lost, with the seconds the caller has left: mends it, or raises.
+Mend = Callable[[TcpSender, float], None]
+
+class TcpEndpoint:
+    """The TCP streams of one endpoint. One thread owns it; expect() and accept() are for any thread."""
+
+    def __init__(self, arena: Arena) -> None: ...
+    def connect(self, fd: int, identity: int, nbytes: int, doorbells: int) -> TcpSender:
+        """The sender over a connected socket, which it takes over, to the peer of that identity and arena."""
+
+    def disconnect(self, sender: TcpSender) -> None:
+        """Close a sender and forget it."""
+
+    def expect(self, stream: int, identity: int, is_new: bool) -> tuple[int, int] | None:
+        """Make ready for another connection of a stream: (the byte of it wanted next, number for accept()).
+
+        None if the stream was refused, or is neither new nor known.
+        """
+
+    def accept(self, stream: int, connection: int, fd: int) -> None:
+        """Take over a connected socket that carries the stream; closes it if another is expected by now."""
+
+    def write(self, sender: TcpSender, offset: int, data: Part, stall_s: float, mend: Mend) -> None:
+        """Send a frame that only writes. Raises like post()."""
+
+    def ring(self, sender: TcpSender, doorbell: int, sequence: int, stall_s: float, mend: Mend) -> None:
+        """Send a frame that only rings. Raises like post()."""
+
+    def post(
+        self,
+        sender: TcpSender,
+        offset: int,
+        nbytes: int,
+        parts: Sequence[Part],
+        doorbell: int,
+        sequence: int,
+        stall_s: float,
+        mend: Mend,
+    ) -> None:
+        """Send a frame that writes, then rings. Releases the GIL when it would block, and receives meanwhile.
+
+        Raises ValueError, before anything is sent, if it does not fit; TimeoutError if the peer takes in nothing for
+        ``stall_s``; what ``mend`` raises.
+        """
+
+    def wait(
+        self,
+        targets: Sequence[tuple[int, int]],
+        timeout_s: float,
+        spin_s: float,
+        mend: Mend,
+        refused: Callable[[str], None],
+    ) -> int:
+        """Receive until a target = (doorbell, sequence) is reached; its index. Releases the GIL.
+
+        ``refused`` is called with the reason when a stream is refused for one of its frames. Raises TimeoutError; what
+        ``mend`` raises.
+        """
+
+    def close(self) -> None:
+        """Close all sockets. Idempotent."""

@@ -10,6 +10,7 @@
     │   └── RequestError              a prompt or a sampling parameter
     ├── TransportError                a peer, an arena or a doorbell
     │   ├── PeerLostError             the peer's process is gone
+    │   ├── RefusedError              an endpoint turned a connection down
     │   └── DeadlineError (TimeoutError)  a wait passed its deadline
     ├── CapacityError                 a slab has too few free token slots
     ├── LogitsError                   a model's output that no token can be drawn from
@@ -55,6 +56,14 @@ class PeerLostError(TransportError):
     def __init__(self, peer: str, detail: str) -> None:
         super().__init__(f"peer {peer} is gone: {detail}")
         self.peer = peer
+
+
+class RefusedError(TransportError):
+    """An endpoint turned a connection down. ``verdict`` is the kind of reason."""
+
+    def __init__(self, verdict: str, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
 
 
 class DeadlineError(TransportError, TimeoutError):

@@ -1,11 +1,10 @@
 """Shared memory between processes of one machine.
 
-An arena is an anonymous file (memfd) that peers open through ``/proc/<pid>/fd/<n>``: it has no name, so nothing is
-left behind however its processes end. Layout, doorbells and the wait are native (``native/transport``).
+An arena is an anonymous file that peers open through ``/proc/<pid>/fd/<n>``. Layout, doorbells and the wait are
+native (``native/transport``).
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
 from collections.abc import Sequence
@@ -13,10 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lamina._native import ShmArena as NativeArena
+from lamina._native import Arena as NativeArena
 from lamina._native import ShmWaiter
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport.base import Buffer, Part, Peer, check_range, deadline_error
+from lamina.transport.arena import MEMFD_NAME, MappedArena, create
+from lamina.transport.base import Part, Peer, deadline_error
 
 PROTOCOL = 1
 
@@ -43,20 +43,6 @@ def _start_time(pid: int) -> int:
     with open(f"/proc/{pid}/stat", "rb") as stat:
         after_name = stat.read().rpartition(b")")[2]  # a name may contain blanks and parentheses
     return int(after_name.split()[19])  # field 22 of proc(5), the 20th after the name
-
-
-class ShmArena:
-    """Arena of this process. Views stay valid, and keep the memory, after the endpoint has closed."""
-
-    def __init__(self, native: NativeArena) -> None:
-        self.nbytes = native.nbytes
-        self.doorbells = native.doorbells
-        self._data = memoryview(native)
-
-    def view(self, offset: int, nbytes: int) -> Buffer:
-        """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
-        check_range(offset, nbytes, self.nbytes)
-        return self._data[offset : offset + nbytes]
 
 
 class ShmPeer:
@@ -95,24 +81,14 @@ class ShmEndpoint:
         self._own: _Own | None = None
         self._peers: list[ShmPeer] = []  # in the waiter's order
 
-    def register(self, nbytes: int, doorbells: int) -> ShmArena:
+    def register(self, nbytes: int, doorbells: int) -> MappedArena:
         """Allocate the arena (once per endpoint), all doorbells 0."""
         if self._own is not None:
             raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
-        if nbytes <= 0 or doorbells <= 0:
-            raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
         identity = secrets.randbits(64)
-        fd = os.memfd_create("lamina-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, NativeArena.file_nbytes(nbytes, doorbells))
-            # Nobody can shrink it under another process's feet (SIGBUS).
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            native = NativeArena.create(fd, nbytes, doorbells, identity)
-        except (OSError, MemoryError) as error:
-            os.close(fd)
-            raise TransportError(f"cannot map an arena of {nbytes} bytes for {self.name}: {error}") from error
+        fd, native = create(self.name, nbytes, doorbells, identity)
         self._own = _Own(fd, identity, native, ShmWaiter(native))
-        return ShmArena(native)
+        return MappedArena(native)
 
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
@@ -230,7 +206,7 @@ def _open(where: Descriptor) -> ShmPeer:
 
 def _map(where: Descriptor) -> NativeArena:
     path = f"/proc/{where.pid}/fd/{where.fd}"
-    if "memfd:lamina-arena" not in os.readlink(path):  # opening whatever else it may be now could have effects
+    if f"memfd:{MEMFD_NAME}" not in os.readlink(path):  # opening whatever else it may be now could have effects
         raise ValueError(f"{path} is no arena")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -1,71 +1,76 @@
-// Bindings of shared-memory arenas and of the wait on their doorbells.
+// Bindings of arenas and of the wait on shared memory, and what the bindings of other transports share.
+#include "transport.h"
+
 #include <algorithm>
 #include <cmath>
 #include <span>
 #include <string>
-#include <utility>
-#include <vector>
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/vector.h>
 
 #include "lamina/transport_shm.h"
 
 namespace nb = nanobind;
+using lamina::Arena;
 using lamina::Part;
-using lamina::ShmArena;
 using lamina::ShmWaiter;
 using lamina::Target;
 
+HeldBuffer::HeldBuffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_C_CONTIGUOUS) == 0)
+        return;
+    if (PyErr_ExceptionMatches(PyExc_TypeError))
+        throw nb::python_error(); // no buffer at all
+    PyErr_Clear();
+    throw nb::value_error("a part is not C-contiguous; copy it first");
+}
+
+HeldParts::HeldParts(nb::sequence parts) {
+    held_.reserve(nb::len(parts));
+    pieces_.reserve(nb::len(parts));
+    for (nb::handle part : parts) {
+        held_.emplace_back(part);
+        pieces_.push_back(held_.back().part());
+    }
+}
+
+std::uint32_t checked_doorbell(std::int64_t doorbell, std::size_t count) {
+    if (doorbell < 0 || doorbell >= static_cast<std::int64_t>(count)) {
+        const std::string message = "doorbell " + std::to_string(doorbell) +
+                                    " does not exist: the arena has " + std::to_string(count);
+        throw nb::value_error(message.c_str());
+    }
+    return static_cast<std::uint32_t>(doorbell);
+}
+
+std::chrono::nanoseconds to_nanoseconds(double seconds) {
+    constexpr double kLongest = 1e9; // 31 years: what a steady clock can surely hold
+    if (!std::isfinite(seconds))
+        throw nb::value_error("a wait needs a finite timeout");
+    return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9));
+}
+
+std::vector<Target> to_targets(const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
+                               const lamina::Doorbells &doorbells) {
+    if (pairs.empty())
+        throw nb::value_error("a wait needs at least one doorbell");
+    std::vector<Target> targets;
+    targets.reserve(pairs.size());
+    for (const auto &[doorbell, sequence] : pairs)
+        targets.push_back({checked_doorbell(doorbell, doorbells.size()), sequence});
+    return targets;
+}
+
 namespace {
 
-// Copies of at least this size let other Python threads run; below it, giving up the GIL costs more than it
-// gives.
-constexpr std::size_t kReleaseNbytes = 256 * 1024;
-
-// A Python buffer, held while it is read.
-class HeldBuffer {
-public:
-    explicit HeldBuffer(nb::handle object) {
-        if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_C_CONTIGUOUS) == 0)
-            return;
-        if (PyErr_ExceptionMatches(PyExc_TypeError))
-            throw nb::python_error(); // no buffer at all
-        PyErr_Clear();
-        throw nb::value_error("a part is not C-contiguous; copy it first");
-    }
-    ~HeldBuffer() { PyBuffer_Release(&buffer_); } // does nothing once moved from
-    HeldBuffer(HeldBuffer &&other) noexcept : buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
-    HeldBuffer &operator=(HeldBuffer &&) = delete;
-
-    Part part() const {
-        return {static_cast<const std::byte *>(buffer_.buf), static_cast<std::size_t>(buffer_.len)};
-    }
-
-private:
-    Py_buffer buffer_{};
-};
-
-void raise_if_gone(const ShmArena &arena) {
+void raise_if_gone(const Arena &arena) {
     if (arena.gone()) {
         PyErr_SetString(PyExc_ConnectionResetError, "the arena's owner is gone");
         throw nb::python_error();
     }
 }
 
-// The doorbell's index, once it is known to exist.
-std::uint32_t checked(const lamina::Doorbells &doorbells, std::int64_t doorbell) {
-    if (doorbell < 0 || doorbell >= static_cast<std::int64_t>(doorbells.size())) {
-        const std::string message = "doorbell " + std::to_string(doorbell) +
-                                    " does not exist: the arena has " + std::to_string(doorbells.size());
-        throw nb::value_error(message.c_str());
-    }
-    return static_cast<std::uint32_t>(doorbell);
-}
-
-void copy(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, std::span<const Part> parts) {
+void copy(Arena &arena, std::int64_t offset, std::int64_t nbytes, std::span<const Part> parts) {
     std::size_t total = 0;
     for (const Part &part : parts)
         total += part.size();
@@ -77,55 +82,35 @@ void copy(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, std::span<c
     }
 }
 
-void write_part(ShmArena &arena, std::int64_t offset, nb::handle data) {
+void write_part(Arena &arena, std::int64_t offset, nb::handle data) {
     raise_if_gone(arena);
     const HeldBuffer held(data);
     const Part part = held.part();
     copy(arena, offset, static_cast<std::int64_t>(part.size()), {&part, 1});
 }
 
-void ring_doorbell(ShmArena &arena, std::int64_t doorbell, std::uint64_t sequence) {
+void ring_doorbell(Arena &arena, std::int64_t doorbell, std::uint64_t sequence) {
     raise_if_gone(arena);
-    arena.doorbells().ring(checked(arena.doorbells(), doorbell), sequence);
+    arena.doorbells().ring(checked_doorbell(doorbell, arena.doorbells().size()), sequence);
 }
 
-void post(ShmArena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts,
-          std::int64_t doorbell, std::uint64_t sequence) {
+void post(Arena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts, std::int64_t doorbell,
+          std::uint64_t sequence) {
     raise_if_gone(arena);
-    const std::uint32_t index = checked(arena.doorbells(), doorbell);
-    std::vector<HeldBuffer> held;
-    std::vector<Part> pieces;
-    held.reserve(nb::len(parts));
-    pieces.reserve(nb::len(parts));
-    for (nb::handle part : parts) {
-        held.emplace_back(part);
-        pieces.push_back(held.back().part());
-    }
-    copy(arena, offset, nbytes, pieces);
+    const std::uint32_t index = checked_doorbell(doorbell, arena.doorbells().size());
+    const HeldParts held(parts);
+    copy(arena, offset, nbytes, held.parts());
     arena.doorbells().ring(index, sequence);
-}
-
-// Negative times count as 0.
-std::chrono::nanoseconds nanoseconds(double seconds) {
-    constexpr double kLongest = 1e9; // 31 years: what a steady clock can surely hold
-    if (!std::isfinite(seconds))
-        throw nb::value_error("a wait needs a finite timeout");
-    return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9));
 }
 
 std::size_t wait_for(ShmWaiter &waiter, const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
                      double timeout_s, double spin_s) {
-    if (pairs.empty())
-        throw nb::value_error("a wait needs at least one doorbell");
-    std::vector<Target> targets;
-    targets.reserve(pairs.size());
-    for (const auto &[doorbell, sequence] : pairs)
-        targets.push_back({checked(waiter.doorbells(), doorbell), sequence});
-    const auto deadline = std::chrono::steady_clock::now() + nanoseconds(timeout_s);
+    const std::vector<Target> targets = to_targets(pairs, waiter.doorbells());
+    const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
     if (const auto index = waiter.doorbells().ready(targets))
         return *index; // without giving up the GIL
 
-    for (auto spin = nanoseconds(spin_s);; spin = std::chrono::nanoseconds::zero()) {
+    for (auto spin = to_nanoseconds(spin_s);; spin = std::chrono::nanoseconds::zero()) {
         const ShmWaiter::Outcome outcome = [&] {
             nb::gil_scoped_release release;
             return waiter.wait(targets, deadline, spin);
@@ -149,7 +134,7 @@ std::size_t wait_for(ShmWaiter &waiter, const std::vector<std::pair<std::int64_t
 
 // Python's buffer protocol over the data, so that views keep the mapping alive after close().
 int get_buffer(PyObject *self, Py_buffer *view, int flags) {
-    const auto data = nb::inst_ptr<ShmArena>(self)->data();
+    const auto data = nb::inst_ptr<Arena>(self)->data();
     return PyBuffer_FillInfo(view, self, data.data(), static_cast<Py_ssize_t>(data.size()), 0, flags);
 }
 
@@ -159,19 +144,19 @@ PyType_Slot arena_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void *>(get_buff
 
 void register_transport(nb::module_ &module) {
     using namespace nb::literals;
-    nb::class_<ShmArena>(module, "ShmArena", nb::type_slots(arena_slots))
-        .def_static("file_nbytes", &ShmArena::file_nbytes, "nbytes"_a, "doorbells"_a)
-        .def_static("create", &ShmArena::create, "fd"_a, "nbytes"_a, "doorbells"_a, "identity"_a)
-        .def_static("open", &ShmArena::open, "fd"_a, "identity"_a)
-        .def_prop_ro("nbytes", [](const ShmArena &arena) { return arena.data().size(); })
-        .def_prop_ro("doorbells", [](ShmArena &arena) { return arena.doorbells().size(); })
-        .def_prop_ro("gone", &ShmArena::gone)
-        .def("mark_gone", &ShmArena::mark_gone)
-        .def("nudge", [](ShmArena &arena) { arena.doorbells().nudge(); })
+    nb::class_<Arena>(module, "Arena", nb::type_slots(arena_slots))
+        .def_static("file_nbytes", &Arena::file_nbytes, "nbytes"_a, "doorbells"_a)
+        .def_static("create", &Arena::create, "fd"_a, "nbytes"_a, "doorbells"_a, "identity"_a)
+        .def_static("open", &Arena::open, "fd"_a, "identity"_a)
+        .def_prop_ro("nbytes", [](const Arena &arena) { return arena.data().size(); })
+        .def_prop_ro("doorbells", [](Arena &arena) { return arena.doorbells().size(); })
+        .def_prop_ro("gone", &Arena::gone)
+        .def("mark_gone", &Arena::mark_gone)
+        .def("nudge", [](Arena &arena) { arena.doorbells().nudge(); })
         .def(
             "sequence",
-            [](ShmArena &arena, std::int64_t doorbell) {
-                return arena.doorbells().sequence(checked(arena.doorbells(), doorbell));
+            [](Arena &arena, std::int64_t doorbell) {
+                return arena.doorbells().sequence(checked_doorbell(doorbell, arena.doorbells().size()));
             },
             "doorbell"_a)
         .def("write", &write_part, "offset"_a, "data"_a)
@@ -179,7 +164,7 @@ void register_transport(nb::module_ &module) {
         .def("post", &post, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a);
 
     nb::class_<ShmWaiter>(module, "ShmWaiter")
-        .def(nb::init<std::shared_ptr<ShmArena>>(), "own"_a)
+        .def(nb::init<std::shared_ptr<Arena>>(), "own"_a)
         .def("watch", &ShmWaiter::watch, "peer"_a, "pidfd"_a)
         .def("forget", &ShmWaiter::forget, "index"_a)
         .def("wait", &wait_for, "targets"_a, "timeout_s"_a, "spin_s"_a);

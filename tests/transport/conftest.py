@@ -123,6 +123,8 @@ PAIRS: dict[str, tuple[str, type[FarThread] | type[FarProcess]]] = {
     "null": ("null", FarThread),
     "shm": ("shm", FarThread),
     "shm-processes": ("shm", FarProcess),
+    "tcp": ("tcp", FarThread),
+    "tcp-processes": ("tcp", FarProcess),
 }
 
 

@@ -14,21 +14,21 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using lamina::ShmArena;
+using lamina::Arena;
 using lamina::ShmWaiter;
 
 constexpr std::uint64_t kRounds = 200000;
 constexpr std::chrono::seconds kSleep(10);
 
-std::shared_ptr<ShmArena> make_arena() {
+std::shared_ptr<Arena> make_arena() {
     const int fd = memfd_create("stress", 0);
-    if (ftruncate(fd, static_cast<off_t>(ShmArena::file_nbytes(64, 2))) != 0)
+    if (ftruncate(fd, static_cast<off_t>(Arena::file_nbytes(64, 2))) != 0)
         std::exit(2);
-    return ShmArena::create(fd, 64, 2, 1);
+    return Arena::create(fd, 64, 2, 1);
 }
 
 // Rings doorbell 0 with n once its own says n.
-void ring_back(const std::shared_ptr<ShmArena> &own, ShmArena &sleeper) {
+void ring_back(const std::shared_ptr<Arena> &own, Arena &sleeper) {
     std::minstd_rand random(1);
     for (std::uint64_t n = 1; n <= kRounds; ++n) {
         const lamina::Target target{0, n};
@@ -42,7 +42,7 @@ void ring_back(const std::shared_ptr<ShmArena> &own, ShmArena &sleeper) {
     }
 }
 
-bool sleep_for_each(const std::shared_ptr<ShmArena> &own, ShmArena &ringer) {
+bool sleep_for_each(const std::shared_ptr<Arena> &own, Arena &ringer) {
     ShmWaiter waiter(own, kSleep);
     std::uint64_t sleeps = 0;
     for (std::uint64_t n = 1; n <= kRounds; ++n) {

@@ -6,6 +6,7 @@ Run as a script, it takes pickled (action, arguments) from standard input, answe
 import pickle
 import sys
 import zlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,14 @@ from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.channel import ChannelLayout, Responder
 from lamina.transport.null import NullEndpoint
 from lamina.transport.shm import ShmEndpoint
+from lamina.transport.tcp import TcpEndpoint
 
-IMPLEMENTATIONS: dict[str, Any] = {"null": NullEndpoint, "shm": ShmEndpoint}
+SECRET = b"a secret of the conformance suite"
+IMPLEMENTATIONS: dict[str, Any] = {
+    "null": NullEndpoint,
+    "shm": ShmEndpoint,
+    "tcp": partial(TcpEndpoint, secret=SECRET),
+}
 
 
 def stamped(n: int, nbytes: int) -> bytes:

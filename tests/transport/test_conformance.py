@@ -52,6 +52,8 @@ def test_any_contiguous_buffer_arrives_as_its_bytes(pair: Pair, data: bytes) -> 
     pair.far.call("wait", [(0, 1)], TIMEOUT_S)
     assert pair.far.call("read", 64, len(expected) + 2) == expected + b"<>"
     pair.near.write(pair.peer, 0, data)
+    pair.near.ring(pair.peer, 0, 2)
+    pair.far.call("wait", [(0, 2)], TIMEOUT_S)
     assert pair.far.call("read", 0, len(expected)) == expected
 
 

@@ -108,7 +108,7 @@ def test_a_large_copy_arrives_whole(endpoint: ShmEndpoint) -> None:
 def test_no_wake_is_lost(tmp_path: Path) -> None:
     """Two processes; the sleeps have no bound but ten seconds, so that one lost wake shows."""
     program = tmp_path / "doorbell_stress"
-    native = [ROOT / "native/transport" / name for name in ("doorbell.cpp", "shm.cpp")]
+    native = [ROOT / "native/transport" / name for name in ("arena.cpp", "doorbell.cpp", "shm.cpp")]
     sources = [ROOT / "tests/transport/doorbell_stress.cpp", *native]
     subprocess.run(["c++", "-std=c++20", "-O2", f"-I{ROOT}/native/include", *sources, "-o", program], check=True)
     finished = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)

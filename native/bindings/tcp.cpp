@@ -1,0 +1,175 @@
+// Bindings of the TCP streams of an endpoint.
+#include "transport.h"
+
+#include <string>
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "lamina/transport_tcp.h"
+
+namespace nb = nanobind;
+using lamina::Part;
+using lamina::TcpEndpoint;
+using lamina::TcpMessage;
+using lamina::TcpSender;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+void check_signals() {
+    if (PyErr_CheckSignals() != 0) // Ctrl-C ends a wait
+        throw nb::python_error();
+}
+
+// Sends, mending the connection by `mend(sender, seconds)` when it breaks.
+void send(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, TcpMessage &message,
+          std::size_t nbytes, double stall_s, nb::handle mend) {
+    const auto stall = to_nanoseconds(stall_s);
+    for (bool may_block = nbytes >= kReleaseNbytes;; may_block = true) {
+        const TcpEndpoint::Outcome outcome = [&] {
+            if (!may_block)
+                return endpoint.send(sender, message, stall, false);
+            nb::gil_scoped_release release;
+            return endpoint.send(sender, message, stall, true);
+        }();
+        switch (outcome.kind) {
+        case TcpEndpoint::Kind::Done:
+            return;
+        case TcpEndpoint::Kind::Again:
+            check_signals();
+            break;
+        case TcpEndpoint::Kind::Broken:
+        case TcpEndpoint::Kind::Lost:
+            mend(sender, stall_s);
+            break;
+        case TcpEndpoint::Kind::Expired:
+            PyErr_SetString(PyExc_TimeoutError, "the peer takes nothing in");
+            throw nb::python_error();
+        case TcpEndpoint::Kind::Ready:
+        case TcpEndpoint::Kind::Refused:
+            throw std::logic_error("not an outcome of sending");
+        }
+    }
+}
+
+void send_parts(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, std::int64_t offset,
+                std::size_t nbytes, std::span<const Part> parts, std::uint32_t doorbell,
+                std::uint64_t sequence, double stall_s, nb::handle mend) {
+    TcpMessage message({.offset = static_cast<std::uint64_t>(offset),
+                        .nbytes = nbytes,
+                        .sequence = sequence,
+                        .doorbell = doorbell,
+                        .magic = lamina::kFrameMagic},
+                       parts);
+    try {
+        send(endpoint, sender, message, nbytes, stall_s, mend);
+    } catch (...) {
+        if (message.begun() && !message.done())
+            sender->lose(); // nothing can follow half a frame
+        throw;
+    }
+}
+
+void write_part(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, std::int64_t offset,
+                nb::handle data, double stall_s, nb::handle mend) {
+    const HeldBuffer held(data);
+    const Part part = held.part();
+    const auto nbytes = static_cast<std::int64_t>(part.size());
+    lamina::check_message(offset, nbytes, {&part, 1}, sender->arena_nbytes());
+    send_parts(endpoint, sender, offset, part.size(), {&part, 1}, lamina::kNoDoorbell, 0, stall_s, mend);
+}
+
+void ring(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, std::int64_t doorbell,
+          std::uint64_t sequence, double stall_s, nb::handle mend) {
+    const std::uint32_t index = checked_doorbell(doorbell, sender->doorbells());
+    send_parts(endpoint, sender, 0, 0, {}, index, sequence, stall_s, mend);
+}
+
+void post(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, std::int64_t offset,
+          std::int64_t nbytes, nb::sequence parts, std::int64_t doorbell, std::uint64_t sequence,
+          double stall_s, nb::handle mend) {
+    const std::uint32_t index = checked_doorbell(doorbell, sender->doorbells());
+    const HeldParts held(parts);
+    const std::size_t total = lamina::check_message(offset, nbytes, held.parts(), sender->arena_nbytes());
+    send_parts(endpoint, sender, offset, total, held.parts(), index, sequence, stall_s, mend);
+}
+
+std::size_t wait_for(TcpEndpoint &endpoint, const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
+                     double timeout_s, double spin_s, nb::handle mend, nb::handle refused) {
+    const auto &bells = endpoint.arena().doorbells();
+    const std::vector<lamina::Target> targets = to_targets(pairs, bells);
+    const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
+    if (const auto index = bells.ready(targets))
+        return *index; // without giving up the GIL
+
+    for (auto spin = to_nanoseconds(spin_s);; spin = std::chrono::nanoseconds::zero()) {
+        const TcpEndpoint::Outcome outcome = [&] {
+            nb::gil_scoped_release release;
+            return endpoint.wait(targets, deadline, spin);
+        }();
+        switch (outcome.kind) {
+        case TcpEndpoint::Kind::Ready:
+            return outcome.index;
+        case TcpEndpoint::Kind::Again:
+            check_signals();
+            break;
+        case TcpEndpoint::Kind::Broken:
+        case TcpEndpoint::Kind::Lost: {
+            const std::chrono::duration<double> left = deadline - Clock::now();
+            mend(outcome.sender, left.count());
+            break;
+        }
+        case TcpEndpoint::Kind::Refused:
+            refused(outcome.refusal);
+            break;
+        case TcpEndpoint::Kind::Expired:
+            PyErr_SetString(PyExc_TimeoutError, "no doorbell reached its sequence number");
+            throw nb::python_error();
+        case TcpEndpoint::Kind::Done:
+            throw std::logic_error("not an outcome of waiting");
+        }
+    }
+}
+
+std::optional<std::pair<std::uint64_t, std::uint64_t>> expect(TcpEndpoint &endpoint, std::uint64_t stream,
+                                                              std::uint64_t identity, bool is_new) {
+    const auto expected = endpoint.expect(stream, identity, is_new);
+    if (!expected)
+        return std::nullopt;
+    return std::pair{expected->position, expected->connection};
+}
+
+std::shared_ptr<TcpSender> connect(TcpEndpoint &endpoint, int fd, std::uint64_t identity, std::size_t nbytes,
+                                   std::uint32_t doorbells) {
+    auto sender = std::make_shared<TcpSender>(fd, identity, nbytes, doorbells);
+    endpoint.add(sender);
+    return sender;
+}
+
+} // namespace
+
+void register_tcp(nb::module_ &module) {
+    using namespace nb::literals;
+    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<TcpSender>(module, "TcpSender")
+        .def_prop_ro("is_lost",
+                     [](const TcpSender &sender) { return sender.state() == TcpSender::State::Lost; })
+        .def("reopen", &TcpSender::reopen, "fd"_a, "position"_a)
+        .def("lose", &TcpSender::lose);
+
+    nb::class_<TcpEndpoint>(module, "TcpEndpoint")
+        .def(nb::init<std::shared_ptr<lamina::Arena>>(), "arena"_a)
+        .def("connect", &connect, "fd"_a, "identity"_a, "nbytes"_a, "doorbells"_a)
+        .def("disconnect", &TcpEndpoint::remove, "sender"_a)
+        .def("expect", &expect, "stream"_a, "identity"_a, "is_new"_a, Unlocked())
+        .def("accept", &TcpEndpoint::accept, "stream"_a, "connection"_a, "fd"_a, Unlocked())
+        .def("write", &write_part, "sender"_a, "offset"_a, "data"_a, "stall_s"_a, "mend"_a)
+        .def("ring", &ring, "sender"_a, "doorbell"_a, "sequence"_a, "stall_s"_a, "mend"_a)
+        .def("post", &post, "sender"_a, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a,
+             "stall_s"_a, "mend"_a)
+        .def("wait", &wait_for, "targets"_a, "timeout_s"_a, "spin_s"_a, "mend"_a, "refused"_a)
+        .def("close", &TcpEndpoint::close, Unlocked());
+}

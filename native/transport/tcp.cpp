@@ -1,0 +1,433 @@
+#include "lamina/transport_tcp.h"
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+namespace lamina {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "frames are little-endian on the wire");
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kWindowNbytes = 4 << 20;    // of a stream that may be on their way
+constexpr std::uint64_t kConfirmNbytes = 1 << 20; // after so many a receiver confirms
+constexpr std::size_t kChunkNbytes = 64 * 1024;   // kept and sent while they are in the cache
+constexpr int kReceivesPerTurn = 8;               // then other connections have theirs
+constexpr auto kSlice = std::chrono::milliseconds(20);
+constexpr auto kDrainTime = std::chrono::seconds(1);   // for what a lost peer sent last
+constexpr auto kResumeTime = std::chrono::minutes(10); // that a stream without connection is remembered
+
+void close_fd(int &fd) {
+    if (fd >= 0)
+        ::close(fd);
+    fd = -1;
+}
+
+bool would_block() {
+    return errno == EAGAIN || errno == EWOULDBLOCK;
+}
+
+} // namespace
+
+// -- message
+
+TcpMessage::TcpMessage(const TcpFrame &frame, std::span<const Part> parts)
+    : moved_at(Clock::now()), frame_(frame), parts_(parts), rest_(std::as_bytes(std::span(&frame_, 1))) {}
+
+void TcpMessage::advance(std::size_t nbytes) {
+    begun_ = true;
+    rest_ = rest_.subspan(nbytes);
+    while (rest_.empty() && next_ < parts_.size())
+        rest_ = parts_[next_++];
+}
+
+// -- sender
+
+TcpSender::TcpSender(int fd, std::uint64_t identity, std::size_t arena_nbytes, std::uint32_t doorbells)
+    : fd_(fd), identity_(identity), arena_nbytes_(arena_nbytes), doorbells_(doorbells),
+      window_(std::make_unique_for_overwrite<std::byte[]>(kWindowNbytes)) {}
+
+TcpSender::~TcpSender() {
+    close_fd(fd_);
+}
+
+void TcpSender::reopen(int fd, std::uint64_t position) {
+    if (position < confirmed_ || position > written_)
+        throw std::invalid_argument("the receiver wants byte " + std::to_string(position) +
+                                    " of the stream; kept are " + std::to_string(confirmed_) + " to " +
+                                    std::to_string(written_));
+    close_fd(fd_);
+    fd_ = fd;
+    confirmed_ = sent_ = position;
+    confirmation_nbytes_ = 0;
+    state_ = State::Open;
+}
+
+void TcpSender::lose() {
+    if (state_ != State::Lost)
+        lost_at_ = Clock::now();
+    close_fd(fd_);
+    state_ = State::Lost;
+}
+
+void TcpSender::close() {
+    take_in(); // a socket closed with bytes unread resets the connection, and what is on its way is lost
+    lose();
+}
+
+void TcpSender::break_off() {
+    close_fd(fd_);
+    state_ = State::Broken;
+}
+
+std::size_t TcpSender::keep(Part bytes) {
+    const std::size_t at = written_ % kWindowNbytes;
+    const std::size_t room = kWindowNbytes - (written_ - confirmed_);
+    const std::size_t nbytes = std::min({bytes.size(), room, kWindowNbytes - at, kChunkNbytes});
+    std::memcpy(window_.get() + at, bytes.data(), nbytes);
+    written_ += nbytes;
+    return nbytes;
+}
+
+bool TcpSender::push(TcpMessage &message) {
+    bool moved = false;
+    while (!message.done()) {
+        const std::size_t nbytes = keep(message.rest());
+        if (nbytes == 0)
+            break;
+        message.advance(nbytes);
+        moved = true;
+        if (written_ - sent_ >= kChunkNbytes && !flush())
+            break;
+    }
+    return flush() || moved;
+}
+
+bool TcpSender::flush() {
+    bool moved = false;
+    while (state_ == State::Open && sent_ < written_) {
+        const std::size_t at = sent_ % kWindowNbytes;
+        const std::size_t nbytes = std::min<std::size_t>(written_ - sent_, kWindowNbytes - at);
+        const ssize_t sent = ::send(fd_, window_.get() + at, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent > 0) {
+            sent_ += static_cast<std::size_t>(sent);
+            moved = true;
+        } else if (would_block()) {
+            break;
+        } else if (errno != EINTR) {
+            break_off();
+        }
+    }
+    return moved;
+}
+
+bool TcpSender::take_in() {
+    bool moved = false;
+    while (state_ == State::Open) {
+        std::byte *to = confirmation_.data() + confirmation_nbytes_;
+        const ssize_t got = ::recv(fd_, to, confirmation_.size() - confirmation_nbytes_, MSG_DONTWAIT);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0 && would_block())
+            break;
+        if (got <= 0) {
+            break_off();
+            break;
+        }
+        confirmation_nbytes_ += static_cast<std::size_t>(got);
+        if (confirmation_nbytes_ < confirmation_.size())
+            continue;
+        confirmation_nbytes_ = 0;
+        const auto position = std::bit_cast<std::uint64_t>(confirmation_);
+        if (position < confirmed_ || position > sent_) {
+            break_off();
+            break;
+        }
+        confirmed_ = position;
+        moved = true;
+    }
+    return moved;
+}
+
+// -- receiver
+
+bool TcpReceiver::receive(int fd, Arena &arena) {
+    for (int turn = 0; turn < kReceivesPerTurn; ++turn) {
+        iovec pieces[] = {{missing_.data(), missing_.size()},
+                          {staging_.data() + staged_, staging_.size() - staged_}};
+        msghdr header{};
+        header.msg_iov = pieces;
+        header.msg_iovlen = 2;
+        const ssize_t got = ::recvmsg(fd, &header, MSG_DONTWAIT);
+        if (got < 0)
+            return would_block() || errno == EINTR;
+        if (got == 0)
+            return false;
+        const auto arrived = static_cast<std::size_t>(got);
+        const bool all = arrived < pieces[0].iov_len + pieces[1].iov_len;
+        position_ += arrived;
+        if (!decode(arrived, arena))
+            return false;
+        if (position_ - confirmed_ >= kConfirmNbytes) {
+            confirmed_ = position_;
+            const auto sent = ::send(fd, &confirmed_, sizeof confirmed_, MSG_DONTWAIT | MSG_NOSIGNAL);
+            if (sent != sizeof confirmed_)
+                return false;
+        }
+        if (all)
+            return true;
+    }
+    return true;
+}
+
+bool TcpReceiver::decode(std::size_t arrived, Arena &arena) {
+    const std::size_t in_place = std::min(arrived, missing_.size());
+    if (in_place > 0) {
+        missing_ = missing_.subspan(in_place);
+        finish(arena);
+    }
+    Part bytes(staging_.data(), staged_ + arrived - in_place);
+    while (bytes.size() >= sizeof frame_) {
+        std::memcpy(&frame_, bytes.data(), sizeof frame_);
+        bytes = bytes.subspan(sizeof frame_);
+        refusal_ = check(frame_, arena);
+        if (!refusal_.empty())
+            return false;
+        const std::size_t here = std::min<std::size_t>(frame_.nbytes, bytes.size());
+        missing_ = arena.data().subspan(frame_.offset, frame_.nbytes);
+        std::copy_n(bytes.begin(), here, missing_.begin());
+        missing_ = missing_.subspan(here);
+        bytes = bytes.subspan(here);
+        finish(arena);
+    }
+    std::memmove(staging_.data(), bytes.data(), bytes.size());
+    staged_ = bytes.size();
+    return true;
+}
+
+void TcpReceiver::finish(Arena &arena) {
+    if (missing_.empty() && frame_.doorbell != kNoDoorbell)
+        arena.doorbells().ring(frame_.doorbell, frame_.sequence);
+}
+
+std::string TcpReceiver::check(const TcpFrame &frame, const Arena &arena) {
+    const std::size_t size = arena.data().size();
+    if (frame.magic != kFrameMagic)
+        return "what arrived is no frame";
+    if (frame.offset > size || frame.nbytes > size - frame.offset)
+        return "a frame of " + std::to_string(frame.nbytes) + " bytes at offset " +
+               std::to_string(frame.offset) + " lies outside the arena of " + std::to_string(size) + " bytes";
+    if (frame.doorbell != kNoDoorbell && frame.doorbell >= arena.doorbells().size())
+        return "a frame rings doorbell " + std::to_string(frame.doorbell) + " of " +
+               std::to_string(arena.doorbells().size());
+    return {};
+}
+
+// -- endpoint
+
+TcpEndpoint::TcpEndpoint(std::shared_ptr<Arena> arena)
+    : arena_(std::move(arena)), news_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (news_ < 0)
+        throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+void TcpEndpoint::close() {
+    for (const auto &sender : senders_)
+        sender->close();
+    senders_.clear();
+    const std::lock_guard lock(mutex_);
+    for (auto &[stream, incoming] : incoming_) {
+        close_fd(incoming.fd);
+        close_fd(incoming.next_fd);
+    }
+    incoming_.clear();
+    close_fd(news_);
+}
+
+void TcpEndpoint::remove(const std::shared_ptr<TcpSender> &sender) {
+    sender->close();
+    std::erase(senders_, sender);
+}
+
+std::optional<TcpEndpoint::Expected> TcpEndpoint::expect(std::uint64_t stream, std::uint64_t identity,
+                                                         bool is_new) {
+    const std::lock_guard lock(mutex_);
+    if (news_ < 0 || (!is_new && !incoming_.contains(stream)))
+        return std::nullopt;
+    Incoming &incoming = incoming_.try_emplace(stream, identity).first->second;
+    if (!incoming.receiver.refusal().empty())
+        return std::nullopt;
+    if (incoming.fd >= 0)
+        ::shutdown(incoming.fd, SHUT_RDWR); // its owner, who may be polling it, closes it
+    close_fd(incoming.next_fd);
+    incoming.detached = true;
+    incoming.closed_at = Clock::now();
+    return Expected{incoming.receiver.position(), ++incoming.connection};
+}
+
+void TcpEndpoint::accept(std::uint64_t stream, std::uint64_t connection, int fd) {
+    const std::lock_guard lock(mutex_);
+    const auto found = incoming_.find(stream);
+    if (found == incoming_.end() || found->second.connection != connection) {
+        ::close(fd);
+        return;
+    }
+    found->second.next_fd = fd;
+    eventfd_write(news_, 1);
+}
+
+void TcpEndpoint::adopt(Incoming &incoming) {
+    if (!incoming.detached)
+        return;
+    close_fd(incoming.fd);
+    if (incoming.next_fd < 0)
+        return;
+    incoming.fd = std::exchange(incoming.next_fd, -1);
+    incoming.detached = false;
+    incoming.readable = true;
+}
+
+void TcpEndpoint::receive(bool only_readable) {
+    const std::lock_guard lock(mutex_);
+    for (auto &[stream, incoming] : incoming_) {
+        adopt(incoming);
+        if (incoming.fd < 0 || (only_readable && !incoming.readable))
+            continue;
+        incoming.readable = false;
+        if (!incoming.receiver.receive(incoming.fd, *arena_)) {
+            close_fd(incoming.fd);
+            incoming.closed_at = Clock::now();
+        }
+    }
+}
+
+bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most, const TcpSender *blocked) {
+    polled_.assign(1, {.fd = news_, .events = POLLIN, .revents = 0});
+    for (const auto &sender : senders_) {
+        const bool wants_room = sender.get() == blocked && sender->has_unsent();
+        polled_.push_back({.fd = sender->fd(),
+                           .events = static_cast<short>(wants_room ? POLLIN | POLLOUT : POLLIN),
+                           .revents = 0});
+    }
+    polled_incoming_.clear();
+    {
+        const std::lock_guard lock(mutex_);
+        const auto forgotten = Clock::now() - kResumeTime;
+        std::erase_if(incoming_, [&](const auto &item) {
+            const Incoming &incoming = item.second;
+            return incoming.fd < 0 && incoming.next_fd < 0 && incoming.closed_at < forgotten;
+        });
+        for (auto &[stream, incoming] : incoming_) {
+            adopt(incoming);
+            polled_.push_back({.fd = incoming.fd, .events = POLLIN, .revents = 0});
+            polled_incoming_.push_back(&incoming); // only this thread erases
+        }
+    }
+    at_most = std::max(at_most, std::chrono::nanoseconds::zero());
+    const timespec timeout{static_cast<time_t>(at_most.count() / 1'000'000'000),
+                           static_cast<long>(at_most.count() % 1'000'000'000)};
+    if (ppoll(polled_.data(), polled_.size(), &timeout, nullptr) <= 0)
+        return false;
+    eventfd_t ignored;
+    if (polled_[0].revents != 0)
+        eventfd_read(news_, &ignored);
+    const pollfd *polled = polled_.data() + 1;
+    for (const auto &sender : senders_)
+        if ((polled++->revents & ~POLLOUT) != 0)
+            sender->take_in();
+    const std::lock_guard lock(mutex_);
+    for (Incoming *incoming : polled_incoming_)
+        incoming->readable |= polled++->revents != 0;
+    return true;
+}
+
+bool TcpEndpoint::is_drained(const TcpSender &sender) {
+    const std::lock_guard lock(mutex_);
+    const bool open = std::ranges::any_of(incoming_, [&](const auto &item) {
+        const Incoming &incoming = item.second;
+        return incoming.receiver.identity() == sender.identity() &&
+               (incoming.fd >= 0 || incoming.next_fd >= 0);
+    });
+    return !open || Clock::now() - sender.lost_at() > kDrainTime;
+}
+
+std::optional<std::string> TcpEndpoint::new_refusal() {
+    const std::lock_guard lock(mutex_);
+    for (auto &[stream, incoming] : incoming_)
+        if (!incoming.receiver.refusal().empty() && !std::exchange(incoming.refusal_is_known, true))
+            return incoming.receiver.refusal();
+    return std::nullopt;
+}
+
+std::optional<TcpEndpoint::Outcome> TcpEndpoint::trouble() {
+    if (auto refusal = new_refusal())
+        return Outcome{Kind::Refused, 0, nullptr, *std::move(refusal)};
+    for (const auto &sender : senders_) {
+        if (sender->state() == TcpSender::State::Broken)
+            return Outcome{Kind::Broken, 0, sender, {}};
+        if (sender->state() == TcpSender::State::Lost && is_drained(*sender))
+            return Outcome{Kind::Lost, 0, sender, {}};
+    }
+    return std::nullopt;
+}
+
+TcpEndpoint::Outcome TcpEndpoint::send(const std::shared_ptr<TcpSender> &sender, TcpMessage &message,
+                                       std::chrono::nanoseconds stall, bool may_block) {
+    for (;;) {
+        switch (sender->state()) {
+        case TcpSender::State::Broken:
+            return {Kind::Broken, 0, sender, {}};
+        case TcpSender::State::Lost:
+            return {Kind::Lost, 0, sender, {}};
+        case TcpSender::State::Open:
+            break;
+        }
+        const bool moved = sender->push(message);
+        if (message.done() && !sender->has_unsent())
+            return {Kind::Done, 0, nullptr, {}};
+        if (sender->take_in() || moved || sender->state() != TcpSender::State::Open) {
+            message.moved_at = Clock::now();
+            continue;
+        }
+        if (!may_block)
+            return {Kind::Again, 0, nullptr, {}};
+        if (Clock::now() - message.moved_at >= stall)
+            return {Kind::Expired, 0, sender, {}};
+        // Receives meanwhile: the peer may be waiting for room here before it makes room there.
+        if (!sleep(kSlice, sender.get()))
+            return {Kind::Again, 0, nullptr, {}};
+        receive(true);
+    }
+}
+
+TcpEndpoint::Outcome TcpEndpoint::wait(std::span<const Target> targets, Time deadline,
+                                       std::chrono::nanoseconds spin) {
+    const Doorbells &bells = arena_->doorbells();
+    const Time spin_until = std::min(Clock::now() + spin, deadline);
+    do {
+        receive(false);
+        if (const auto index = bells.ready(targets))
+            return {Kind::Ready, *index, nullptr, {}};
+    } while (Clock::now() < spin_until);
+
+    sleep(std::min<std::chrono::nanoseconds>(deadline - Clock::now(), kSlice), nullptr);
+    receive(true);
+    if (const auto index = bells.ready(targets))
+        return {Kind::Ready, *index, nullptr, {}};
+    if (auto found = trouble())
+        return *std::move(found);
+    return {Clock::now() < deadline ? Kind::Again : Kind::Expired, 0, nullptr, {}};
+}
+
+} // namespace lamina

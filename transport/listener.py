@@ -1,0 +1,192 @@
+"""Connections between endpoints: one thread that lets peers in, and the call that asks to be let in."""
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from lamina.errors import RefusedError
+from lamina.transport.handshake import connecting, listening
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0  # for a peer to prove itself
+MAX_WAITING = 256  # connections that have not proved themselves yet
+
+# Makes the answer to a request, or raises TransportError; and says who takes the connection over after that.
+Admit = Callable[[bytes], tuple[bytes, Callable[[socket.socket], None]]]
+
+
+def _tune(connection: socket.socket, silence_s: float) -> None:
+    """Send at once, and give up on a peer whose machine has not answered for about ``silence_s`` seconds."""
+    quarter_s = max(1, round(silence_s / 4))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, quarter_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, quarter_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
+
+
+def connect(
+    address: tuple[str, int], secret: bytes, identity: int, request: bytes, timeout_s: float, silence_s: float
+) -> tuple[socket.socket, bytes]:
+    """A connection to a listening endpoint, and its answer to the request.
+
+    Raises RefusedError if it turns the request down; OSError if there is no connection in time, of which
+    ConnectionRefusedError says that nobody listens there.
+    """
+    deadline = time.monotonic() + timeout_s
+    connection = socket.create_connection(address, timeout=max(timeout_s, 1e-3))
+    try:
+        _tune(connection, silence_s)
+        handshake = connecting(secret, identity, request)
+        output, wanted = next(handshake)
+        while True:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            connection.sendall(output)
+            output, wanted = handshake.send(_receive(connection, wanted, deadline))
+    except StopIteration as finished:
+        answer: bytes = finished.value
+        return connection, answer
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < nbytes:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        some = connection.recv(nbytes - len(received))
+        if not some:
+            raise ConnectionAbortedError("the peer closed the connection during the handshake")
+        received += some
+    return received
+
+
+class _Waiting:
+    """A connection that has not proved itself yet."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, identity: int, admit: Admit) -> None:
+        self.connection = connection
+        self.deadline = time.monotonic() + HANDSHAKE_S
+        self.handshake = listening(secret, identity, self._grant)
+        _, self.wanted = next(self.handshake)
+        self.received = b""
+        self._admit = admit
+
+    def _grant(self, request: bytes) -> bytes:
+        answer, self.take = self._admit(request)
+        return answer
+
+
+class Listener:
+    """Listens on a port of its own, in a thread of its own, and lets in peers that know the secret.
+
+    Args:
+        host: address of this machine to listen on.
+        silence_s: see ``_tune``.
+        admit: decides about the request of a peer that has proved itself. Called, like what it returns, in the
+            listener's thread.
+
+    Attributes:
+        refused: connections turned away, by verdict.
+    """
+
+    def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:
+        self.refused: Counter[str] = Counter()
+        self._name = name
+        self._secret = secret
+        self._identity = identity
+        self._silence_s = silence_s
+        self._admit = admit
+        self._waiting: dict[socket.socket, _Waiting] = {}
+        self._selector = selectors.DefaultSelector()
+        self._socket = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._end, self._ended = socket.socketpair()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._ended, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name=f"listener-{name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close every connection that has not been let in."""
+        self._end.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for closing in (self._selector, self._socket, self._ended):
+                stack.callback(closing.close)
+            while True:
+                for key, _ in self._selector.select(1.0 if self._waiting else None):
+                    if key.fileobj is self._ended:
+                        for waiting in self._waiting.values():
+                            waiting.connection.close()
+                        return
+                    if key.fileobj is self._socket:
+                        self._accept()
+                    else:
+                        self._advance(self._waiting[key.data])
+                self._drop_late()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it went away, or there are no descriptors left
+            connection, _ = self._socket.accept()
+            connection.setblocking(False)
+            _tune(connection, self._silence_s)
+            if len(self._waiting) >= MAX_WAITING:
+                connection.close()
+                self._count("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
+                return
+            self._waiting[connection] = _Waiting(connection, self._secret, self._identity, self._admit)
+            self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _advance(self, waiting: _Waiting) -> None:
+        """Take the handshake as far as what has arrived allows."""
+        connection = waiting.connection
+        try:
+            some = connection.recv(waiting.wanted - len(waiting.received))
+            if not some:
+                raise RefusedError("GARBAGE", "it closed the connection during the handshake")
+            waiting.received += some
+            while len(waiting.received) == waiting.wanted:
+                received, waiting.received = waiting.received, b""
+                output, waiting.wanted = waiting.handshake.send(received)
+                connection.sendall(output)  # less than a new connection's buffer
+        except StopIteration:
+            self._forget(waiting)
+            waiting.take(connection)
+        except BlockingIOError:
+            return
+        except (RefusedError, OSError) as error:
+            self._forget(waiting)
+            connection.close()
+            self._count(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
+
+    def _forget(self, waiting: _Waiting) -> None:
+        del self._waiting[waiting.connection]
+        self._selector.unregister(waiting.connection)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for waiting in [waiting for waiting in self._waiting.values() if waiting.deadline < now]:
+            self._forget(waiting)
+            waiting.connection.close()
+            self._count("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
+
+    def _count(self, verdict: str, reason: str) -> None:
+        self.refused[verdict] += 1
+        if self.refused[verdict] == 1:
+            logger.warning("%s turned a connection away: %s (more of this kind are counted only)", self._name, reason)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
