@@ -1,0 +1,239 @@
+"""The cost model: seconds of every part of a step, from a model's shape and a catalogue entry.
+
+``CostModel(shape, hardware, fits)`` answers, for one kind of device:
+
+* ``slice_seconds(rows, tp)``: the dense work of one layer (one slice) of ``rows`` token rows on ``tp`` devices;
+* ``ends_seconds(rows, tp)``: embedding and output head; ``pass_seconds`` is all layers and both ends;
+* ``attention_seconds(kv_tokens, rows)``: one layer's decode attention over what one device holds;
+* ``chunk_attention_seconds(chunk, prefix, tp)``: one layer's attention of a prompt chunk;
+* ``link_seconds(nbytes)``: a message between a compute and a memory worker, one way;
+* ``exchange_bytes(rows)``: what a layer of ``rows`` decode rows sends and gets back.
+
+Sizes may be numpy arrays; the answers then are too. ``docs/cost-model.md`` derives the formulas.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
+from lamina.plan.hardware import Hardware
+from lamina.plan.models import ModelShape
+from lamina.plan.store import ProfileStore
+
+ATTENTION_MEMORY_SHARE = 0.8
+"""Of the memory bandwidth that decode attention reads keys and values with (Lamina, section 3.1: above 80%)."""
+
+CHUNK_ATTENTION_SHARE = 0.6
+"""Of peak FLOP/s that attention of a prompt chunk reaches (FlashAttention-2 on an A100: 50 to 73%)."""
+
+ROUND_TRIP_S = 33e-6
+"""Of a small message between two devices by RDMA with device polling (Lamina, section 6.3; second paper: 33.0 us)."""
+
+NETWORK_SHARE = 0.914
+"""Of the network card's line rate (second Lamina paper: 45.7 of 50 GB/s; the first had 96.8% of 25)."""
+
+MEMORY_SHARE_USABLE = 0.9
+"""Of a device's memory for weights or KV; the rest holds activations, arenas and the driver's own."""
+
+Gemm = Callable[[ModelShape, int], tuple[float, float]]
+
+GEMMS: dict[str, Gemm] = {
+    "attn_pre_proj": lambda s, tp: ((s.query_heads + 2 * s.kv_heads) * s.head_size / tp, s.hidden),
+    "attn_post_proj": lambda s, tp: (s.hidden, s.query_heads * s.head_size / tp),
+    "mlp_up_proj": lambda s, tp: ((2 if s.gated else 1) * s.intermediate / tp, s.hidden),
+    "mlp_down_proj": lambda s, tp: (s.hidden, s.intermediate / tp),
+}
+"""Matrix products of a layer: operator -> (columns, depth) of its weight on one of ``tp`` devices."""
+
+POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
+    "input_layernorm": lambda s, tp: 2 * s.hidden,
+    "attn_rope": lambda s, tp: 2 * (s.query_heads + s.kv_heads) * s.head_size / tp,
+    "post_attention_layernorm": lambda s, tp: 2 * s.hidden,
+    "mlp_act": lambda s, tp: (3 if s.gated else 2) * s.intermediate / tp,
+    "add": lambda s, tp: 3 * s.hidden,
+}
+"""The other operators of a layer: operator -> elements read and written for each row on one of ``tp`` devices."""
+
+LAYER_ADDS = 2
+"""Residual additions in a layer; every other operator runs once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointwiseFit:
+    """``launch_s + bytes / (share * bandwidth)``, with a share of the bandwidth for every sort of operator."""
+
+    launch_s: float
+    norm_share: float
+    rope_share: float
+    activation_share: float
+    add_share: float
+
+    def share(self, operator: str) -> float:
+        """Of the memory bandwidth that ``operator``, one of ``POINTWISE``, reaches."""
+        return float(getattr(self, _SHARES[operator]))
+
+
+_SHARES = {
+    "input_layernorm": "norm_share",
+    "post_attention_layernorm": "norm_share",
+    "attn_rope": "rope_share",
+    "mlp_act": "activation_share",
+    "add": "add_share",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFit:
+    """``latency_s + (devices - 1) * hop_s + 2 (devices - 1) / devices * bytes / (link_share * link)``: a ring."""
+
+    latency_s: float
+    hop_s: float
+    link_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFit:
+    """``latency_s + bytes / (link_share * link)``: to a peer in the same machine."""
+
+    latency_s: float
+    link_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """All fitted parts of the cost model, for one kind."""
+
+    gemm: GemmFit
+    pointwise: PointwiseFit
+    all_reduce: CollectiveFit
+    send_recv: TransferFit
+
+    @classmethod
+    def load(cls, kind: str, store: ProfileStore | None = None) -> "Fits":
+        """The fits for ``kind`` from a profile store; the one of the package by default."""
+        store = store or ProfileStore()
+        return cls(
+            gemm=GemmFit(**store.fit("gemm", kind).parameters),
+            pointwise=PointwiseFit(**store.fit("pointwise", kind).parameters),
+            all_reduce=CollectiveFit(**store.fit("all_reduce", kind).parameters),
+            send_recv=TransferFit(**store.fit("send_recv", kind).parameters),
+        )
+
+
+class CostModel:
+    """Seconds on devices of one kind. See the module's docstring."""
+
+    def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
+        self.shape = shape
+        self.hardware = hardware
+        self.fits = fits
+
+    def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
+        """Seconds of one operator named in ``GEMMS`` or ``POINTWISE``."""
+        shape, dtype = self.shape, self.shape.dtype
+        rows, tp = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel)
+        if operator in GEMMS:
+            columns, depth = GEMMS[operator](shape, tp)  # type: ignore[arg-type]
+            return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, dtype)
+        moved = rows * POINTWISE[operator](shape, tp) * dtype.itemsize  # type: ignore[arg-type]
+        fit = self.fits.pointwise
+        return np.asarray(fit.launch_s + moved / (fit.share(operator) * self.hardware.memory_bytes_s))
+
+    def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
+        rows = np.asarray(rows, dtype=np.float64)
+        total = sum(self.operator_seconds(operator, rows, tensor_parallel) for operator in (*GEMMS, *POINTWISE))
+        total = total + (LAYER_ADDS - 1) * self.operator_seconds("add", rows, tensor_parallel)
+        return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
+
+    def ends_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of reading ``rows`` embeddings and of the output head, whose vocabulary is split."""
+        rows = np.asarray(rows, dtype=np.float64)
+        columns = self.shape.vocabulary / tensor_parallel
+        head = gemm_seconds(self.fits.gemm, self.hardware, rows, columns, self.shape.hidden, self.shape.dtype)
+        return head + self.operator_seconds("input_layernorm", rows, tensor_parallel)
+
+    def pass_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of all slices of a step, attention apart."""
+        return self.shape.layers * self.slice_seconds(rows, tensor_parallel) + self.ends_seconds(rows, tensor_parallel)
+
+    def attention_seconds(self, kv_tokens: ArrayLike, rows: ArrayLike, heads_share: float = 1.0) -> Floats:
+        """Seconds of one layer's decode attention on one device.
+
+        Args:
+            kv_tokens: cached tokens it attends to, all sequences together.
+            rows: sequences it attends for.
+            heads_share: of the KV heads that it holds.
+        """
+        shape = self.shape
+        tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
+        width = shape.kv_heads * shape.head_size
+        read = 2 * width * shape.dtype.itemsize * tokens
+        flops = 4 * shape.query_heads * shape.head_size * tokens
+        busy = np.maximum(
+            read / (ATTENTION_MEMORY_SHARE * self.hardware.memory_bytes_s),
+            flops / (CHUNK_ATTENTION_SHARE * self.hardware.flops[shape.dtype]),
+        )
+        return np.asarray(busy + self.fits.pointwise.launch_s * (np.asarray(rows) > 0))
+
+    def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
+        chunk, prefix = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
+        pairs = chunk * (prefix + chunk / 2)
+        flops = 4 * pairs * self.shape.query_heads * self.shape.head_size / tensor_parallel
+        return self.fits.pointwise.launch_s + flops / (CHUNK_ATTENTION_SHARE * self.hardware.flops[self.shape.dtype])
+
+    def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:
+        """Seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""
+        starts = np.arange(0, prompt, chunk, dtype=np.float64)
+        sizes = np.minimum(chunk, prompt - starts)
+        attention = self.shape.layers * self.chunk_attention_seconds(sizes, starts, tensor_parallel)
+        dense = self.shape.layers * self.slice_seconds(sizes, tensor_parallel)
+        return float((attention + dense).sum() + self.ends_seconds(1, tensor_parallel))
+
+    def all_reduce_seconds(self, nbytes: ArrayLike, devices: int) -> Floats:
+        """Seconds of summing ``nbytes`` over devices of one machine."""
+        sizes = np.asarray(nbytes, dtype=np.float64)
+        if devices == 1:
+            return np.zeros_like(sizes)
+        fit = self.fits.all_reduce
+        moved = 2 * (devices - 1) / devices * sizes
+        return fit.latency_s + (devices - 1) * fit.hop_s + moved / (fit.link_share * self.hardware.link_bytes_s)
+
+    def send_recv_seconds(self, nbytes: ArrayLike) -> Floats:
+        """Seconds of a transfer to a peer in the same machine."""
+        fit = self.fits.send_recv
+        return fit.latency_s + np.asarray(nbytes, dtype=np.float64) / (fit.link_share * self.hardware.link_bytes_s)
+
+    def link_seconds(self, nbytes: ArrayLike) -> Floats:
+        """Seconds of one message over this device's network card, one way."""
+        return ROUND_TRIP_S / 2 + self.wire_seconds(nbytes)
+
+    def wire_seconds(self, nbytes: ArrayLike) -> Floats:
+        """Seconds for which ``nbytes`` occupy this device's network card."""
+        return np.asarray(nbytes, dtype=np.float64) / (NETWORK_SHARE * self.hardware.nic_bytes_s)
+
+    def exchange_bytes(self, rows: ArrayLike) -> Floats:
+        """Bytes of q, k, v out and attention back for one layer of ``rows`` decode rows: (2 + 2/G) e d B."""
+        width = 2 * (self.shape.query_heads + self.shape.kv_heads) * self.shape.head_size
+        return np.asarray(rows, dtype=np.float64) * width * self.shape.dtype.itemsize
+
+    def weights_fit(self, tensor_parallel: int) -> bool:
+        """Whether a replica's share of the weights fits one device."""
+        return self.shape.weight_bytes / tensor_parallel <= self.usable_bytes
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of the device's memory for weights or KV."""
+        return MEMORY_SHARE_USABLE * self.hardware.memory_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values, all layers and heads, one device holds."""
+        return int(self.usable_bytes / self.shape.kv_bytes_per_token)
+
+    def _row_bytes(self, rows: Floats) -> Floats:
+        return rows * self.shape.hidden * self.shape.dtype.itemsize

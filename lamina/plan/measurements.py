@@ -1,0 +1,91 @@
+"""Operator and network times as the Vidur project's profiler writes them: CSV, milliseconds, one column an operator.
+
+Columns ``time_stats.OPERATOR.median`` hold the times; ``num_tokens`` and ``num_tensor_parallel_workers`` (or ``size``,
+in bytes, and ``num_workers``) say of what.
+"""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lamina.errors import ConfigError
+from lamina.plan.gemm import Floats
+from lamina.plan.models import ModelShape
+
+_SIZES = {
+    "n_embd": "hidden",
+    "n_head": "query_heads",
+    "n_kv_head": "kv_heads",
+    "n_expanded_embd": "intermediate",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Times of one operator, one element a measurement.
+
+    Attributes:
+        sizes: token rows, or bytes. devices: tensor-parallel workers, or those of the collective. seconds: measured.
+    """
+
+    operator: str
+    sizes: Floats
+    devices: Floats
+    seconds: Floats
+
+
+def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> list[Series]:
+    """Those of ``operators`` that the file has, in its order of rows.
+
+    Raises:
+        ConfigError: the file cannot be read, is another model's, or has none of the operators.
+    """
+    rows = _rows(file, "num_tokens", "num_tensor_parallel_workers")
+    for column, size in _SIZES.items():
+        stated = {int(row[column]) for row in rows if row.get(column)}
+        if stated and stated != {getattr(shape, size)}:
+            raise ConfigError(
+                f"{file} was measured with {column} {sorted(stated)[0]}; {shape.name} has {getattr(shape, size)}. "
+                "Give the model it was measured on with --model"
+            )
+    found = [
+        _series(rows, operator, "num_tokens", "num_tensor_parallel_workers")
+        for operator in operators
+        if f"time_stats.{operator}.median" in rows[0]
+    ]
+    if not found:
+        raise ConfigError(f"{file} has no column time_stats.OPERATOR.median for any of {', '.join(operators)}")
+    return found
+
+
+def read_network(file: Path, operator: str) -> Series:
+    """Times of a collective or transfer by bytes. Raises ConfigError if the file has none."""
+    rows = _rows(file, "size", "num_workers", f"time_stats.{operator}.median")
+    return _series(rows, operator, "size", "num_workers")
+
+
+def _rows(file: Path, *needed: str) -> list[dict[str, str]]:
+    try:
+        with file.open(newline="") as opened:
+            rows = list(csv.DictReader(opened))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"the measurements {file} cannot be read: {error}") from error
+    if not rows:
+        raise ConfigError(f"{file} has no rows")
+    if missing := [name for name in needed if name not in rows[0]]:
+        raise ConfigError(f"{file} lacks the columns {', '.join(missing)}")
+    return rows
+
+
+def _series(rows: list[dict[str, str]], operator: str, size: str, devices: str) -> Series:
+    column = f"time_stats.{operator}.median"
+    try:
+        table = np.array([(row[size], row[devices], row[column]) for row in rows if row[column]], dtype=np.float64)
+    except ValueError as error:
+        raise ConfigError(
+            f"the column {column}, {size} or {devices} holds something else than numbers: {error}"
+        ) from error
+    return Series(operator, table[:, 0], table[:, 1], table[:, 2] / 1000)

@@ -1,0 +1,171 @@
+"""The shape of a model as the cost model needs it: from a config.json, or one of the papers' models by name."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import ModelError, UnsupportedModelError
+from lamina.models.directory import CONFIG, max_model_len, read_json
+from lamina.types import DType
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A dense decoder-only transformer.
+
+    Attributes:
+        hidden: d. intermediate: width of the feed-forward network. gated: it has a third matrix.
+        layers: L. query_heads, kv_heads: G = query_heads / kv_heads share one key. head_size: of q, k and v.
+        max_tokens: the longest sequence, or None where the config does not say.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    gated: bool = True
+    tied_embeddings: bool = False
+    dtype: DType = DType.BFLOAT16
+    max_tokens: int | None = None
+
+    @property
+    def group(self) -> int:
+        """G: query heads that share one key/value head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * self.head_size * 2 * (self.query_heads + self.kv_heads)
+        return attention + self.hidden * self.intermediate * (3 if self.gated else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All weights; norms and biases, below 0.1%, are left out."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * self.layer_parameters + embeddings
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one replica."""
+        return self.parameters * self.dtype.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.kv_heads * self.head_size * self.layers * self.dtype.itemsize
+
+
+def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> ModelShape:
+    values = {"kv_heads": heads, "vocabulary": 32000, "max_tokens": 2048, **others}
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        query_heads=heads,
+        head_size=hidden // heads,
+        **values,
+    )
+
+
+KNOWN = {
+    shape.name.lower(): shape
+    for shape in (
+        _llama("LLaMA-7B", 32, 4096, 11008, 32),
+        _llama("LLaMA-13B", 40, 5120, 13824, 40),
+        _llama("LLaMA-33B", 60, 6656, 17920, 52),
+        _llama("LLaMA-65B", 80, 8192, 22016, 64),
+        _llama("Llama-2-7B", 32, 4096, 11008, 32, max_tokens=4096),
+        _llama("Llama-2-13B", 40, 5120, 13824, 40, max_tokens=4096),
+        _llama("Llama-2-70B", 80, 8192, 28672, 64, kv_heads=8, max_tokens=4096),
+        _llama("Llama-3-8B", 32, 4096, 14336, 32, kv_heads=8, vocabulary=128256, max_tokens=8192),
+        _llama("Llama-3-70B", 80, 8192, 28672, 64, kv_heads=8, vocabulary=128256, max_tokens=8192),
+        _llama("InternLM-20B", 60, 5120, 13824, 40, vocabulary=103168, max_tokens=4096),
+    )
+}
+"""The papers' models, from their published configs; lower-case name -> shape."""
+
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "query_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+_NOT_GATED = {
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom"),
+    *("mpt", "falcon", "phi", "starcoder2", "nemotron"),
+}
+_REFUSED = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "moe_num_experts": "a mixture of experts",
+}
+
+
+def find(model: str) -> ModelShape:
+    """The shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
+
+    Raises:
+        ModelError: there is no such file or name, or the config lacks a size.
+        UnsupportedModelError: the cost model does not cover this architecture.
+    """
+    if model.lower() in KNOWN:
+        return KNOWN[model.lower()]
+    path = Path(model).expanduser()
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        near = difflib.get_close_matches(model.lower(), KNOWN, n=2)
+        hint = f"; did you mean {' or '.join(KNOWN[name].name for name in near)}?" if near else "."
+        names = ", ".join(shape.name for shape in KNOWN.values())
+        raise ModelError(f"{model!r} is no model directory, config.json or known name{hint} Known: {names}")
+    return from_config(file.parent.resolve().name if file.name == CONFIG else file.stem, read_json(file))
+
+
+def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a parsed config.json describes. Raises as ``find``."""
+    nested = config.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
+    for key, what in _REFUSED.items():
+        if (text.get(key) or 0) > 1:
+            raise UnsupportedModelError(
+                f"{name} has {what} ({key} {text[key]}); the cost model covers dense models only"
+            )
+    sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
+    hidden, heads = sizes["hidden"], sizes["query_heads"]
+    multi_query = 1 if text.get("multi_query") else heads
+    return ModelShape(
+        name=name,
+        **sizes,
+        intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
+        kv_heads=_first(text, ("num_key_value_heads", "num_kv_heads", "n_head_kv")) or multi_query,
+        head_size=_first(text, ("head_dim",)) or hidden // heads,
+        gated=text.get("model_type") not in _NOT_GATED,
+        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        dtype=_dtype(text, config),
+        max_tokens=max_model_len(config),
+    )
+
+
+def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    value = _first(config, keys)
+    if value is None:
+        raise ModelError(f"the config of {name} has none of {', '.join(keys)}; give the model's own config.json")
+    return value
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), None)
+
+
+def _dtype(*configs: Mapping[str, Any]) -> DType:
+    stated = next((c[key] for c in configs for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)), "")
+    return DType(stated) if stated in {dtype.value for dtype in DType} else DType.BFLOAT16
