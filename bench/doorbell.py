@@ -4,7 +4,7 @@
 
 Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
-workers do. The time is that of Requester.send + reply against a Responder, Python included.
+workers do. The time is that of Outbox.send and Endpoint.wait on both sides, Python included.
 """
 
 import argparse
@@ -19,12 +19,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lamina.transport.channel import ChannelLayout, Requester, Responder
+from lamina.transport.channel import Inbox, Outbox, Slot
 from lamina.transport.shm import SPIN_S, ShmEndpoint
 
 TIMEOUT_S = 30.0
 MODES = {"spinning": 0.01, "default": SPIN_S, "sleeping": 0.0}
-PLACES = {"request_offset": 0, "request_doorbell": 0, "reply_offset": 0, "reply_doorbell": 0}
 
 
 @dataclass(frozen=True)
@@ -39,32 +38,33 @@ class RoundTrip:
 
 def answer(descriptor: str, spin_s: float, rounds: int, nbytes: int) -> None:
     """The far process: print one's descriptor, then answer every request."""
-    layout = ChannelLayout(2, nbytes, nbytes)
     endpoint = ShmEndpoint("far", spin_s=spin_s)
-    arena = endpoint.register(layout.requests_nbytes, 1)
+    arena = endpoint.register(nbytes, 1)
     print(endpoint.descriptor().hex(), flush=True)
     peer = endpoint.connect(bytes.fromhex(descriptor), TIMEOUT_S)
-    responder = Responder(endpoint, arena, peer, layout, **PLACES)
-    for _ in range(rounds):
-        responder.reply([responder.receive(TIMEOUT_S)])
+    inbox, outbox = Inbox(arena, Slot(0, nbytes, 0)), Outbox(endpoint, peer, Slot(0, nbytes, 0))
+    for n in range(1, rounds + 1):
+        endpoint.wait([(0, n)], TIMEOUT_S)
+        outbox.send([inbox.view], n)
     endpoint.close()
 
 
 def measure(mode: str, rounds: int, nbytes: int, *, far_core: int) -> RoundTrip:
     """Time ``rounds`` round trips of ``nbytes`` each way; the first tenth warms up and does not count."""
-    spin_s, layout = MODES[mode], ChannelLayout(2, nbytes, nbytes)
+    spin_s = MODES[mode]
     endpoint = ShmEndpoint("near", spin_s=spin_s)
-    arena = endpoint.register(layout.replies_nbytes, 1)
+    endpoint.register(nbytes, 1)
     arguments = ["--answer", endpoint.descriptor().hex(), "--spin-s", str(spin_s), "--core", str(far_core)]
     sizes = ["--rounds", str(rounds), "--nbytes", str(nbytes)]
     with subprocess.Popen([sys.executable, __file__, *arguments, *sizes], stdout=subprocess.PIPE, text=True) as far:
         assert far.stdout
         peer = endpoint.connect(bytes.fromhex(far.stdout.readline()), TIMEOUT_S)
-        requester = Requester(endpoint, arena, peer, layout, **PLACES)
+        outbox = Outbox(endpoint, peer, Slot(0, nbytes, 0))
         message, times = [bytes(nbytes)], np.empty(rounds)
         for i in range(rounds):
             start = time.perf_counter()
-            requester.reply(requester.send(message, TIMEOUT_S), TIMEOUT_S)
+            outbox.send(message, i + 1)
+            endpoint.wait([(0, i + 1)], TIMEOUT_S)
             times[i] = time.perf_counter() - start
         endpoint.disconnect(peer)
     endpoint.close()

@@ -8,6 +8,24 @@ from lamina.types import DType
 LoadFormat = Literal["auto", "dummy"]
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """How compute workers send q, k and v, so that attention begins before all of it is there.
+
+    Attributes:
+        q_first: send q as soon as it exists; memory workers attend to the tokens before while k and v are computed.
+        mini_batches: pieces in which the rows of q travel, at most ``MOST_MINI_BATCHES``.
+    """
+
+    q_first: bool = False
+    mini_batches: int = 1
+
+
+MOST_MINI_BATCHES = 15
+
+Pipelining = Literal["auto", "fixed", "rotational"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What a user may choose. Field names follow vLLM's engine arguments where one exists.
@@ -18,11 +36,18 @@ class EngineConfig:
         dtype: of weights and activations; "auto" takes the checkpoint's.
         kv_cache_memory_bytes: KV bytes per memory worker; None: a share of what is free once the weights are loaded.
         max_model_len: tokens of prompt plus completion of one request; None: what the model and one memory worker hold.
-        max_num_seqs: sequences decoding at once on one compute worker.
+        max_num_seqs: sequences decoding at once per compute worker.
         max_num_batched_tokens: token rows of one step (decode rows plus prompt-chunk rows).
         threads: CPU threads per worker; None: the workers of each pool share all cores this process may use.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights of the right shapes.
         seed: of dummy weights and of requests that give none.
+        lanes: batches in flight; None: decided while running, from measured slice and attention times.
+        pipelining: order of the lanes' slices on compute workers; "auto" is rotational if there is one lane more than
+            compute workers, else fixed.
+        q_first, mini_batches: how q, k and v are sent, see ``Overlap``.
+        plan_ahead: plan the next step of a lane while one runs.
+        compute_cores, memory_cores: CPU list of each pool, as ``taskset`` takes it, shared out evenly among its
+            workers; None: all cores that this process may use, for every worker.
     """
 
     model: str | None = None
@@ -36,3 +61,10 @@ class EngineConfig:
     threads: int | None = None
     load_format: LoadFormat = "auto"
     seed: int = 0
+    lanes: int | None = None
+    pipelining: Pipelining = "auto"
+    q_first: bool = False
+    mini_batches: int = 1
+    plan_ahead: bool = True
+    compute_cores: str | None = None
+    memory_cores: str | None = None

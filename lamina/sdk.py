@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Literal, Self, cast
 
 from lamina.cluster.local import launch
-from lamina.config import EngineConfig, LoadFormat
+from lamina.config import EngineConfig, LoadFormat, Pipelining
 from lamina.engine.prompts import Message, Prompt, as_prompts, chat_prompt
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.errors import ConfigError, RequestError
@@ -63,6 +63,13 @@ class Lamina:
         threads: int | None = None,
         load_format: LoadFormat = "auto",
         seed: int = 0,
+        lanes: int | None = None,
+        pipelining: Pipelining = "auto",
+        q_first: bool = False,
+        mini_batches: int = 1,
+        plan_ahead: bool = True,
+        compute_cores: str | None = None,
+        memory_cores: str | None = None,
     ) -> None:
         config = EngineConfig(
             model=None if model is None else os.fspath(model),
@@ -76,6 +83,13 @@ class Lamina:
             threads=threads,
             load_format=load_format,
             seed=seed,
+            lanes=lanes,
+            pipelining=pipelining,
+            q_first=q_first,
+            mini_batches=mini_batches,
+            plan_ahead=plan_ahead,
+            compute_cores=compute_cores,
+            memory_cores=memory_cores,
         )
         with loading_progress() as on_progress:
             self.engine = launch(config, on_progress)

@@ -204,11 +204,15 @@ class Request:
     seed: int = 0
 
 
+LAST_DRAWN = -1  # in place of a token id: see SequenceStep
+
+
 class SequenceStep(msgspec.Struct, array_like=True, frozen=True):
     """The tokens of one sequence in one step: positions [start, start + len(tokens)).
 
-    ``draws`` names the sequences for which a next token is drawn from the last row (several right after a prompt
-    with n > 1 completions, none before the last chunk of a prompt).
+    A token that is still being drawn when the step is planned is ``LAST_DRAWN``: the one that the step before of the
+    same lane draws for this sequence. ``draws`` names the sequences for which a next token is drawn from the last row
+    (several right after a prompt with n > 1 completions, none before the last chunk of a prompt).
     """
 
     sequence: int
@@ -231,6 +235,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 
     sequence: int
     count: int
+    prompt_length: int
     segments: list[Segment]
     params: SamplingParams
     seed: int
@@ -246,15 +251,17 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
-    """One pass of one batch through all slices on one compute worker: deltas only.
+    """One pass of one batch through all slices, in one lane: deltas only.
 
     Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``admitted`` ones registered, then
-    ``sequences`` run. The same plan goes to the compute worker and to every memory worker it names; a memory worker
-    ignores sequences without a segment on it.
+    ``sequences`` run. The same plan goes to the compute workers of its lane and to every memory worker; a memory worker
+    ignores sequences without a segment on it. ``turn`` counts the attentions of the lane's earlier steps: with it both
+    ends number their messages alike, and know which compute worker runs which slice.
     """
 
     step: int
-    compute: str
+    lane: int
+    turn: int
     forks: list[Fork]
     released: list[int]
     admitted: list[Admission]

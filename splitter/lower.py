@@ -7,8 +7,9 @@ layers is fused into few native calls (``fuse``).
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +19,7 @@ from lamina.splitter.split_model import Slice, SliceOutput, SplitModel, as_outpu
 from lamina.types import DType
 
 LINEAR = torch.ops.aten.linear.default
+OnQuery = Callable[[Tensor], None]
 POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 
 
@@ -58,10 +60,15 @@ class LoweredSlice:
         attention: Tensor | None,
         context: tuple[Tensor, ...],
         prepared: tuple[Tensor, ...],
+        on_query: OnQuery | None = None,
     ) -> SliceOutput:
-        """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions."""
+        """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions.
+
+        ``on_query`` gets q [T, Hq, D] as soon as it exists, which is before k and v where the model allows it.
+        """
         rows = (ids, positions) if attention is None else (ids, positions, attention)
-        return as_output(self._main(*self.weights, *prepared, *rows, *context), self._last)
+        hook = () if self._last else (on_query,)
+        return as_output(self._main(*self.weights, *prepared, *rows, *context, *hook), self._last)
 
 
 def lower(model: SplitModel, tensors: Mapping[str, Tensor]) -> list[LoweredSlice]:
@@ -76,7 +83,26 @@ def lower(model: SplitModel, tensors: Mapping[str, Tensor]) -> list[LoweredSlice
             main, packed = _pack(part) if pack else (copy.deepcopy(part.graph), frozenset[int]())
             graphs[part.graph] = _hoist(part, main, packed)
             fuse(graphs[part.graph].main)
+            if not part.last:
+                _announce_query(graphs[part.graph].main)
     return [LoweredSlice(part, graphs[part.graph], tensors) for part in model.slices]
+
+
+def _announce_query(module: fx.GraphModule) -> None:
+    """Give the graph one more input, a function or None, that it calls with q as soon as q is there."""
+    graph = module.graph
+    *_, last_input = (node for node in graph.nodes if node.op == "placeholder")
+    query = cast(tuple[fx.Node, ...], graph.output_node().args[0])[0]
+    with graph.inserting_after(last_input):
+        hook = graph.placeholder("on_query")
+    with graph.inserting_after(query):
+        graph.call_function(_call, (hook, query))
+    module.recompile()
+
+
+def _call(hook: OnQuery | None, query: Tensor) -> None:
+    if hook is not None:
+        hook(query)
 
 
 def _packed(weight: Tensor) -> Tensor:

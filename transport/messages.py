@@ -2,19 +2,21 @@
 
 import msgspec
 
-from lamina.config import LoadFormat
-from lamina.transport.channel import ChannelLayout
+from lamina.config import LoadFormat, Overlap
+from lamina.transport.channel import Layout
 from lamina.types import AttentionSpec, DType, Logprob, StepPlan
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to compute worker: load this model."""
+    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``."""
 
     model: str
     dtype: DType | None
     load_format: LoadFormat
     seed: int
     threads: int
+    rows: int
+    overlap: Overlap
     eos_token_ids: list[int]
 
 
@@ -25,28 +27,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     dtype: DType
     capacity: int
     threads: int
-
-
-class ChannelSetup(msgspec.Struct, frozen=True):
-    """One compute-memory channel: its layout, and where its slots and doorbells lie in the two arenas."""
-
-    compute: str
-    memory: str
-    layout: ChannelLayout
-    request_offset: int
-    request_doorbell: int
-    reply_offset: int
-    reply_doorbell: int
-
-    @property
-    def places(self) -> dict[str, int]:
-        """Keyword arguments of Requester and Responder."""
-        return {
-            "request_offset": self.request_offset,
-            "request_doorbell": self.request_doorbell,
-            "reply_offset": self.reply_offset,
-            "reply_doorbell": self.reply_doorbell,
-        }
+    overlap: Overlap
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -57,10 +38,17 @@ class Register(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: open these peers' arenas and use these channels; answered by Connected."""
+    """Engine to worker: open the arenas of these peers; answered by Connected.
 
+    A worker's number is its place in ``computes`` or ``memories``, which name all of a pool. ``rotates`` says how lanes
+    move, see ``lamina.engine.pipeline``.
+    """
+
+    computes: list[str]
+    memories: list[str]
     descriptors: dict[str, bytes]
-    channels: list[ChannelSetup]
+    layout: Layout
+    rotates: bool
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -87,11 +75,15 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
-    """Compute worker to engine: the model is split and its weights are in memory."""
+    """Compute worker to engine: the model is split and its weights are in memory.
+
+    ``context_nbytes`` is the most that a step hands from slice to slice.
+    """
 
     attentions: list[AttentionSpec]
     dtype: DType
     parameters: int
+    context_nbytes: int
 
 
 class SlabReady(msgspec.Struct, tag=True, frozen=True):
@@ -121,21 +113,28 @@ class Draw(msgspec.Struct, array_like=True, frozen=True):
 class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan.
 
-    ``undrawable`` sequences got none, since the model gave them no finite logits; ``error`` says so.
+    ``undrawable`` sequences got none, since the model gave them no finite logits; ``error`` says so. ``rows`` went
+    through the slices, which took ``busy_s`` in all on this worker.
     """
 
     step: int
     draws: list[Draw]
     undrawable: list[int] = []
     error: str = ""
+    rows: int = 0
+    busy_s: float = 0.0
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known after plan ``step`` was applied."""
+    """Memory worker to engine: slots in use and sequences known after plan ``step`` was applied.
+
+    ``busy_s`` is the time it has spent on attention so far.
+    """
 
     step: int
     used: int
     sequences: int
+    busy_s: float = 0.0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -1,16 +1,22 @@
 """What a data-plane message holds, derived from the StepPlan by both ends alike: no header, no serialisation.
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
-q [Rq, Hq, D] of the rows that attend there, then k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the tokens kept there, in the
+k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the tokens kept there, then q [Rq, Hq, D] of the rows that attend there, in the
 model's element type. Its reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
+
+A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
+batches of query rows, and q before k and v (Lamina, section 4.2.2).
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from lamina.config import Overlap
 from lamina.types import AttentionSpec, DType, Segment, SequenceStep, StepPlan
 
 Array = npt.NDArray[np.generic]
@@ -100,23 +106,67 @@ def reply_nbytes(attentions: Sequence[AttentionSpec], rows: int) -> int:
     return rows * max(spec.query_heads * (spec.v_dim + 1) * 4 for spec in attentions)
 
 
-def read_request(
-    buffer: memoryview, spec: AttentionSpec, dtype: DType, queries: int, appends: int
-) -> tuple[Array, Array, Array]:
-    """Views (q [queries, Hq, D], k [appends, Hkv, D], v [appends, Hkv, Dv]) of a request's bytes."""
-    element = NUMPY_DTYPE[dtype]
-    shapes = (
-        (queries, spec.query_heads, spec.qk_dim),
-        (appends, spec.kv_heads, spec.qk_dim),
-        (appends, spec.kv_heads, spec.v_dim),
+MOST_PIECES = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a request: query rows [start, stop) of the message, which are those of ``attends[first:last]``, and all
+    of its k and v if ``keeps``."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    keeps: bool
+
+
+def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
+    """How a request with these rows is cut, in the order in which its pieces travel."""
+    count = min(overlap.mini_batches, len(rows.attends))
+    if count == 0:
+        return (Piece(0, 0, 0, 0, keeps=True),)
+    ends = np.cumsum([0, *(attend.rows for attend in rows.attends)])
+    cuts = [len(rows.attends) * i // count for i in range(count + 1)]
+    q_first = overlap.q_first and len(rows.appends) > 0
+    queries = tuple(
+        Piece(int(ends[first]), int(ends[last]), first, last, keeps=first == 0 and not q_first)
+        for first, last in itertools.pairwise(cuts)
     )
-    views = []
-    offset = 0
-    for shape in shapes:
-        count = shape[0] * shape[1] * shape[2]
-        views.append(np.frombuffer(buffer, element, count, offset).reshape(shape))
-        offset += count * element.itemsize
-    return views[0], views[1], views[2]
+    return (*queries, Piece(int(ends[-1]), int(ends[-1]), count, count, keeps=True)) if q_first else queries
+
+
+def request_number(turn: int, piece: int) -> int:
+    """What the doorbell is rung with for one piece of the request of a lane's attention ``turn``."""
+    return turn * MOST_PIECES + piece + 1
+
+
+def reply_number(turn: int) -> int:
+    """What the doorbell is rung with for the reply to a lane's attention ``turn``."""
+    return turn + 1
+
+
+def query_offset(spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int) -> int:
+    """Byte of a request at which its query row ``start`` lies."""
+    return len(rows.appends) * spec.kv_bytes_per_token(dtype) + start * spec.query_bytes_per_token(dtype)
+
+
+def read_queries(
+    buffer: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int, stop: int
+) -> Array:
+    """View q [stop - start, Hq, D] of a request's bytes: its query rows [start, stop)."""
+    shape = (stop - start, spec.query_heads, spec.qk_dim)
+    return _view(buffer, dtype, shape, query_offset(spec, dtype, rows, start))
+
+
+def read_keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows) -> tuple[Array, Array]:
+    """Views (k [Rk, Hkv, D], v [Rk, Hkv, Dv]) of a request's bytes."""
+    k = _view(buffer, dtype, (len(rows.appends), spec.kv_heads, spec.qk_dim), 0)
+    return k, _view(buffer, dtype, (len(rows.appends), spec.kv_heads, spec.v_dim), k.nbytes)
+
+
+def _view(buffer: memoryview, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
+    return np.frombuffer(buffer, NUMPY_DTYPE[dtype], math.prod(shape), offset).reshape(shape)
 
 
 def read_reply(

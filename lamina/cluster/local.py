@@ -38,18 +38,27 @@ class LocalWorkers:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._closing = False
 
-    def spawn(self, name: str, module: str, bootstrap: Bootstrap) -> None:
-        """Start one worker; its keys go through a pipe, not the command line. -P: no modules from the user's folder."""
+    def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
+        """Start one worker on ``cores``, which the other pool uses too if ``shared_cores``.
+
+        Its keys go through a pipe, not the command line. -P: no modules from the user's folder.
+        """
         environment = os.environ | {
-            "GOMP_SPINCOUNT": OPENMP_SPIN_COUNT,
             "MALLOC_MMAP_THRESHOLD_": KEPT_BYTES,
             "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
-        )
+        if shared_cores:
+            environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # of this thread alone; what it starts inherits it
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+            )
+        finally:
+            os.sched_setaffinity(0, own)
         assert process.stdin is not None
         with process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(bootstrap))
@@ -99,16 +108,17 @@ def launch(config: EngineConfig, on_progress: Callable[[LoadProgress], None] | N
     """
     sizing.check(config)
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    limits = sizing.limits(config, model)
     computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
+    limits = sizing.limits(config, model, len(computes))
     tokenizer = Tokenizer(model)
-    plan = sizing.cluster_plan(config, model, [*tokenizer.eos_token_ids], computes, memories, free_memory)
+    available = frozenset(os.sched_getaffinity(0))
+    plan = sizing.cluster_plan(config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory)
     control = ControlServer([*computes, *memories])
     workers = LocalWorkers()
     try:
         for names, module in ((computes, COMPUTE), (memories, MEMORY)):
             for name in names:
-                workers.spawn(name, module, control.bootstraps[name])
+                workers.spawn(name, module, control.bootstraps[name], plan.cores[name], plan.shared_cores)
         cluster = bring_up(control, workers, plan, on_progress or (lambda progress: None))
     except BaseException:
         control.close()

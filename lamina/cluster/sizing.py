@@ -1,11 +1,11 @@
-"""What a configuration comes to on a given machine: limits of requests, threads, bytes of KV. Pure functions."""
+"""What a configuration comes to on a given machine: limits, cores and threads, lanes, bytes of KV. Pure functions."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from lamina.config import EngineConfig, LoadFormat
+from lamina.config import MOST_MINI_BATCHES, EngineConfig, LoadFormat, Overlap, Pipelining
 from lamina.engine.bringup import ClusterPlan
+from lamina.engine.pipeline import Pipeline
 from lamina.engine.scheduler import Limits
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
@@ -16,7 +16,7 @@ KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for al
 
 def check(config: EngineConfig) -> None:
     """Refuse settings that can never be. Raises ConfigError naming the setting and its range."""
-    positive = ("max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory_bytes")
+    positive = ("max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory_bytes", "lanes")
     for name in positive:
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -26,11 +26,14 @@ def check(config: EngineConfig) -> None:
             f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}; every "
             f"sequence needs a row of its own in a step, so give max_num_batched_tokens at least {config.max_num_seqs}"
         )
-    if config.load_format not in get_args(LoadFormat):
-        raise ConfigError(f"load_format is {config.load_format!r}; give {' or '.join(get_args(LoadFormat))}")
+    for name, choices in (("load_format", get_args(LoadFormat)), ("pipelining", get_args(Pipelining))):
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; give {' or '.join(choices)}")
+    if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
+        raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
 
 
-def limits(config: EngineConfig, model: ModelDirectory) -> Limits:
+def limits(config: EngineConfig, model: ModelDirectory, computes: int) -> Limits:
     """Bounds of steps and requests before the size of the slabs is known. Raises ConfigError."""
     longest = model.max_model_len
     wanted = longest if config.max_model_len is None else config.max_model_len
@@ -40,7 +43,8 @@ def limits(config: EngineConfig, model: ModelDirectory) -> Limits:
         raise ConfigError(f"max_model_len is {wanted}; give at least 2, one prompt token and one drawn")
     if longest is not None and wanted > longest:
         raise ConfigError(f"max_model_len is {wanted}; {model.name} was made for at most {longest} tokens")
-    return Limits(config.max_num_seqs, config.max_num_batched_tokens, wanted)
+    sequences = min(config.max_num_seqs * computes, config.max_num_batched_tokens)  # one lane must be able to take all
+    return Limits(sequences, config.max_num_batched_tokens, wanted)
 
 
 def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
@@ -56,29 +60,88 @@ def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> 
     return wanted
 
 
+Cores = frozenset[int]
+
+
+def worker_cores(text: str | None, workers: int, available: Cores) -> list[Cores]:
+    """The cores of each of ``workers`` workers of a pool, from its CPU list as ``taskset`` takes it ("0-3,8").
+
+    None: all that are available, for every worker. Else they are dealt out; with more workers than cores several share
+    one. Raises ConfigError for a list that cannot be read or names cores that are not available.
+    """
+    if text is None:
+        return [available] * workers
+    named = sorted(_parse_cores(text))
+    if missing := set(named) - available:
+        raise ConfigError(f"core list {text!r} names {sorted(missing)}; this process may use {sorted(available)}")
+    share = max(1, len(named) // workers)
+    return [frozenset(named[i * share % len(named) :][:share]) for i in range(workers)]
+
+
+def _parse_cores(text: str) -> set[int]:
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdigit() or not (last or first).strip().isdigit():
+            raise ConfigError(f"core list {text!r} is not one: give numbers and ranges joined by commas, as 0-3,8")
+        cores.update(range(int(first), int(last or first) + 1))
+    if not cores:
+        raise ConfigError(f"core list {text!r} names no core")
+    return cores
+
+
+def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+    """Lanes and their order for so many compute workers. ``shared``: both pools run on the same cores.
+
+    Without a number of lanes there is one more than compute workers, of which the engine uses as many as pay; on shared
+    cores nothing can overlap, and there is one for each. Raises ConfigError.
+    """
+    lanes = config.lanes or (computes if shared else computes + 1)
+    rotational = lanes == computes + 1 if config.pipelining == "auto" else config.pipelining == "rotational"
+    try:
+        return Pipeline(lanes, computes, rotational)
+    except ValueError as error:
+        raise ConfigError(f"{error}. Change lanes, pipelining or the compute pool") from error
+
+
 def cluster_plan(
     config: EngineConfig,
     model: ModelDirectory,
     eos_token_ids: Sequence[int],
     computes: tuple[str, ...],
     memories: tuple[str, ...],
+    available: Cores,
     free_bytes: Callable[[], int],
 ) -> ClusterPlan:
     """How to bring up these workers; ``free_bytes`` is asked once the weights are loaded."""
-    bounds = limits(config, model)
-    cores = len(os.sched_getaffinity(0))
-    # Slices and attention of one batch take turns, so each pool may use all cores.
-    compute_threads, memory_threads = (config.threads or max(1, cores // len(names)) for names in (computes, memories))
-    dtype = None if config.dtype == "auto" else config.dtype
+    bounds = limits(config, model, len(computes))
+    compute_cores = worker_cores(config.compute_cores, len(computes), available)
+    memory_cores = worker_cores(config.memory_cores, len(memories), available)
     setup = ComputeSetup(
-        str(model.path), dtype, config.load_format, config.seed, compute_threads, sorted(eos_token_ids)
+        str(model.path),
+        None if config.dtype == "auto" else config.dtype,
+        config.load_format,
+        config.seed,
+        _threads(config, compute_cores),
+        bounds.max_num_batched_tokens,
+        Overlap(config.q_first, config.mini_batches),
+        sorted(eos_token_ids),
     )
+    shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
     return ClusterPlan(
         computes=computes,
         memories=memories,
+        cores=dict(zip((*computes, *memories), (*compute_cores, *memory_cores), strict=True)),
         compute_setup=setup,
-        memory_threads=memory_threads,
+        memory_threads=_threads(config, memory_cores),
         kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
-        most_useful_tokens=bounds.max_num_seqs * bounds.max_model_len * len(computes),
-        rows=bounds.max_num_batched_tokens,
+        most_useful_tokens=bounds.max_num_seqs * bounds.max_model_len,
+        pipeline=pipeline(config, len(computes), shared),
+        shared_cores=shared,
     )
+
+
+def _threads(config: EngineConfig, cores: list[Cores]) -> int:
+    """Threads of each worker of a pool: its cores, or its share of those that the pool's workers share."""
+    together = len(frozenset.union(*cores)) // len(cores)
+    return config.threads or max(1, together)

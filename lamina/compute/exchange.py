@@ -7,15 +7,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lamina.compute.links import LaneLinks
+from lamina.config import Overlap
 from lamina.kernels.attention import SegmentTable, partial
 from lamina.kernels.merge import merge
-from lamina.transport.channel import Requester
-from lamina.transport.wire import Array, MessageRows, attends_locally, message_rows, read_reply
-from lamina.types import AttentionSpec, Segment, StepPlan
-
-REPLY_TIMEOUT_S = 120.0
+from lamina.transport.channel import Inbox, Outbox
+from lamina.transport.wire import (
+    Array,
+    MessageRows,
+    Piece,
+    attends_locally,
+    message_rows,
+    pieces,
+    query_offset,
+    read_reply,
+    reply_number,
+    request_number,
+)
+from lamina.types import AttentionSpec, DType, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
+Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,10 @@ class Source:
 class Remote:
     """One memory worker's share of a step."""
 
-    requester: Requester
+    request: Outbox
+    reply: Inbox
     rows: MessageRows
+    pieces: tuple[Piece, ...]
     source: Source
 
 
@@ -53,11 +67,15 @@ class StepExchange:
         self,
         plan: StepPlan,
         segments: Mapping[int, Sequence[Segment]],
-        requesters: Mapping[str, Requester],
+        links: LaneLinks,
+        dtype: DType,
+        overlap: Overlap,
         threads: int,
         rows: int,
     ) -> None:
         self.rows = rows
+        self._turn = plan.turn
+        self._dtype = dtype
         self._threads = threads
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._parts = np.zeros(self._total, np.int64)  # partials each row has so far
@@ -65,12 +83,18 @@ class StepExchange:
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         shares = {worker: message_rows(plan, segments, worker) for worker in named}
         self._remotes = [
-            Remote(requesters[worker], share, self._source(share.queries))
+            Remote(
+                links.requests[worker],
+                links.replies[worker],
+                share,
+                pieces(share, overlap),
+                self._source(share.queries),
+            )
             for worker, share in shares.items()
             if not share.empty
         ]
         self._most_parts = int(self._parts.max(initial=1))
-        self._buffers: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self._buffers: dict[tuple[int, int], Partial] = {}
 
     def _source(self, rows: npt.NDArray[np.int64]) -> Source:
         part = self._parts[rows].copy()
@@ -97,55 +121,83 @@ class StepExchange:
         )
         return Local(table, self._source(indices))
 
-    def attend(
-        self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Floats | None
-    ) -> torch.Tensor:
-        """Attention out [rows, Hq, Dv] in q's dtype, for q [rows, Hq, D], k [rows, Hkv, D], v [rows, Hkv, Dv].
+    @property
+    def local_rows(self) -> int:
+        """Rows of prompt chunks, which ``attend_chunks`` gives partials for."""
+        return 0 if self._local is None else len(self._local.source.rows)
 
-        Raises DeadlineError or PeerLostError if a memory worker does not answer.
+    def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
+        """Send what does not need k and v to the memory workers of attention ``index``; nothing unless q goes first.
+
+        q is [rows, Hq, D]. Raises PeerLostError.
         """
-        arrays = as_numpy(q), as_numpy(k), as_numpy(v)
-        messages = [self._send(remote, *arrays) for remote in self._remotes]
-        outs, lses = self._buffer(spec)
-        if self._local is not None:
-            self._put(self._local.source, *self._attend_locally(self._local, spec, *arrays), outs, lses)
-        for remote, message in zip(self._remotes, messages, strict=True):
-            if len(remote.rows.queries):
-                reply = remote.requester.reply(message, REPLY_TIMEOUT_S)
-                self._put(remote.source, *read_reply(reply, spec, len(remote.rows.queries)), outs, lses)
-        single = self._most_parts == 1 and sinks is None
-        merged = outs[0].copy() if single else merge(list(outs), list(lses), sinks)
-        return torch.from_numpy(merged).to(q.dtype)
-
-    def drain(self) -> None:
-        """Wait until memory workers keep all of the step's K and V, so that its slots may be given to others."""
         for remote in self._remotes:
-            remote.requester.drain(REPLY_TIMEOUT_S)
+            if not remote.pieces[0].keeps:
+                rows = self._take(as_numpy(q), remote.rows.queries)
+                self._send_pieces(remote, index, spec, rows, keys_values=None)
 
-    def _send(self, remote: Remote, q: Array, k: Array, v: Array) -> int:
-        queries, appends = remote.rows.queries, remote.rows.appends
-        parts = [self._take(q, queries), self._take(k, appends), self._take(v, appends)]
-        return remote.requester.send(parts, REPLY_TIMEOUT_S)
+    def send(self, index: int, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Send the rest: k [rows, Hkv, D], v [rows, Hkv, Dv] and the pieces of q [rows, Hq, D] that were not sent."""
+        for remote in self._remotes:
+            queries, appends = remote.rows.queries, remote.rows.appends
+            keys_values = [self._take(as_numpy(k), appends), self._take(as_numpy(v), appends)]
+            rows = self._take(as_numpy(q), queries)
+            self._send_pieces(remote, index, spec, rows, keys_values)
+
+    def _send_pieces(
+        self, remote: Remote, index: int, spec: AttentionSpec, q: Array, keys_values: list[Array] | None
+    ) -> None:
+        """``keys_values`` None: the pieces before the one that keeps; else that one and those after it."""
+        kept = False
+        for number, piece in enumerate(remote.pieces):
+            kept = kept or piece.keeps
+            if kept == (keys_values is None):
+                continue
+            rows = q[piece.start : piece.stop]
+            # Queries lie behind keys and values, so a piece with both is one stretch of bytes.
+            parts = [*keys_values, rows] if keys_values is not None and piece.keeps else [rows]
+            at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
+            remote.request.send(parts, request_number(self._turn + index, number), at)
+
+    def attend_chunks(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial | None:
+        """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
+        if self._local is None:
+            return None
+        rows = self._take(as_numpy(q), self._local.source.rows)
+        return partial(rows, as_numpy(k), as_numpy(v), self._local.segments, spec, self._threads)
+
+    def replies(self, index: int) -> list[tuple[int, int]]:
+        """Where the replies to attention ``index`` are announced, for ``Endpoint.wait``."""
+        return [(remote.reply.doorbell, reply_number(self._turn + index)) for remote in self._remotes]
+
+    def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
+        """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must be there."""
+        partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
+        for remote in self._remotes:
+            if count := len(remote.rows.queries):
+                partials.append((remote.source, *read_reply(remote.reply.view, spec, count)))
+        out = torch.empty(self.rows, spec.query_heads, spec.v_dim, dtype=getattr(torch, self._dtype.value))
+        if sinks is None and len(partials) == 1 and len(partials[0][0].rows) == self._total:
+            out[: self._total] = torch.from_numpy(partials[0][1])
+            out[self._total :] = 0
+            return out
+        outs, lses = self._buffer(spec)
+        for source, part, lse in partials:
+            outs[source.part, source.rows] = part
+            lses[source.part, source.rows] = lse
+        return out.copy_(torch.from_numpy(merge(list(outs), list(lses), sinks)))
 
     def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
         """Rows of ``array``; the array itself when that is all of them in order."""
         return array[: self._total] if len(rows) == self._total else array[rows]
 
-    def _attend_locally(self, local: Local, spec: AttentionSpec, q: Array, k: Array, v: Array) -> tuple[Floats, Floats]:
-        return partial(self._take(q, local.source.rows), k, v, local.segments, spec, self._threads)
-
-    def _buffer(self, spec: AttentionSpec) -> tuple[Floats, Floats]:
+    def _buffer(self, spec: AttentionSpec) -> Partial:
         """Partials [P, rows, Hq, Dv], lse [P, rows, Hq]; layers write the same places, so -inf stays elsewhere."""
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
             shape = (self._most_parts, self.rows, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
-
-    @staticmethod
-    def _put(source: Source, out: Floats, lse: Floats, outs: Floats, lses: Floats) -> None:
-        outs[source.part, source.rows] = out
-        lses[source.part, source.rows] = lse
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:

@@ -1,11 +1,11 @@
 """Runs the slices of a split model with their weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from lamina.compute.exchange import Floats, StepExchange
-from lamina.splitter import LoweredSlice, SplitModel, lower
+from lamina.splitter import LoweredSlice, SliceOutput, SplitModel, lower
+from lamina.types import AttentionSpec
 
 
 def padded(rows: int) -> int:
@@ -18,57 +18,55 @@ def padded(rows: int) -> int:
 
 
 class SliceRunner:
-    """A split model with its weights: token ids and positions in, logits out, attention left to the caller."""
+    """A split model with its weights: every slice by its number, attention left to the caller."""
 
     def __init__(self, model: SplitModel, tensors: Mapping[str, torch.Tensor]) -> None:
         """``tensors`` holds the model's weights by name; its constants are its own."""
-        self._attentions = model.attentions
+        self.attentions: tuple[AttentionSpec, ...] = model.attentions
+        self.contexts = tuple(cut.context for cut in model.cuts)
+        self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
         *self._inner, self._last = lower(model, {**tensors, **model.constants})
-        self._sinks: list[Floats | None] = [
-            None if name is None else tensors[name].float().numpy() for name in model.sinks
-        ]
 
-    @torch.inference_mode()
     def run(
-        self, ids: torch.Tensor, positions: torch.Tensor, exchange: StepExchange, rows: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Logits [len(rows), vocab] of the step's tokens at ``rows``, None if there are no such rows.
+        self,
+        index: int,
+        rows: "Rows",
+        attention: torch.Tensor | None,
+        context: tuple[torch.Tensor, ...],
+        on_query: Callable[[torch.Tensor], None] | None,
+    ) -> SliceOutput:
+        """q, k, v and context of slice ``index``, not the last one; ``on_query`` gets q before k and v are computed."""
+        piece = self._inner[index]
+        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query)
 
-        ids and positions are int64 [T]. Only ``rows`` go through the last slice: everything after the last
-        attention is per token.
-        """
-        ids, positions = _pad(ids, exchange.rows), _pad(positions, exchange.rows)
-        attention: torch.Tensor | None = None
-        context: tuple[torch.Tensor, ...] = ()
-        prelude = _Prelude(positions)
-        for piece, spec, sinks in zip(self._inner, self._attentions, self._sinks, strict=True):
-            output = piece.run(ids, positions, attention, context, prelude.of(piece))
-            assert output.q is not None and output.k is not None and output.v is not None
-            attention = exchange.attend(spec, output.q, output.k, output.v, sinks)
-            context = output.context
-        if len(rows) == 0:
-            return None
-        assert attention is not None
-        chosen = _pad(rows, padded(len(rows)))
-        ids, positions, attention = ids[chosen], positions[chosen], attention[chosen]
+    def logits(
+        self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [len(chosen), vocab] of rows ``chosen``, int64: everything after the last attention is per token."""
+        count = len(chosen)
+        chosen = pad(chosen, padded(count))
+        ids, positions, attention = rows.ids[chosen], rows.positions[chosen], attention[chosen]
         context = tuple(tensor[chosen] for tensor in context)
         logits = self._last.run(ids, positions, attention, context, self._last.prepare(positions)).logits
-        return None if logits is None else logits[: len(rows)]
+        assert logits is not None
+        return logits[:count]
 
 
-def _pad(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [T] with zeros up to [count]."""
-    return torch.nn.functional.pad(rows, (0, count - len(rows)))
+class Rows:
+    """Token ids and positions of a step, int64 [rows], with what slices need of the positions alone."""
 
-
-class _Prelude:
-    """What slices need of the positions alone, computed once a step for all that need the same."""
-
-    def __init__(self, positions: torch.Tensor) -> None:
-        self._positions = positions
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        self.ids = ids
+        self.positions = positions
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
-    def of(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
+    def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
+        """Computed once a step for all slices that need the same."""
         if piece.prelude_key not in self._prepared:
-            self._prepared[piece.prelude_key] = piece.prepare(self._positions)
+            self._prepared[piece.prelude_key] = piece.prepare(self.positions)
         return self._prepared[piece.prelude_key]
+
+
+def pad(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [T] with zeros up to [count]."""
+    return torch.nn.functional.pad(rows, (0, count - len(rows)))

@@ -1,18 +1,26 @@
-"""The compute worker: holds the weights, runs the slices, owns nothing that outlives a step but copies of deltas."""
+"""The compute worker: holds the weights, runs the slices, owns nothing that outlives a step but copies of deltas.
 
+One thread does everything. Lanes take turns on it: of all steps whose awaited messages have come, the one whose slice
+is due first (``Pipeline.tick``) runs next. While nothing can run it answers the engine, takes in plans and prepares
+their steps, so that all of this costs time only when there is none to spare.
+"""
+
+import collections
+import time
 from dataclasses import dataclass, field
 
-import numpy as np
+import msgspec
 import torch
 
 from lamina.compute.exchange import StepExchange
+from lamina.compute.links import LaneLinks, lane_links, pipeline_of
 from lamina.compute.runner import SliceRunner, padded
+from lamina.compute.step import StepRun, context_nbytes_per_token
 from lamina.engine.sampler import Row, sample
 from lamina.errors import DeadlineError, LogitsError, WorkerError
 from lamina.models import directory, weights
 from lamina.models.config import load_config, resolve_dtype
 from lamina.splitter import split
-from lamina.transport.channel import Requester
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.messages import (
     ComputeSetup,
@@ -25,35 +33,48 @@ from lamina.transport.messages import (
     Step,
     StepDone,
     Stop,
+    ToWorker,
 )
 from lamina.transport.process import run_worker
 from lamina.transport.shm import ShmEndpoint
 from lamina.types import Admission, Segment, StepPlan
 
 CONNECT_TIMEOUT_S = 30.0
+REPLY_TIMEOUT_S = 120.0
 IDLE_SLICE_S = 1.0
 
 
 @dataclass
 class SequenceCopy:
-    """What drawing the tokens of one sequence needs; rebuilt from any admission."""
+    """What drawing the tokens of one sequence needs; ``generated`` are the tokens it was given back, in order."""
 
     admission: Admission
     index: int
     generated: list[int] = field(default_factory=list)
 
-    def row(self, eos_token_ids: list[int]) -> Row:
-        """The sampler's view of the next token to draw."""
+    def row(self, position: int, eos_token_ids: list[int]) -> Row:
+        """The sampler's view of the token to draw for ``position``."""
         return Row(
             sequence=self.admission.sequence + self.index,
             params=self.admission.params,
             seed=self.admission.seed,
             completion=self.index,
-            generated=len(self.generated),
+            generated=position - self.admission.prompt_length,
             eos_token_ids=eos_token_ids,
             prompt=self.admission.prompt,
             output=self.generated,
         )
+
+
+@dataclass
+class Lane:
+    """The steps of one lane that are not done here, and what the first of them still waits for."""
+
+    links: LaneLinks
+    steps: collections.deque[StepRun] = field(default_factory=collections.deque)
+    awaited: list[tuple[int, int]] = field(default_factory=list)
+    since: float = 0.0
+    busy_s: float = 0.0  # in slices of the first step
 
 
 class ComputeWorker:
@@ -63,14 +84,18 @@ class ComputeWorker:
         self.name = control.name
         self._control = control
         self._endpoint = ShmEndpoint(control.name)
-        self._requesters: dict[str, Requester] = {}
+        self._lanes: list[Lane] = []
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
+        self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
+        self._done: list[StepDone] = []  # not sent yet
+        self._running = True
 
     def run(self) -> None:
         """Set up as the engine tells, then run its plans."""
         self._set_up()
-        self._serve()
+        while self._running:
+            self._serve_once()
 
     def close(self) -> None:
         """Leave the data plane. Idempotent."""
@@ -82,14 +107,18 @@ class ComputeWorker:
         arena = self._endpoint.register(register.nbytes, register.doorbells)
         self._control.send(Registered(self._endpoint.descriptor()))
         connect = expect(self._control, Connect)
-        for channel in connect.channels:
-            peer = self._endpoint.connect(connect.descriptors[channel.memory], CONNECT_TIMEOUT_S)
-            self._requesters[channel.memory] = Requester(self._endpoint, arena, peer, channel.layout, **channel.places)
+        peers = {
+            name: self._endpoint.connect(descriptor, CONNECT_TIMEOUT_S)
+            for name, descriptor in connect.descriptors.items()
+        }
+        self._pipeline = pipeline_of(connect)
+        self._replica = connect.computes.index(self.name)
+        self._lanes = [Lane(links) for links in lane_links(self._endpoint, arena, peers, connect)]
         self._control.send(Connected())
 
     def _load(self, setup: ComputeSetup) -> None:
         torch.set_num_threads(setup.threads)
-        self._threads = setup.threads
+        self._threads, self._overlap = setup.threads, setup.overlap
         self._eos_token_ids = setup.eos_token_ids
         place = directory.find(setup.model, weights=setup.load_format != "dummy")
         config = load_config(place)
@@ -108,56 +137,141 @@ class ComputeWorker:
             lambda done, of: self._progress("weights", done, of),
         )
         self._runner = SliceRunner(model, tensors)
+        self._dtype = dtype
         self._control.send(
-            ModelLoaded(list(model.attentions), dtype, sum(tensor.numel() for tensor in tensors.values()))
+            ModelLoaded(
+                list(model.attentions),
+                dtype,
+                sum(tensor.numel() for tensor in tensors.values()),
+                padded(setup.rows) * context_nbytes_per_token(self._runner.attentions, self._runner.contexts),
+            )
         )
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._control.send(LoadProgress(self.name, stage, done, total))
 
-    def _serve(self) -> None:
-        while True:
+    def _serve_once(self) -> None:
+        """Run the slice that is due first, of those that can run; if none can, wait until one may."""
+        active = sorted((lane for lane in self._lanes if lane.steps), key=lambda lane: lane.steps[0].tick)
+        ready = next((lane for lane in active if not lane.awaited), None)
+        earlier = active if ready is None else active[: active.index(ready)]
+        if len(active) > 1:  # else the wait below looks just as well
+            ready = next((lane for lane in earlier if self._is_ready(lane)), ready)
+        if ready is None:
+            self._idle(active)
+            return
+        unsent = len(self._done)
+        self._run_slice(ready)
+        if unsent:  # busy without a pause: what was done a slice ago must not wait longer
+            self._answer()
+
+    def _run_slice(self, lane: Lane) -> None:
+        step = lane.steps[0]
+        begun = time.monotonic()
+        logits = step.run(self._drawn)
+        self._remember(step)
+        last = step.index < 0
+        done = self._draw(step.plan, logits) if last and step.draws else None
+        lane.busy_s += time.monotonic() - begun
+        if last:
+            if done is not None:
+                whole = lane.busy_s * (len(self._runner.attentions) + 1) / step.own_slices
+                self._done.append(msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole))
+            lane.steps.popleft()
+            lane.busy_s = 0.0
+        self._await(lane)
+
+    def _await(self, lane: Lane) -> None:
+        lane.awaited = lane.steps[0].awaited() if lane.steps else []
+        lane.since = time.monotonic()
+
+    def _is_ready(self, lane: Lane) -> bool:
+        while lane.awaited:
             try:
-                message = self._control.receive(IDLE_SLICE_S)
+                lane.awaited.pop(self._endpoint.wait(lane.awaited, 0.0))
             except DeadlineError:
-                continue
-            if isinstance(message, Stop):
+                return False
+        return True
+
+    def _answer(self) -> None:
+        for done in self._done:
+            self._control.send(done)
+        self._done.clear()
+
+    def _idle(self, active: list[Lane]) -> None:
+        """Tell the engine what is done and take in what it says; then wait for a message that a step needs."""
+        self._answer()
+        if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
+            self._handle(message)
+            return
+        awaited = [(lane, target) for lane in active for target in lane.awaited]
+        try:
+            if not awaited:
+                self._handle(self._control.receive(IDLE_SLICE_S))
                 return
-            if not isinstance(message, Step):
-                raise WorkerError(self.name, f"a compute worker that serves cannot take a {type(message).__name__}")
-            self._control.send(self._step(message.plan))
+            lane, target = awaited[self._endpoint.wait([target for _, target in awaited], IDLE_SLICE_S)]
+            lane.awaited.remove(target)
+        except DeadlineError as error:
+            late = [lane for lane in active if lane.awaited and time.monotonic() - lane.since > REPLY_TIMEOUT_S]
+            if late:
+                step = late[0].steps[0]
+                raise DeadlineError(
+                    f"{self.name}: slice {step.index} of step {step.plan.step} has waited {REPLY_TIMEOUT_S:.0f} s "
+                    f"for attention; is a memory worker's machine overloaded? {error}"
+                ) from error
 
-    def _step(self, plan: StepPlan) -> StepDone:
-        self._apply(plan)
-        if not plan.sequences:
-            return StepDone(plan.step, [])
-        ids = torch.tensor([token for step in plan.sequences for token in step.tokens])
-        positions = torch.cat([torch.arange(step.start, step.stop) for step in plan.sequences])
-        ends = np.cumsum([len(step.tokens) for step in plan.sequences]) - 1
-        rows = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
-        exchange = StepExchange(plan, self._segments, self._requesters, self._threads, padded(len(ids)))
-        logits = self._runner.run(ids, positions, exchange, torch.tensor(rows, dtype=torch.int64))
-        done = StepDone(plan.step, []) if logits is None else self._draw(plan, logits)
-        exchange.drain()
-        return done
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Stop):
+            self._running = False
+        elif isinstance(message, Step):
+            self._take_in(message.plan)
+        else:
+            raise WorkerError(self.name, f"a compute worker that serves cannot take a {type(message).__name__}")
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _take_in(self, plan: StepPlan) -> None:
+        """Apply the plan's deltas and prepare its step."""
         for sequence in plan.released:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
+            self._drawn.pop(sequence, None)
         for admission in plan.admitted:
             for index in range(admission.count):
                 self._segments[admission.sequence + index] = admission.segments
                 self._sequences[admission.sequence + index] = SequenceCopy(admission, index)
+        if not plan.sequences:
+            if self._pipeline.replicas_of(plan.lane)[0] == self._replica:
+                self._done.append(StepDone(plan.step, []))
+            return
+        lane = self._lanes[plan.lane]
+        rows = padded(sum(len(step.tokens) for step in plan.sequences))
+        exchange = StepExchange(plan, self._segments, lane.links, self._dtype, self._overlap, self._threads, rows)
+        step = StepRun(plan, self._runner, exchange, lane.links, self._pipeline, self._replica)
+        if step.index < 0:  # more replicas than slices
+            return
+        lane.steps.append(step)
+        if len(lane.steps) == 1:
+            self._await(lane)
 
-    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> StepDone:
+    def _remember(self, step: StepRun) -> None:
+        """Note the tokens that decoding sequences were given back: the penalties' history, on every replica alike."""
+        if not step.take_news():
+            return
+        row = 0
+        for part in step.plan.sequences:
+            copy = self._sequences.get(part.sequence)
+            if copy is not None and part.start >= copy.admission.prompt_length:
+                copy.generated += step.tokens[row : row + len(part.tokens)]
+            row += len(part.tokens)
+
+    def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
         """One token for every sequence that a plan's step draws for; several may share a prompt's last row."""
-        copies: list[SequenceCopy] = []
+        if logits is None:
+            return StepDone(plan.step, [])
+        rows: list[Row] = []
         which: list[int] = []
-        for row, step in enumerate(step for step in plan.sequences if step.draws):
-            copies += [self._sequences[sequence] for sequence in step.draws]
-            which += [row] * len(step.draws)
-        rows = [copy.row(self._eos_token_ids) for copy in copies]
+        for number, step in enumerate(step for step in plan.sequences if step.draws):
+            rows += [self._sequences[sequence].row(step.stop, self._eos_token_ids) for sequence in step.draws]
+            which += [number] * len(step.draws)
         logits = logits if len(which) == len(logits) else logits[which]
         undrawable, error = set[int](), ""
         try:
@@ -166,8 +280,7 @@ class ComputeWorker:
             undrawable, error = set(failed.rows), str(failed)
             good = [place for place in range(len(rows)) if place not in undrawable]
             draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        for draw in draws:
-            self._sequences[draw.sequence].generated.append(draw.token)
+        self._drawn.update((draw.sequence, draw.token) for draw in draws)
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from lamina import errors
+from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError, DeadlineError, WorkerError
-from lamina.transport.channel import ChannelLayout
+from lamina.transport.channel import Layout
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import (
-    ChannelSetup,
     ComputeSetup,
     Connect,
     Connected,
@@ -27,7 +27,6 @@ from lamina.transport.messages import (
 from lamina.transport.wire import reply_nbytes, request_nbytes
 from lamina.types import AttentionSpec, DType
 
-CHANNEL_SLOTS = 2  # a layer's K and V travel while the memory worker keeps the layer before
 START_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 60.0
@@ -58,7 +57,9 @@ class ClusterPlan:
     memory_threads: int
     kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
     most_useful_tokens: int  # more slots than this in one worker could never be used
-    rows: int  # most rows of one step
+    pipeline: Pipeline
+    cores: Mapping[str, frozenset[int]]  # of each worker
+    shared_cores: bool  # both pools run on the same
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Cluster:
     attentions: tuple[AttentionSpec, ...]
     dtype: DType
     parameters: int
+    pipeline: Pipeline
 
 
 def bring_up(
@@ -85,7 +87,9 @@ def bring_up(
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     capacity = _capacity(plan, loaded)
-    control.send(plan.memories, MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads))
+    overlap = plan.compute_setup.overlap
+    setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, overlap)
+    control.send(plan.memories, setup)
     ready = gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     _connect(control, gather, plan, loaded)
     return Cluster(
@@ -94,6 +98,7 @@ def bring_up(
         tuple(loaded.attentions),
         loaded.dtype,
         loaded.parameters,
+        plan.pipeline,
     )
 
 
@@ -110,44 +115,25 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
 
 
 def _connect(control: ControlServer, gather: "_Gather", plan: ClusterPlan, loaded: ModelLoaded) -> None:
-    channels = _channels(plan, loaded)
-    layout = channels[0].layout
-    sizes = dict.fromkeys(plan.computes, (len(plan.memories) * layout.replies_nbytes, len(plan.memories)))
-    sizes |= dict.fromkeys(plan.memories, (len(plan.computes) * layout.requests_nbytes, len(plan.computes)))
-    descriptors: dict[str, bytes] = {}
-    for group in (plan.computes, plan.memories):
-        for name in group:
-            control.send([name], Register(*sizes[name]))
-        descriptors |= {
-            name: message.descriptor for name, message in gather.all(Registered, group, CONNECT_TIMEOUT_S).items()
-        }
-    for name in (*plan.computes, *plan.memories):
-        own = [channel for channel in channels if name in (channel.compute, channel.memory)]
-        peers = {peer for channel in own for peer in (channel.compute, channel.memory)} - {name}
-        control.send([name], Connect({peer: descriptors[peer] for peer in peers}, own))
-    gather.all(Connected, (*plan.computes, *plan.memories), CONNECT_TIMEOUT_S)
-
-
-def _channels(plan: ClusterPlan, loaded: ModelLoaded) -> list[ChannelSetup]:
-    """One channel for each compute-memory pair; channels lie side by side in the arenas, in the order of the pairs."""
-    layout = ChannelLayout(
-        CHANNEL_SLOTS,
-        request_nbytes(loaded.attentions, loaded.dtype, plan.rows),
-        reply_nbytes(loaded.attentions, plan.rows),
+    rows = plan.compute_setup.rows
+    layout = Layout(
+        lanes=plan.pipeline.lanes,
+        memories=len(plan.memories),
+        request_nbytes=request_nbytes(loaded.attentions, loaded.dtype, rows),
+        reply_nbytes=reply_nbytes(loaded.attentions, rows),
+        context_nbytes=loaded.context_nbytes if plan.pipeline.moves else 0,
     )
-    return [
-        ChannelSetup(
-            compute,
-            memory,
-            layout,
-            request_offset=c * layout.requests_nbytes,
-            request_doorbell=c,
-            reply_offset=m * layout.replies_nbytes,
-            reply_doorbell=m,
-        )
-        for c, compute in enumerate(plan.computes)
-        for m, memory in enumerate(plan.memories)
-    ]
+    descriptors: dict[str, bytes] = {}
+    for group, arena in ((plan.computes, layout.compute_arena), (plan.memories, layout.memory_arena)):
+        control.send(group, Register(*arena))
+        registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
+        descriptors |= {name: message.descriptor for name, message in registered.items()}
+    computes, memories = list(plan.computes), list(plan.memories)
+    for name in (*computes, *memories):
+        named = computes if name in memories else [*memories, *(computes if plan.pipeline.moves else [])]
+        peers = {peer: descriptors[peer] for peer in named if peer != name}
+        control.send([name], Connect(computes, memories, peers, layout, plan.pipeline.rotates))
+    gather.all(Connected, (*computes, *memories), CONNECT_TIMEOUT_S)
 
 
 class _Gather:

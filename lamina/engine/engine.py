@@ -75,11 +75,13 @@ class Engine:
         self._scheduler = Scheduler(
             limits,
             Placement(cluster.capacities),
-            cluster.computes,
+            cluster.pipeline.lanes,
+            attentions=len(cluster.attentions),
             kv_heads=max(spec.kv_heads for spec in cluster.attentions),
         )
         self._tracked: dict[str, TrackedRequest] = {}
-        self._in_flight: dict[str, tuple[StepPlan, float]] = {}
+        self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
+        self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
         self._steps = 0
@@ -176,9 +178,9 @@ class Engine:
         for worker, message in self._control.receive(POLL_S):  # all that can change state wakes this wait
             self._take(worker, message)
         self._run_commands()
-        for compute in self.cluster.computes:
-            if compute not in self._in_flight:
-                self._launch(compute)
+        for lane in range(self.cluster.pipeline.lanes):
+            while self._scheduler.in_flight(lane) < self._depth and self._launch(lane):
+                pass
         touched, self._touched = self._touched, {}
         for request_id, tracked in touched.items():
             self._publish(request_id, tracked)
@@ -204,17 +206,20 @@ class Engine:
             self._touched.pop(request_id, None)
             self._publish(request_id, tracked)
 
-    def _launch(self, compute: str) -> None:
-        plan = self._scheduler.plan(compute)
+    def _launch(self, lane: int) -> bool:
+        """Send the lane's next plan; False if there is none now."""
+        plan = self._scheduler.plan(lane)
         if plan is None:
-            return
-        self._in_flight[compute] = plan, time.monotonic() + STEP_TIMEOUT_S
+            return False
+        self._in_flight[plan.step] = plan, time.monotonic() + STEP_TIMEOUT_S
+        replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(lane)]
         # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
-        self._control.send([*self._scheduler.placement.capacities, compute], Step(plan))
+        self._control.send([*self._scheduler.placement.capacities, *replicas], Step(plan))
+        return True
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
-            self._complete(worker, message)
+            self._complete(message)
         elif isinstance(message, SlabUsage):
             capacity = self.cluster.capacities[worker]
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
@@ -229,10 +234,10 @@ class Engine:
         failures += [(name, other) for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)]
         return failure(*min(failures, key=lambda pair: pair[1].kind == PeerLostError.__name__))
 
-    def _complete(self, compute: str, done: StepDone) -> None:
-        del self._in_flight[compute]
+    def _complete(self, done: StepDone) -> None:
+        plan, _ = self._in_flight.pop(done.step)
         self._steps += 1
-        drawn = self._scheduler.complete(compute)
+        drawn = self._scheduler.complete(plan.lane)
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran
                 continue
@@ -270,11 +275,11 @@ class Engine:
                 f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
             )
         now = time.monotonic()
-        for compute, (plan, deadline) in self._in_flight.items():
+        for step, (plan, deadline) in self._in_flight.items():
             if now > deadline:
                 raise TransportError(
-                    f"{compute} did not finish step {plan.step} within {STEP_TIMEOUT_S:.0f} s; "
-                    f"lower max_num_batched_tokens if its machine is that slow"
+                    f"step {step} of lane {plan.lane} did not finish within {STEP_TIMEOUT_S:.0f} s; "
+                    f"lower max_num_batched_tokens if the compute workers' machines are that slow"
                 )
 
     def _end(self) -> None:

@@ -1,25 +1,27 @@
-"""Continuous batching: which tokens of which sequences run in the next step of a compute worker.
+"""Continuous batching: which tokens of which sequences run in the next step of a lane.
 
-A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``finish`` and ``abort``, in the order they
-are called. It holds no clock, socket or tensor, so a simulator can drive it as the engine does.
+A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``finish``, ``abort`` and ``use_lanes``, in
+the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the engine does.
 
-A request runs on one compute worker. Its life: waiting -> admitted (KV reserved) -> prompt chunks -> its other
-completions forked -> one token a step -> finished -> released (the workers forget it and its slots are free).
+A request runs in one lane. Its life: waiting -> admitted (KV reserved) -> prompt chunks -> its other completions forked
+-> one token a step -> finished -> released (the workers forget it and its slots are free).
+
+A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
+that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
 """
 
 import collections
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lamina.engine.placement import Placement
 from lamina.errors import RequestError
-from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import LAST_DRAWN, Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one step on one compute worker, and of one request."""
+    """Bounds of one request, of one step, and of the sequences that all lanes together decode at once."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -32,8 +34,9 @@ class Completion:
 
     sequence: int
     index: int
-    cached: int = 0  # tokens whose K and V are on the memory worker
+    cached: int = 0  # tokens whose K and V are on the memory worker, or will be once the planned steps have run
     generated: list[int] = field(default_factory=list)
+    drawing: int = 0  # tokens that planned steps are to draw
     finished: bool = False
     retired: bool = False  # given up for release
 
@@ -45,10 +48,10 @@ class Group:
     request: Request
     max_tokens: int
     completions: list[Completion]
-    compute: str = ""
+    lane: int = -1  # not admitted
     memory: str = ""
     heads: tuple[int, int] = (0, 0)
-    in_flight: bool = False
+    in_flight: int = 0  # planned steps that have not completed
     forked: bool = False
     holders: int = 0  # completions whose KV reservation stands
 
@@ -81,15 +84,27 @@ class Group:
 class Scheduler:
     """First in, first out; decode before prompts; a prompt is cut into chunks that fill what a step has left."""
 
-    def __init__(self, limits: Limits, placement: Placement, computes: Sequence[str], kv_heads: int) -> None:
-        """``computes`` name the compute workers, ``kv_heads`` is the head range of a whole segment."""
+    def __init__(
+        self,
+        limits: Limits,
+        placement: Placement,
+        lanes: int,
+        attentions: int,
+        kv_heads: int,
+        active: int | None = None,
+    ) -> None:
+        """``attentions`` of the model, ``kv_heads`` of a whole segment; ``active`` of the lanes are used at first."""
         self.limits = limits
         self.placement = placement
+        self.active = lanes if active is None else active
+        self._attentions = attentions
         self._kv_heads = kv_heads
         self._waiting: collections.deque[Group] = collections.deque()
-        self._running: dict[str, list[Group]] = {compute: [] for compute in computes}
-        self._ending: dict[str, list[tuple[Group, Completion]]] = {compute: [] for compute in computes}
-        self._in_flight: dict[str, StepPlan] = {}
+        self._running: list[list[Group]] = [[] for _ in range(lanes)]
+        self._ending: list[list[tuple[Group, Completion]]] = [[] for _ in range(lanes)]
+        self._in_flight: list[collections.deque[StepPlan]] = [collections.deque() for _ in range(lanes)]
+        self._turns = [0] * lanes
+        self._moving = False
         self._requests: dict[str, Group] = {}
         self._owners: dict[int, tuple[Group, Completion]] = {}
         self._sequences = itertools.count()
@@ -103,12 +118,16 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests admitted and not finished."""
-        return sum(len(groups) for groups in self._running.values())
+        return sum(map(len, self._running))
 
     @property
     def idle(self) -> bool:
         """True when nothing waits, runs, is in flight or is still to be released."""
-        return not (self._waiting or self._in_flight or self.running or any(self._ending.values()))
+        return not (self._waiting or any(self._in_flight) or self.running or any(self._ending))
+
+    def in_flight(self, lane: int) -> int:
+        """Planned steps of a lane that have not completed."""
+        return len(self._in_flight[lane])
 
     def check(self, prompt_length: int, params: SamplingParams) -> None:
         """Refuse what can never be served. Raises RequestError with the figures."""
@@ -150,20 +169,42 @@ class Scheduler:
         self._waiting.append(group)
         return group
 
-    def plan(self, compute: str) -> StepPlan | None:
-        """The next step of ``compute``, which must have none in flight; None if there is nothing to do."""
-        if compute in self._in_flight:
-            raise AssertionError(f"{compute} has step {self._in_flight[compute].step} in flight")
-        forks = [fork for group in self._running[compute] for fork in self._forks(group)]
-        released = self._release(compute)
-        admitted = self._admit(compute)
-        steps = self._steps_of(compute)
+    def use_lanes(self, active: int) -> None:
+        """Spread all requests over the first ``active`` lanes, as soon as no step is in flight."""
+        if active != self.active:
+            self.active = active
+            self._moving = True
+
+    def _move(self) -> None:
+        """Deal the requests out anew, those with many sequences first."""
+        self._moving = False
+        groups = sorted(itertools.chain(*self._running), key=lambda group: -len(group.completions))
+        self._running = [[] for _ in self._running]
+        for group in groups:
+            group.lane = min(range(self.active), key=self._seats_taken)
+            self._running[group.lane].append(group)
+
+    def plan(self, lane: int) -> StepPlan | None:
+        """The next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
+        if self._moving:
+            if any(self._in_flight):
+                return None
+            self._move()
+        forks = [fork for group in self._running[lane] for fork in self._forks(group)]
+        released = self._release(lane)
+        admitted = self._admit(lane)
+        steps = self._steps_of(lane)
         if not (forks or released or admitted or steps):
             return None
-        plan = StepPlan(next(self._steps), compute, forks, released, admitted, steps)
-        self._in_flight[compute] = plan
+        plan = StepPlan(next(self._steps), lane, self._turns[lane], forks, released, admitted, steps)
+        self._turns[lane] += self._attentions if steps else 0
+        self._in_flight[lane].append(plan)
         for step in steps:
-            self._owners[step.sequence][0].in_flight = True
+            group, completion = self._owners[step.sequence]
+            group.in_flight += 1
+            completion.cached = step.stop
+            for sequence in step.draws:
+                self._owners[sequence][1].drawing += 1
         return plan
 
     def _forks(self, group: Group) -> list[Fork]:
@@ -175,51 +216,57 @@ class Scheduler:
             other.cached = group.prompt_length
         return [Fork(first.sequence, other.sequence, group.prompt_length) for other in others if not other.finished]
 
-    def _release(self, compute: str) -> list[int]:
+    def _release(self, lane: int) -> list[int]:
         """Let go of finished completions, whose own slots are free once this plan is applied."""
-        ending, self._ending[compute] = self._ending[compute], []
+        ending, self._ending[lane] = self._ending[lane], []
         for group, _ in ending:
             group.holders -= 1
             prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
             self.placement.release(group.memory, group.own_tokens + prompt)
         return [completion.sequence for _, completion in ending]
 
-    def _admit(self, compute: str) -> list[Admission]:
+    def _admit(self, lane: int) -> list[Admission]:
         admitted = []
-        budget = self.limits.max_num_batched_tokens - self._seats_taken(compute)
-        while self._waiting and budget > 0 and self._is_least_loaded(compute):
+        budget = self.limits.max_num_batched_tokens - self._seats_taken(lane)
+        while self._waiting and budget > 0 and self._is_least_loaded(lane):
             group = self._waiting[0]
-            if self._seats_taken(compute) + len(group.completions) > self.limits.max_num_seqs:
+            if (
+                sum(map(self._seats_taken, range(len(self._running)))) + len(group.completions)
+                > self.limits.max_num_seqs
+            ):
                 break
             memory = self.placement.reserve(group.tokens)
             if memory is None:
                 break
             self._waiting.popleft()
-            group.compute, group.memory, group.holders = compute, memory, len(group.completions)
-            self._running[compute].append(group)
+            group.lane, group.memory, group.holders = lane, memory, len(group.completions)
+            self._running[lane].append(group)
             admitted.append(self._admission(group))
             budget -= group.prompt_length
         return admitted
 
-    def _seats_taken(self, compute: str) -> int:
-        return sum(len(group.completions) for group in self._running[compute])
+    def _seats_taken(self, lane: int) -> int:
+        return sum(len(group.completions) for group in self._running[lane])
 
-    def _is_least_loaded(self, compute: str) -> bool:
-        return self._seats_taken(compute) <= min(map(self._seats_taken, self._running))
+    def _is_least_loaded(self, lane: int) -> bool:
+        return lane < self.active and self._seats_taken(lane) <= min(map(self._seats_taken, range(self.active)))
 
     def _admission(self, group: Group) -> Admission:
         params, first = group.request.params, group.completions[0].sequence
         segment = Segment(first, group.memory, group.heads, (0, None))
         prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
-        return Admission(first, len(group.completions), [segment], params, group.request.seed, prompt)
+        return Admission(
+            first, len(group.completions), group.prompt_length, [segment], params, group.request.seed, prompt
+        )
 
-    def _steps_of(self, compute: str) -> list[SequenceStep]:
-        groups = self._running[compute]
+    def _steps_of(self, lane: int) -> list[SequenceStep]:
+        groups = self._running[lane]
         steps = [
-            SequenceStep(completion.sequence, completion.cached, completion.generated[-1:], [completion.sequence])
+            self._decode(completion)
             for group in groups
             if group.prompt_done
             for completion in group.alive
+            if len(completion.generated) + completion.drawing < group.max_tokens
         ]
         budget = self.limits.max_num_batched_tokens - len(steps)
         for group in groups:
@@ -231,6 +278,11 @@ class Scheduler:
         return steps
 
     @staticmethod
+    def _decode(completion: Completion) -> SequenceStep:
+        token = LAST_DRAWN if completion.drawing else completion.generated[-1]
+        return SequenceStep(completion.sequence, completion.cached, [token], [completion.sequence])
+
+    @staticmethod
     def _chunk(group: Group, budget: int) -> SequenceStep:
         first = group.completions[0]
         stop = min(group.prompt_length, first.cached + budget)
@@ -238,20 +290,24 @@ class Scheduler:
         draws = [completion.sequence for completion in group.alive] if last else []
         return SequenceStep(first.sequence, first.cached, group.request.prompt_token_ids[first.cached : stop], draws)
 
-    def complete(self, compute: str) -> dict[int, tuple[Group, Completion]]:
-        """The step in flight on ``compute`` has run. Returns, by sequence, the completions that drew a token and live.
+    def complete(self, lane: int) -> dict[int, tuple[Group, Completion]]:
+        """The oldest step in flight in ``lane`` has run. Returns, by sequence, the completions that drew a token and
+        live.
 
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
-        plan = self._in_flight.pop(compute)
+        plan = self._in_flight[lane].popleft()
+        drawn: dict[int, tuple[Group, Completion]] = {}
         groups: dict[int, Group] = {}
         for step in plan.sequences:
-            group, completion = self._owners[step.sequence]
-            completion.cached = step.stop
-            group.in_flight = False
+            group, _ = self._owners[step.sequence]
+            group.in_flight -= 1
             groups[id(group)] = group
-        owners = ((sequence, self._owners[sequence]) for step in plan.sequences for sequence in step.draws)
-        drawn = {sequence: owner for sequence, owner in owners if not owner[1].finished}
+            for sequence in step.draws:
+                owner = self._owners[sequence]
+                owner[1].drawing -= 1
+                if not owner[1].finished:
+                    drawn[sequence] = owner
         for group in groups.values():
             self._retire(group)
         return drawn
@@ -268,7 +324,7 @@ class Scheduler:
             return
         for completion in group.completions:
             completion.finished = True
-        if group.compute:
+        if group.lane >= 0:
             self._retire(group)
         else:
             self._waiting.remove(group)
@@ -281,9 +337,9 @@ class Scheduler:
         ending = [completion for completion in group.completions if completion.finished and not completion.retired]
         for completion in ending:
             completion.retired = True
-            self._ending[group.compute].append((group, completion))
+            self._ending[group.lane].append((group, completion))
         if ending and not group.alive:
-            self._running[group.compute].remove(group)
+            self._running[group.lane].remove(group)
             self._forget(group)
 
     def _forget(self, group: Group) -> None:

@@ -103,7 +103,7 @@ class TrackedRequest:
 
     def _placement(self) -> tuple[Segment, ...]:
         group = self._group
-        if group is None or not group.compute:
+        if group is None or group.lane < 0:
             return ()
         heads = group.heads
         return tuple(

@@ -1,15 +1,30 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from lamina.config import Overlap
 from lamina.kernels.attention import SegmentTable, append, partial
 from lamina.kernels.memory import allocate
+from lamina.kernels.merge import merge
 from lamina.memory.slab import Slab
-from lamina.transport.wire import NUMPY_DTYPE, Array, MessageRows, message_rows
+from lamina.transport.wire import (
+    NUMPY_DTYPE,
+    Array,
+    MessageRows,
+    Piece,
+    SegmentRows,
+    message_rows,
+    pieces,
+    read_keys_values,
+    read_queries,
+)
 from lamina.types import AttentionSpec, DType, Segment, StepPlan
+
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -23,21 +38,37 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StepTables:
-    """What one step needs from this worker, planned once and used for every layer."""
+    """What one step needs from this worker, planned once and used for every layer.
 
-    step: int
+    ``tables`` says for every piece of a request what its query rows attend to once it is there; ``newest`` what all
+    rows attend to beyond that once k and v have come last, None if they come first. ``slots`` take the new tokens.
+    """
+
+    plan: StepPlan
     rows: MessageRows
-    segments: SegmentTable
+    pieces: tuple[Piece, ...]
+    tables: tuple[SegmentTable | None, ...]
+    newest: SegmentTable | None
     slots: npt.NDArray[np.int32]
 
 
 class KvStore:
     """Applies plans to the slab and runs their attention. One thread owns it."""
 
-    def __init__(self, worker: str, attentions: list[AttentionSpec], dtype: DType, capacity: int, threads: int) -> None:
+    def __init__(
+        self,
+        worker: str,
+        attentions: list[AttentionSpec],
+        dtype: DType,
+        capacity: int,
+        threads: int,
+        overlap: Overlap,
+    ) -> None:
         """Allocate ``capacity`` token slots for all ``attentions``; memory is touched only when tokens arrive."""
         self.worker = worker
         self.threads = threads
+        self.dtype = dtype
+        self._overlap = overlap
         self.slab = Slab(capacity)
         self._segments: dict[int, list[Segment]] = {}
         element = NUMPY_DTYPE[dtype]
@@ -75,25 +106,54 @@ class KvStore:
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker)
         appended = self.slab.extend([sequence for sequence, _ in rows.kept], [count for _, count in rows.kept])
-        counts = [attend.kv_stop - attend.kv_start for attend in rows.attends]
-        # A worker holds one token range of a sequence, so its page table starts at the range's first token.
-        tables = [self.slab.slots(attend.sequence)[:count] for attend, count in zip(rows.attends, counts, strict=True)]
-        segments = SegmentTable(
-            query_offsets=_offsets([attend.rows for attend in rows.attends]),
-            query_start=np.array([attend.start for attend in rows.attends], np.int32),
-            kv_offsets=_offsets(counts),
-            kv_start=np.array([attend.kv_start for attend in rows.attends], np.int32),
-            slots=np.concatenate(tables) if tables else np.empty(0, np.int32),
+        cut = pieces(rows, self._overlap)
+        late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
+        stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
+        tables = tuple(
+            self._table(rows.attends[piece.first : piece.last], stops[piece.first : piece.last])
+            if piece.first < piece.last
+            else None
+            for piece in cut
         )
-        return StepTables(plan.step, rows, segments, appended)
+        newest = self._table(rows.attends, [attend.kv_stop for attend in rows.attends], stops) if late else None
+        return StepTables(plan, rows, cut, tables, newest, appended)
 
-    def attend(
-        self, layer: int, tables: StepTables, q: Array, k: Array, v: Array
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Keep k, v of the step's new tokens, then attend: (out float32 [Rq, Hq, Dv], lse float32 [Rq, Hq])."""
-        cache = self.layers[layer]
-        append(cache.k, cache.v, k, v, tables.slots, threads=self.threads)
-        return partial(q, cache.k, cache.v, tables.segments, cache.spec, self.threads)
+    def _table(
+        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
+    ) -> SegmentTable:
+        """What the rows of ``attends`` see of tokens [start, stop); a start of None is that of their segment."""
+        starts = [attend.kv_start for attend in attends] if starts is None else starts
+        slots = [
+            # A worker holds one token range of a sequence, so its page table starts at the range's first token.
+            self.slab.slots(attend.sequence)[start - attend.kv_start : stop - attend.kv_start]
+            for attend, start, stop in zip(attends, starts, stops, strict=True)
+        ]
+        return SegmentTable(
+            query_offsets=_offsets([attend.rows for attend in attends]),
+            query_start=np.array([attend.start for attend in attends], np.int32),
+            kv_offsets=_offsets([len(part) for part in slots]),
+            kv_start=np.array(starts, np.int32),
+            slots=np.concatenate(slots),
+        )
+
+    def serve(self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats) -> None:
+        """Work on piece ``number`` of a request's bytes: keep its k and v, attend with its query rows.
+
+        Writes their places in out float32 [Rq, Hq, Dv] and lse float32 [Rq, Hq], which hold all of the request's
+        rows after the last piece.
+        """
+        cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
+        if piece.keeps:
+            k, v = read_keys_values(request, cache.spec, self.dtype, rows)
+            append(cache.k, cache.v, k, v, step.slots, threads=self.threads)
+        if table is not None:
+            part = slice(piece.start, piece.stop)
+            q = read_queries(request, cache.spec, self.dtype, rows, piece.start, piece.stop)
+            partial(q, cache.k, cache.v, table, cache.spec, self.threads, out[part], lse[part])
+        elif step.newest is not None:
+            q = read_queries(request, cache.spec, self.dtype, rows, 0, len(rows.queries))
+            newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads)
+            merge([out, newest[0]], [lse, newest[1]], None, out, lse)
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

@@ -9,10 +9,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from lamina.engine.pipeline import Pipeline
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
-from lamina.memory.store import KvStore, StepTables
-from lamina.transport.base import Peer
-from lamina.transport.channel import Responder
+from lamina.memory.store import Floats, KvStore, StepTables
+from lamina.transport.channel import Inbox, Outbox
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.messages import (
     Connect,
@@ -28,7 +30,7 @@ from lamina.transport.messages import (
 )
 from lamina.transport.process import run_worker
 from lamina.transport.shm import ShmEndpoint
-from lamina.transport.wire import read_request
+from lamina.transport.wire import reply_number, request_number
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +40,20 @@ CONNECT_TIMEOUT_S = 30.0
 
 
 @dataclass
-class ComputeChannel:
-    """The channel to one compute worker with the steps announced for it and the layer it is at."""
+class Lane:
+    """The steps announced for one lane, and how far the first of them is.
 
-    peer: Peer
-    responder: Responder
+    ``sequence`` is what the lane's doorbell is rung with next, or more.
+    """
+
+    request: Inbox
+    replies: list[Outbox]  # by compute worker
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
     layer: int = 0
+    piece: int = 0
+    sequence: int = 1
+    out: Floats = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
+    lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
 
 class MemoryWorker:
@@ -54,8 +63,9 @@ class MemoryWorker:
         self.name = control.name
         self._control = control
         self._endpoint = ShmEndpoint(control.name)
-        self._channels: dict[str, ComputeChannel] = {}
+        self._lanes: list[Lane] = []
         self._running = True
+        self._busy_s = 0.0
 
     def run(self) -> None:
         """Set up as the engine tells, then serve."""
@@ -72,49 +82,66 @@ class MemoryWorker:
 
     def _set_up(self) -> None:
         setup = expect(self._control, MemorySetup)
-        self._dtype = setup.dtype
-        self._store = KvStore(self.name, setup.attentions, setup.dtype, setup.capacity, setup.threads)
+        self._store = KvStore(self.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
         self._control.send(SlabReady(setup.capacity))
         register = expect(self._control, Register)
         arena = self._endpoint.register(register.nbytes, register.doorbells)
         self._control.send(Registered(self._endpoint.descriptor()))
         connect = expect(self._control, Connect)
-        for channel in connect.channels:
-            peer = self._endpoint.connect(connect.descriptors[channel.compute], CONNECT_TIMEOUT_S)
-            responder = Responder(self._endpoint, arena, peer, channel.layout, **channel.places)
-            self._channels[channel.compute] = ComputeChannel(peer, responder)
+        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
+        self._peers = {
+            name: self._endpoint.connect(connect.descriptors[name], CONNECT_TIMEOUT_S) for name in connect.computes
+        }
+        own = connect.memories.index(self.name)
+        for lane in range(connect.layout.lanes):
+            replies = [Outbox(self._endpoint, peer, connect.layout.reply(lane, own)) for peer in self._peers.values()]
+            self._lanes.append(Lane(Inbox(arena, connect.layout.request(lane)), replies))
+        self._order = list(self._lanes)  # the lane served last comes last
         self._control.send(Connected())
 
     def _serve_once(self) -> None:
-        channels = list(self._channels.values())
-        if not channels:  # every compute worker is gone, and the engine ends without them
+        if not self._peers:  # every compute worker is gone, and the engine ends without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
         try:
-            ready = self._endpoint.wait([channel.responder.target for channel in channels], IDLE_SLICE_S)
+            ready = self._endpoint.wait([(lane.request.doorbell, lane.sequence) for lane in self._order], IDLE_SLICE_S)
         except DeadlineError:
             self._read_control()
             return
-        channel = channels[ready]
-        self._channels[channel.peer.name] = self._channels.pop(channel.peer.name)  # to the end: others come first
+        lane = self._order.pop(ready)
+        self._order.append(lane)  # others come first
         deadline = time.monotonic() + PLAN_TIMEOUT_S
-        while self._running and not channel.steps:  # the data overtook its plan
+        while self._running and not lane.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))
         if self._running:
-            self._serve_layer(channel)
+            self._serve_piece(lane)
 
-    def _serve_layer(self, channel: ComputeChannel) -> None:
-        """Answer one request: one attention of one step."""
-        tables = channel.steps[0]
-        spec = self._store.layers[channel.layer].spec
-        request = channel.responder.receive(PLAN_TIMEOUT_S)
-        q, k, v = read_request(request, spec, self._dtype, len(tables.rows.queries), len(tables.rows.appends))
-        out, lse = self._store.attend(channel.layer, tables, q, k, v)
-        channel.responder.reply([out, lse])
-        channel.layer += 1
-        if channel.layer == len(self._store.layers):
-            channel.layer = 0
-            channel.steps.popleft()
+    def _serve_piece(self, lane: Lane) -> None:
+        """Work on the next piece of a request; after the last one, answer."""
+        begun = time.monotonic()
+        step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
+        spec = self._store.layers[lane.layer].spec
+        shape = (queries, spec.query_heads, spec.v_dim)
+        if lane.out.shape != shape:
+            lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+        self._store.serve(lane.layer, step, lane.piece, lane.request.view, lane.out, lane.lse)
+        last = lane.piece == len(step.pieces) - 1
+        if last:
+            turn = step.plan.turn + lane.layer
+            reply = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
+            reply.send([lane.out, lane.lse] if queries else [], reply_number(turn))
+        self._busy_s += time.monotonic() - begun
+        self._advance(lane, last)
+
+    def _advance(self, lane: Lane, answered: bool) -> None:
+        step = lane.steps[0]
+        lane.sequence = request_number(step.plan.turn + lane.layer, lane.piece) + 1
+        lane.piece = 0 if answered else lane.piece + 1
+        lane.layer += answered
+        if lane.layer == len(self._store.layers):
+            lane.layer = 0
+            lane.steps.popleft()
+            self._read_control()  # compute workers are busy with the last slice: the best time to prepare a step
 
     def _read_control(self) -> None:
         while self._running and (message := self._control.poll()) is not None:
@@ -126,21 +153,17 @@ class MemoryWorker:
         elif isinstance(message, Step):
             tables = self._store.apply(message.plan)
             if not tables.rows.empty:
-                self._announce(message.plan.compute, tables)
-            self._control.send(SlabUsage(message.plan.step, self._store.slab.used, self._store.sequences))
+                self._lanes[message.plan.lane].steps.append(tables)
+            usage = SlabUsage(message.plan.step, self._store.slab.used, self._store.sequences, self._busy_s)
+            self._control.send(usage)
         else:
             raise WorkerError(self.name, f"a memory worker that serves cannot take a {type(message).__name__}")
 
-    def _announce(self, compute: str, tables: StepTables) -> None:
-        channel = self._channels.get(compute)
-        if channel is not None:  # else it is gone, and nobody waits for this step
-            channel.steps.append(tables)
-
     def _forget(self, compute: str) -> None:
-        """A compute worker is gone: its steps end here; the engine decides what becomes of their requests."""
+        """A compute worker is gone: the engine decides what becomes of the requests it ran."""
         log.info("%s: compute worker %s is gone", self.name, compute)
-        channel = self._channels.pop(compute)
-        self._endpoint.disconnect(channel.peer)
+        if (peer := self._peers.pop(compute, None)) is not None:
+            self._endpoint.disconnect(peer)
 
 
 def main() -> None:

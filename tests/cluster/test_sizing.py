@@ -34,7 +34,7 @@ def test_the_defaults_pass() -> None:
 @pytest.mark.parametrize(("wanted", "says"), [(1025, "at most 1024"), (1, "at least 2"), (0, "at least 2")])
 def test_context_lengths_the_bundled_model_cannot_have(wanted: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        sizing.limits(EngineConfig(max_model_len=wanted), directory.find(None))
+        sizing.limits(EngineConfig(max_model_len=wanted), directory.find(None), 1)
 
 
 def test_a_model_that_states_no_context_length_asks_for_one() -> None:
@@ -42,8 +42,8 @@ def test_a_model_that_states_no_context_length_asks_for_one() -> None:
     silent = {key: value for key, value in bundled.config.items() if key != "max_position_embeddings"}
     model = dataclasses.replace(bundled, config=silent)
     with pytest.raises(ConfigError, match="give max_model_len"):
-        sizing.limits(EngineConfig(), model)
-    assert sizing.limits(EngineConfig(max_model_len=77), model).max_model_len == 77
+        sizing.limits(EngineConfig(), model, 1)
+    assert sizing.limits(EngineConfig(max_model_len=77), model, 1).max_model_len == 77
 
 
 def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None:

@@ -1,21 +1,34 @@
-"""Scatter, attend, gather and merge over real channels against attention over the whole history in float64."""
+"""Scatter, attend, gather and merge over real slots against attention over the whole history in float64."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
+from lamina.compute.links import LaneLinks
+from lamina.config import Overlap
+from lamina.errors import DeadlineError
 from lamina.kernels import reference
 from lamina.kernels.attention import SegmentTable
 from lamina.memory.store import KvStore
-from lamina.transport.channel import ChannelLayout, Requester, Responder
+from lamina.transport.channel import Inbox, Layout, Outbox
 from lamina.transport.shm import ShmEndpoint
-from lamina.transport.wire import read_request, reply_nbytes, request_nbytes
+from lamina.transport.wire import (
+    MessageRows,
+    SegmentRows,
+    pieces,
+    reply_nbytes,
+    reply_number,
+    request_nbytes,
+    request_number,
+)
 from lamina.types import Admission, AttentionSpec, DType, SamplingParams, Segment, SequenceStep, StepPlan
 
 ROWS = 24
@@ -27,51 +40,73 @@ SPECS = [
 
 
 class Memory:
-    """A memory worker on a thread of this process."""
+    """A memory worker on a thread of this process: the worker's own body, without its control plane."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, overlap: Overlap) -> None:
         self.endpoint = ShmEndpoint(name)
-        self.store = KvStore(name, SPECS, DType.FLOAT32, capacity=200, threads=1)
+        self.store = KvStore(name, SPECS, DType.FLOAT32, 200, 1, overlap)
 
-    def serve(self, responder: Responder, plan: StepPlan) -> threading.Thread:
-        tables = self.store.apply(plan)
+    def serve(self, inbox: Inbox, outbox: Outbox, plan: StepPlan) -> threading.Thread:
+        step = self.store.apply(plan)
 
         def answer() -> None:
             for layer, spec in enumerate(SPECS):
-                request = responder.receive(TIMEOUT_S)
-                sizes = len(tables.rows.queries), len(tables.rows.appends)
-                responder.reply(self.store.attend(layer, tables, *read_request(request, spec, DType.FLOAT32, *sizes)))
+                shape = (len(step.rows.queries), spec.query_heads, spec.v_dim)
+                out, lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+                for number in range(len(step.pieces)):
+                    announced = request_number(plan.turn + layer, number)
+                    self.endpoint.wait([(inbox.doorbell, announced)], TIMEOUT_S)
+                    self.store.serve(layer, step, number, inbox.view, out, lse)
+                outbox.send([out, lse] if len(step.rows.queries) else [], reply_number(plan.turn + layer))
 
-        thread = threading.Thread(target=answer if not tables.rows.empty else lambda: None)
+        thread = threading.Thread(target=answer if not step.rows.empty else lambda: None)
         thread.start()
         return thread
 
 
+class Connected(NamedTuple):
+    """A compute worker's end of one lane, and the memory workers with their ends."""
+
+    compute: ShmEndpoint
+    links: LaneLinks
+    memories: dict[str, Memory]
+    inboxes: dict[str, Inbox]
+    outboxes: dict[str, Outbox]
+
+
 @contextmanager
-def connected(names: tuple[str, ...]) -> Iterator[tuple[dict[str, Memory], dict[str, Requester], dict[str, Responder]]]:
-    layout = ChannelLayout(2, request_nbytes(SPECS, DType.FLOAT32, ROWS), reply_nbytes(SPECS, ROWS))
+def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
+    layout = Layout(1, len(names), request_nbytes(SPECS, DType.FLOAT32, ROWS), reply_nbytes(SPECS, ROWS))
     compute = ShmEndpoint("compute0")
-    arena = compute.register(len(names) * layout.replies_nbytes, len(names))
-    memories = {name: Memory(name) for name in names}
-    requesters, responders = {}, {}
-    for index, (name, memory) in enumerate(memories.items()):
-        inbox = memory.endpoint.register(layout.requests_nbytes, 1)
-        places = {
-            "request_offset": 0,
-            "request_doorbell": 0,
-            "reply_offset": index * layout.replies_nbytes,
-            "reply_doorbell": index,
-        }
-        peer = compute.connect(memory.endpoint.descriptor(), TIMEOUT_S)
-        requesters[name] = Requester(compute, arena, peer, layout, **places)
+    arena = compute.register(*layout.compute_arena)
+    memories = {name: Memory(name, overlap) for name in names}
+    requests, inboxes, outboxes = {}, {}, {}
+    for number, (name, memory) in enumerate(memories.items()):
+        inboxes[name] = Inbox(memory.endpoint.register(*layout.memory_arena), layout.request(0))
+        requests[name] = Outbox(compute, compute.connect(memory.endpoint.descriptor(), TIMEOUT_S), layout.request(0))
         back = memory.endpoint.connect(compute.descriptor(), TIMEOUT_S)
-        responders[name] = Responder(memory.endpoint, inbox, back, layout, **places)
+        outboxes[name] = Outbox(memory.endpoint, back, layout.reply(0, number))
+    replies = {name: Inbox(arena, layout.reply(0, number)) for number, name in enumerate(names)}
     try:
-        yield memories, requesters, responders
+        yield Connected(compute, LaneLinks(requests, replies, None, {}), memories, inboxes, outboxes)
     finally:
         for memory in memories.values():
             memory.endpoint.close()
         compute.close()
+
+
+def attend(
+    cluster: Connected, exchange: StepExchange, layer: int, tensors: Sequence[np.ndarray], sinks: np.ndarray | None
+) -> np.ndarray:
+    """One attention as a step runs it."""
+    spec = SPECS[layer]
+    q, k, v = map(torch.from_numpy, tensors)
+    exchange.send_queries(layer, spec, q)
+    exchange.send(layer, spec, q, k, v)
+    chunks = exchange.attend_chunks(spec, q, k, v)
+    for target in exchange.replies(layer):
+        cluster.compute.wait([target], TIMEOUT_S)
+    return exchange.gather(spec, chunks, sinks).numpy()
 
 
 def expected(
@@ -92,15 +127,19 @@ def expected(
 steps = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1, 3))
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     steps=steps,
     boundary=st.one_of(st.none(), st.integers(1, 12)),
+    overlap=overlaps,
     padding=st.integers(0, 3),
     seed=st.integers(0, 9),
 )
 def test_steps_of_any_mix_equal_whole_attention(
-    steps: list[list[int]], boundary: int | None, padding: int, seed: int
+    steps: list[list[int]], boundary: int | None, overlap: Overlap, padding: int, seed: int
 ) -> None:
     """Two sequences take any numbers of tokens in turn; their KV is on one worker or cut at any token between two."""
     random = np.random.default_rng(seed)
@@ -114,20 +153,26 @@ def test_steps_of_any_mix_equal_whole_attention(
         sequence: [Segment(sequence, worker, (0, 4), tokens) for worker, tokens in layout]
         for sequence, layout in enumerate(layouts)
     }
-    admitted = [Admission(sequence, 1, segments[sequence], SamplingParams(), 0) for sequence in segments]
+    admitted = [Admission(sequence, 1, 0, segments[sequence], SamplingParams(), 0) for sequence in segments]
     history: dict[tuple[int, int], list[np.ndarray]] = {}
     lengths = [0, 0]
+    turn = 0
     sinks = random.standard_normal(4).astype(np.float32)
-    with connected(names) as (memories, requesters, responders):
+    with connected(names, overlap) as cluster:
         for number, counts in enumerate(steps):
             taken = [SequenceStep(s, lengths[s], [0] * count, []) for s, count in enumerate(counts) if count]
-            plan = StepPlan(number, "compute0", [], [], admitted if number == 0 else [], taken)
-            threads = [memory.serve(responders[name], plan) for name, memory in memories.items()]
+            plan = StepPlan(number, 0, turn, [], [], admitted if number == 0 else [], taken)
+            threads = [
+                memory.serve(cluster.inboxes[name], cluster.outboxes[name], plan)
+                for name, memory in cluster.memories.items()
+            ]
             total = sum(counts)
-            exchange = StepExchange(plan, segments, requesters, threads=1, rows=total + padding)
+            rows = total + padding
+            exchange = StepExchange(plan, segments, cluster.links, DType.FLOAT32, overlap, threads=1, rows=rows)
+            turn += len(SPECS) if total else 0
             for layer, spec in enumerate(SPECS if total else []):
                 q, k, v = (
-                    random.standard_normal((total + padding, heads, dim)).astype(np.float32)
+                    random.standard_normal((rows, heads, dim)).astype(np.float32)
                     for heads, dim in (
                         (spec.query_heads, spec.qk_dim),
                         (spec.kv_heads, spec.qk_dim),
@@ -135,18 +180,18 @@ def test_steps_of_any_mix_equal_whole_attention(
                     )
                 )
                 logits = sinks if spec.sinks else None
-                got = exchange.attend(spec, *map(torch.from_numpy, (q, k, v)), logits).numpy()
+                got = attend(cluster, exchange, layer, (q, k, v), logits)
                 assert not got[total:].any()  # padding sees nothing
                 row = 0
                 for step in taken:
-                    rows = slice(row, row + len(step.tokens))
-                    row = rows.stop
-                    history.setdefault((step.sequence, layer), []).append((k[rows], v[rows]))
-                    keys, values = (np.concatenate(part) for part in zip(*history[step.sequence, layer], strict=True))
-                    out, lse = expected(spec, q[rows], keys, values, step.start)
+                    part = slice(row, row + len(step.tokens))
+                    row = part.stop
+                    history.setdefault((step.sequence, layer), []).append((k[part], v[part]))
+                    keys, values = (np.concatenate(parts) for parts in zip(*history[step.sequence, layer], strict=True))
+                    out, lse = expected(spec, q[part], keys, values, step.start)
                     if logits is not None:
                         out = out / (1 + np.exp(logits - lse))[..., None]
-                    np.testing.assert_allclose(got[rows], out, atol=2e-5)
+                    np.testing.assert_allclose(got[part], out, atol=2e-5)
             for step in taken:
                 lengths[step.sequence] += len(step.tokens)
             for thread in threads:
@@ -154,37 +199,39 @@ def test_steps_of_any_mix_equal_whole_attention(
                 assert not thread.is_alive()
 
 
-def test_a_step_is_drained_only_when_memory_has_taken_in_every_layer() -> None:
-    """A prompt's K and V travel without an answer that anyone reads; its slots must not be freed before they arrive."""
-    plan = StepPlan(
-        1,
-        "compute0",
-        [],
-        [],
-        [Admission(0, 1, [Segment(0, "memory0", (0, 4), (0, None))], SamplingParams(), 0)],
-        [SequenceStep(0, 0, [0] * 5, [])],
-    )
-    with connected(("memory0",)) as (memories, requesters, responders):
-        store, responder = memories["memory0"].store, responders["memory0"]
-        tables = store.apply(plan)
-        exchange = StepExchange(plan, {0: plan.admitted[0].segments}, requesters, threads=1, rows=5)
-        for spec in SPECS:
-            q, k, v = (
-                torch.ones(5, heads, dim)
-                for heads, dim in (
-                    (spec.query_heads, spec.qk_dim),
-                    (spec.kv_heads, spec.qk_dim),
-                    (spec.kv_heads, spec.v_dim),
-                )
-            )
-            exchange.attend(spec, q, k, v, None)
-        drained = threading.Event()
-        waiter = threading.Thread(target=lambda: (exchange.drain(), drained.set()))
-        waiter.start()
+@given(
+    attends=st.lists(st.integers(1, 4), max_size=9),
+    appends=st.integers(0, 5),
+    overlap=overlaps,
+)
+def test_pieces_cover_a_request_once_and_in_order(attends: list[int], appends: int, overlap: Overlap) -> None:
+    segments = tuple(SegmentRows(i, 0, rows, 0, 0, 1) for i, rows in enumerate(attends))
+    rows = MessageRows(np.arange(sum(attends)), np.arange(appends), segments, ())
+    cut = pieces(rows, overlap)
+    assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
+    assert cut[-1].stop == sum(attends)
+    assert all(sum(attends[part.first : part.last]) == part.stop - part.start for part in cut)
+    assert sum(part.keeps for part in cut) == 1
+    assert len(cut) <= overlap.mini_batches + 1
+
+
+def test_a_prompt_alone_is_answered_too() -> None:
+    """Nobody reads that answer, but it says that K and V are kept: only then may the step end and slots be freed."""
+    admission = Admission(0, 1, 5, [Segment(0, "memory0", (0, 4), (0, None))], SamplingParams(), 0)
+    plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])])
+    with connected(("memory0",), Overlap()) as cluster:
+        exchange = StepExchange(
+            plan, {0: admission.segments}, cluster.links, DType.FLOAT32, Overlap(), threads=1, rows=5
+        )
+        for layer in range(len(SPECS)):
+            assert len(exchange.replies(layer)) == 1
+            with pytest.raises(DeadlineError):
+                cluster.compute.wait(exchange.replies(layer), 0.0)
+        thread = cluster.memories["memory0"].serve(cluster.inboxes["memory0"], cluster.outboxes["memory0"], plan)
         for layer, spec in enumerate(SPECS):
-            assert not drained.wait(0.05)
-            request = responder.receive(TIMEOUT_S)
-            responder.reply(store.attend(layer, tables, *read_request(request, spec, DType.FLOAT32, 0, 5)))
-        assert drained.wait(TIMEOUT_S)
-        waiter.join(TIMEOUT_S)
-        assert all((layer.k[tables.slots] == 1).all() for layer in store.layers)
+            heads = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
+            attend(cluster, exchange, layer, [np.ones((5, *shape), np.float32) for shape in heads], None)
+        thread.join(TIMEOUT_S)
+        store = cluster.memories["memory0"].store
+        slots = store.slab.slots(0)
+        assert all((layer.k[slots] == 1).all() for layer in store.layers)

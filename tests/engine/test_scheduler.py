@@ -1,14 +1,16 @@
 """The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.engine.placement import Placement
-from lamina.engine.scheduler import Limits, Scheduler
+from lamina.engine.scheduler import Group, Limits, Scheduler
 from lamina.errors import RequestError
 from lamina.memory.slab import Slab
-from lamina.types import Request, SamplingParams, StepPlan
+from lamina.types import LAST_DRAWN, Request, SamplingParams, StepPlan
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32)
 
@@ -39,10 +41,11 @@ class MemoryModel:
                 self.slab.append(step.sequence, len(step.tokens))  # CapacityError: admission was not exact
 
 
-def scheduler(
-    capacities: dict[str, int], computes: tuple[str, ...] = ("compute0",), limits: Limits = LIMITS
-) -> Scheduler:
-    return Scheduler(limits, Placement(capacities), computes, kv_heads=2)
+ATTENTIONS = 3
+
+
+def scheduler(capacities: dict[str, int], lanes: int = 1, limits: Limits = LIMITS) -> Scheduler:
+    return Scheduler(limits, Placement(capacities), lanes, attentions=ATTENTIONS, kv_heads=2)
 
 
 def request(name: str, prompt: int, **params: int) -> Request:
@@ -62,63 +65,102 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(requests=requests, workers=st.integers(1, 3), computes=st.integers(1, 3))
-def test_every_request_ends_and_every_slot_comes_back(requests: list, workers: int, computes: int) -> None:
-    names = tuple(f"compute{index}" for index in range(computes))
-    memories = {f"memory{index}": MemoryModel(f"memory{index}", 60) for index in range(workers)}
-    under_test = scheduler({name: 60 for name in memories}, names)
-    drawn: dict[str, list[int]] = {}
-    in_flight: dict[str, StepPlan] = {}
-    groups = {}
-    turn = 0
-    while turn < 12 or not under_test.idle or len(groups) < len(requests):
-        assert turn < 2000, "the scheduler does not come to rest"
-        for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(requests):
+class Cluster:
+    """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
+
+    def __init__(self, requests: list, memories: int, lanes: int, depth: int) -> None:
+        self.requests = requests
+        self.memories = [MemoryModel(f"memory{index}", 60) for index in range(memories)]
+        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes)
+        self.groups: dict[int, Group] = {}
+        self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
+        self._depth = depth
+        self._in_flight: list[list[StepPlan]] = [[] for _ in range(lanes)]
+        self._turns = [0] * lanes
+
+    def arrive(self, turn: int) -> None:
+        for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
             if arrival == turn:
-                groups[index] = under_test.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+                self.groups[index] = self.scheduler.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
             if aborted is not None and aborted == turn - arrival:
-                under_test.abort(str(index))
-        for compute in names:
-            if compute in in_flight and (turn + len(compute)) % 2:  # steps overlap turns
-                plan = in_flight.pop(compute)
-                for group, completion in under_test.complete(compute).values():
-                    completion.generated.append(turn)
-                    index = int(group.request.request_id)
-                    ends = len(completion.generated) in (group.max_tokens, requests[index][3])
-                    if ends:
-                        drawn.setdefault(group.request.request_id, []).append(len(completion.generated))
-                        under_test.finish(group, completion)
-            if compute not in in_flight and (plan := under_test.plan(compute)) is not None:
-                in_flight[compute] = plan
-                assert sum(len(step.tokens) for step in plan.sequences) <= LIMITS.max_num_batched_tokens
-                assert sum(len(step.draws) for step in plan.sequences) <= LIMITS.max_num_seqs
-                for memory in memories.values():
-                    memory.apply(plan)
-        turn += 1
-    assert all(memory.slab.used == 0 and not memory.here for memory in memories.values())
-    assert all(reserved == 0 for reserved in under_test.placement.reserved.values())
+                self.scheduler.abort(str(index))
+
+    def complete(self, lane: int) -> None:
+        """The oldest step of a lane ends."""
+        self._in_flight[lane].pop(0)
+        for group, completion in self.scheduler.complete(lane).values():
+            completion.generated.append(7)
+            name = group.request.request_id
+            if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3]):
+                self.lengths.setdefault(name, []).append(len(completion.generated))
+                self.scheduler.finish(group, completion)
+
+    def plan(self, lane: int) -> None:
+        """All the steps a lane may have in flight begin."""
+        while self.scheduler.in_flight(lane) < self._depth and (plan := self.scheduler.plan(lane)) is not None:
+            assert plan.turn == self._turns[lane]
+            self._turns[lane] += ATTENTIONS if plan.sequences else 0
+            assert sum(len(step.tokens) for step in plan.sequences) <= LIMITS.max_num_batched_tokens
+            assert sum(len(step.draws) for step in plan.sequences) <= LIMITS.max_num_seqs
+            earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
+            for step in plan.sequences:
+                assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
+            for memory in self.memories:
+                memory.apply(plan)
+            self._in_flight[lane].append(plan)
+
+    @property
+    def busy(self) -> bool:
+        return not self.scheduler.idle or len(self.groups) < len(self.requests)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=requests,
+    memories=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 20), st.integers(1, 3), max_size=4),
+)
+def test_every_request_ends_and_every_slot_comes_back(
+    requests: list, memories: int, lanes: int, depth: int, switches: dict[int, int]
+) -> None:
+    """Whatever is planned ahead, and however often the number of lanes changes."""
+    cluster = Cluster(requests, memories, lanes, depth)
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        if turn in switches:
+            cluster.scheduler.use_lanes(min(switches[turn], lanes))
+        cluster.arrive(turn)
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:  # steps overlap turns
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 20 and not cluster.busy:
+            break
+    assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
+    assert all(reserved == 0 for reserved in cluster.scheduler.placement.reserved.values())
     for index, (_, _, n, stops, aborted, _) in enumerate(requests):
         if aborted is None:
-            expected = stops if 0 < stops < groups[index].max_tokens else groups[index].max_tokens
-            assert drawn[str(index)] == [expected] * n
+            expected = stops if 0 < stops < cluster.groups[index].max_tokens else cluster.groups[index].max_tokens
+            assert cluster.lengths[str(index)] == [expected] * n
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> None:
     under_test = scheduler({"memory0": 100})
     under_test.add(request("short", 2, max_tokens=9))
-    under_test.plan("compute0")
-    for _, completion in under_test.complete("compute0").values():
+    under_test.plan(0)
+    for _, completion in under_test.complete(0).values():
         completion.generated.append(7)
     under_test.add(request("long", 20, max_tokens=2))
     chunks = []
     for _ in range(3):
-        plan = under_test.plan("compute0")
+        plan = under_test.plan(0)
         assert plan is not None
         decode, prompt = plan.sequences
         assert decode.tokens == [7] and decode.draws == [decode.sequence]
         chunks.append((prompt.start, len(prompt.tokens), bool(prompt.draws)))
-        for _, completion in under_test.complete("compute0").values():
+        for _, completion in under_test.complete(0).values():
             completion.generated.append(7)
     assert chunks == [(0, 7, False), (7, 7, False), (14, 6, True)]
 
@@ -127,7 +169,7 @@ def test_first_in_first_out_even_when_a_later_request_would_fit() -> None:
     under_test = scheduler({"memory0": 20})
     for name, prompt in (("first", 10), ("large", 12), ("small", 2)):
         under_test.add(request(name, prompt, max_tokens=1))
-    plan = under_test.plan("compute0")
+    plan = under_test.plan(0)
     assert plan is not None and len(plan.admitted) == 1
     assert under_test.waiting == 2
 
@@ -148,36 +190,36 @@ def test_what_can_never_be_served_is_refused_with_figures(prompt: int, params: d
     assert under_test.idle
 
 
-def test_requests_spread_over_compute_workers_and_memory_workers() -> None:
-    under_test = scheduler({"memory0": 100, "memory1": 100}, ("compute0", "compute1"))
+def test_requests_spread_over_lanes_and_memory_workers() -> None:
+    under_test = scheduler({"memory0": 100, "memory1": 100}, lanes=2)
     for name in "abcd":
         under_test.add(request(name, 2, max_tokens=4))
     seen = []
     for _ in range(3):
-        for compute in ("compute0", "compute1"):
-            plan = under_test.plan(compute)
+        for lane in (0, 1):
+            plan = under_test.plan(lane)
             if plan is None:
                 continue
-            seen += [(compute, admission.segments[0].worker) for admission in plan.admitted]
-            for _, completion in under_test.complete(compute).values():
+            seen += [(lane, admission.segments[0].worker) for admission in plan.admitted]
+            for _, completion in under_test.complete(lane).values():
                 completion.generated.append(1)
-    assert sorted(compute for compute, _ in seen) == ["compute0", "compute0", "compute1", "compute1"]
+    assert sorted(lane for lane, _ in seen) == [0, 0, 1, 1]
     assert sorted(memory for _, memory in seen) == ["memory0", "memory0", "memory1", "memory1"]
 
 
 def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs() -> None:
     under_test = scheduler({"memory0": 20})
     under_test.add(request("same", 2, max_tokens=4))
-    under_test.plan("compute0")
+    under_test.plan(0)
     under_test.abort("same")
     under_test.add(request("same", 3, max_tokens=1))
-    assert under_test.complete("compute0") == {}
-    plan = under_test.plan("compute0")
+    assert under_test.complete(0) == {}
+    plan = under_test.plan(0)
     assert plan is not None and len(plan.released) == 1 and len(plan.admitted) == 1
-    ((group, completion),) = under_test.complete("compute0").values()
+    ((group, completion),) = under_test.complete(0).values()
     under_test.finish(group, completion)
-    assert under_test.plan("compute0") is not None
-    under_test.complete("compute0")
+    assert under_test.plan(0) is not None
+    under_test.complete(0)
     assert under_test.idle and under_test.placement.reserved == {"memory0": 0}
 
 

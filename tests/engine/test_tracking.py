@@ -11,7 +11,7 @@ from lamina.types import FinishReason, Request, RequestOutput, SamplingParams
 
 def test_an_error_that_comes_after_the_end_changes_nothing() -> None:
     published: list[RequestOutput] = []
-    scheduler = Scheduler(Limits(4, 64, 64), Placement({"memory0": 100}), ["compute0"], kv_heads=1)
+    scheduler = Scheduler(Limits(4, 64, 64), Placement({"memory0": 100}), lanes=1, attentions=1, kv_heads=1)
     request = Request("r", None, [5, 6], SamplingParams(max_tokens=1, n=2))
     tracked = TrackedRequest(request, Tokenizer(directory.find(None)), published.append)
     group = scheduler.add(request)

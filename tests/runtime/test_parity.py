@@ -3,6 +3,7 @@
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,45 @@ def test_several_compute_workers_share_slots_without_touching_each_others_tokens
         engine.close()
     got = [output.outputs[0].token_ids for output in outputs]
     assert got == [greedy(reference, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "nothing ahead": {"plan_ahead": False},
+    "two lanes": {"lanes": 2},
+    "lanes that stay": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed"},
+    "lanes that rotate": {"compute": "cpu:2", "lanes": 3},
+    "q first": {"q_first": True},
+    "mini-batches": {"mini_batches": 3},
+    "everything": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2},
+}
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("family", ["gpt_oss"])  # windows, sinks, experts
+def test_every_optimisation_leaves_the_tokens_alone(family: str, switches: dict[str, Any], tmp_path: Path) -> None:
+    """Greedy ones equal Hugging Face; drawn ones with penalties depend on the seed alone, whichever replica draws."""
+    reference = make_checkpoint(CONFIGS[family], tmp_path)
+    draw = random.Random(family)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    drawn = SamplingParams(n=2, seed=5, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=TOKENS, min_tokens=4)
+    settings = {
+        "model": str(tmp_path),
+        "memory": "cpu:2",
+        "dtype": DType.FLOAT32,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+    }
+    results = []
+    for changed in ({}, switches):
+        engine = launch(EngineConfig(**(settings | changed)))
+        try:
+            results.append(run_all(engine, prompts * 2, [params] * len(prompts) + [drawn] * len(prompts)))
+        finally:
+            engine.close()
+    plain, switched = ([[part.token_ids for part in out.outputs] for out in outputs] for outputs in results)
+    assert switched[: len(prompts)] == [[greedy(reference, prompt, TOKENS)] for prompt in prompts]
+    assert switched[len(prompts) :] == plain[len(prompts) :]
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])

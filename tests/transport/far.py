@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lamina.transport.base import Arena, Endpoint, Peer
-from lamina.transport.channel import ChannelLayout, Responder
+from lamina.transport.channel import Inbox, Layout, Outbox
 from lamina.transport.null import NullEndpoint
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
@@ -71,14 +71,15 @@ class Far:
                 self.endpoint.ring(self.peer, doorbell, round_)
             self.endpoint.wait([(0, round_)], 30.0)
 
-    def echo(self, layout: ChannelLayout, messages: int) -> int:
-        """Answer requests with their own bytes; returns how many were torn."""
-        responder = self.responder(layout)
+    def echo(self, layout: Layout, messages: int) -> int:
+        """Answer requests of all lanes in turn with their own bytes; returns how many were torn."""
         torn = 0
-        for _ in range(messages):
-            request = bytes(responder.receive(30.0))
+        for n in range(1, messages + 1):
+            inbox = Inbox(self.arena, layout.request(n % layout.lanes))
+            self.endpoint.wait([(inbox.doorbell, n)], 30.0)
+            request = bytes(inbox.view)
             torn += not whole(request)
-            responder.reply([request[:5], request[5:]])
+            Outbox(self.endpoint, self.peer, layout.reply(n % layout.lanes, 0)).send([request[:5], request[5:]], n)
         return torn
 
     def pour(self, messages: int, nbytes: int) -> None:
@@ -87,10 +88,6 @@ class Far:
             self.endpoint.write(self.peer, n % 2 * nbytes, stamped(n, nbytes))
             self.endpoint.ring(self.peer, 0, n)
             self.endpoint.wait([(0, n - 1)], 30.0)
-
-    def responder(self, layout: ChannelLayout) -> Responder:
-        places = {"request_offset": 0, "request_doorbell": 0, "reply_offset": 0, "reply_doorbell": 0}
-        return Responder(self.endpoint, self.arena, self.peer, layout, **places)
 
     def close(self) -> None:
         self.endpoint.close()

@@ -1,117 +1,81 @@
-"""Credits, order and misuse of channels, on the null transport."""
+"""Where slots lie, and that what is sent into one arrives there alone; on the null transport."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.transport.base import Endpoint
-from lamina.transport.channel import ChannelLayout, Requester, Responder
+from lamina.transport.channel import ALIGNMENT, Inbox, Layout, Outbox, Slot
 from lamina.transport.null import NullEndpoint
 
-LAYOUT = ChannelLayout(slots=2, request_nbytes=10, reply_nbytes=3)
+SLOT = Slot(offset=7, nbytes=10, doorbell=2)
 
 
 class Channel(NamedTuple):
-    requester: Requester
-    responder: Responder
-    compute: Endpoint
-    memory: Endpoint
+    outbox: Outbox
+    inbox: Inbox
+    near: Endpoint
+    far: Endpoint
 
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    """A channel that begins at odd places of both arenas."""
-    compute, memory = NullEndpoint("compute"), NullEndpoint("memory")
-    places = {"request_offset": 7, "request_doorbell": 2, "reply_offset": 5, "reply_doorbell": 1}
-    replies, requests = compute.register(5 + LAYOUT.replies_nbytes, 2), memory.register(7 + LAYOUT.requests_nbytes, 3)
-    to_memory, to_compute = compute.connect(memory.descriptor(), 1.0), memory.connect(compute.descriptor(), 1.0)
-    yield Channel(
-        Requester(compute, replies, to_memory, LAYOUT, **places),
-        Responder(memory, requests, to_compute, LAYOUT, **places),
-        compute,
-        memory,
-    )
-    compute.close()
-    memory.close()
+    near, far = NullEndpoint("near"), NullEndpoint("far")
+    near.register(1, 1)
+    arena = far.register(30, 3)
+    yield Channel(Outbox(near, near.connect(far.descriptor(), 1.0), SLOT), Inbox(arena, SLOT), near, far)
+    near.close()
+    far.close()
 
 
-def test_messages_are_numbered_from_one_and_answered_in_order(channel: Channel) -> None:
-    for n in range(1, 10):
-        assert channel.requester.send([np.array([n, 2 * n], np.uint16), b"abc"], 0.0) == n
-        assert channel.responder.target == (2, n)
-        assert bytes(channel.responder.receive(0.0)[:7]) == np.array([n, 2 * n], np.uint16).tobytes() + b"abc"
-        channel.responder.reply([bytes([n])])
-        assert channel.requester.target(n) == (1, n)
-        assert channel.requester.reply(n, 0.0)[0] == n
+def test_a_message_arrives_in_its_slot_and_is_announced(channel: Channel) -> None:
+    channel.outbox.send([np.array([1, 2], np.uint16), b"abc"], 1)
+    assert channel.far.wait([(channel.inbox.doorbell, 1)], 0.0) == 0
+    assert bytes(channel.inbox.view[:7]) == np.array([1, 2], np.uint16).tobytes() + b"abc"
+    assert len(channel.inbox.view) == SLOT.nbytes
 
 
-def test_as_many_messages_as_slots_are_in_flight(channel: Channel) -> None:
-    channel.requester.send([b"1"], 0.0)
-    channel.requester.send([b"2"], 0.0)
-    with pytest.raises(DeadlineError, match="memory has not answered message 1 of 2"):
-        channel.requester.send([b"3"], 0.0)
-    assert bytes(channel.responder.receive(0.0)[:1]) == b"1"
-    assert bytes(channel.responder.receive(0.0)[:1]) == b"2"  # received ahead of the first answer
-    channel.responder.reply([])  # only a credit
-    assert channel.requester.send([b"3"], 0.0) == 3  # a refused send did not use up its number
-    with pytest.raises(DeadlineError, match="answered message 2 of 3"):
-        channel.requester.reply(2, 0.0)
-
-
-def test_slots_do_not_overlap(channel: Channel) -> None:
-    channel.requester.send([b"A" * 10], 0.0)
-    channel.requester.send([b"B" * 10], 0.0)
-    requests = [channel.responder.receive(0.0) for _ in range(2)]
-    assert [bytes(request) for request in requests] == [b"A" * 10, b"B" * 10]
-    channel.responder.reply([b"aaa"])
-    channel.responder.reply([b"bbb"])
-    assert [bytes(channel.requester.reply(n, 0.0)) for n in (1, 2)] == [b"aaa", b"bbb"]
+def test_a_message_may_come_in_pieces_and_skip_numbers(channel: Channel) -> None:
+    channel.outbox.send([b"later"], 4, at=5)
+    channel.far.wait([(2, 3)], 0.0)
+    with pytest.raises(DeadlineError):
+        channel.far.wait([(2, 5)], 0.0)
+    channel.outbox.send([b"first"], 5)
+    channel.far.wait([(2, 5)], 0.0)
+    assert bytes(channel.inbox.view) == b"firstlater"
 
 
 def test_what_is_too_large_is_not_sent(channel: Channel) -> None:
-    with pytest.raises(ValueError, match="11 bytes does not fit into 10"):
-        channel.requester.send([b"12345", b"678901"], 0.0)
-    assert channel.requester.send([b"fits"], 0.0) == 1
-    channel.responder.receive(0.0)
-    with pytest.raises(ValueError, match="4 bytes does not fit into 3"):
-        channel.responder.reply([b"1234"])
-    channel.responder.reply([b"123"])
-    assert bytes(channel.requester.reply(1, 0.0)) == b"123"
+    for at in (0, 3):
+        with pytest.raises(ValueError, match=f"does not fit into {10 - at}"):
+            channel.outbox.send([b"12345", b"678901"], 1, at)
+    with pytest.raises(DeadlineError):
+        channel.far.wait([(2, 1)], 0.0)
+    assert bytes(channel.inbox.view) == bytes(10)
 
 
-def test_replies_that_cannot_be_there_are_refused(channel: Channel) -> None:
-    for _ in range(3):
-        channel.requester.send([], 0.0)
-        channel.responder.receive(0.0)
-        channel.responder.reply([])
-    for n in (0, 1, 4):
-        with pytest.raises(ValueError, match=f"reply {n} cannot be read: 3 messages are sent and 2 replies"):
-            channel.requester.reply(n, 0.0)
-    with pytest.raises(ValueError, match="all 3 requests of compute are answered"):
-        channel.responder.reply([])
+def test_a_lost_peer_is_told_of(channel: Channel) -> None:
+    channel.far.close()
+    with pytest.raises(PeerLostError, match="far"):
+        channel.outbox.send([], 1)
 
 
-def test_a_lost_peer_ends_every_wait(channel: Channel) -> None:
-    channel.requester.send([], 0.0)
-    channel.requester.send([], 0.0)
-    channel.memory.close()
-    with pytest.raises(PeerLostError, match="memory"):
-        channel.requester.reply(1, 30.0)
-    with pytest.raises(PeerLostError, match="memory"):
-        channel.requester.send([], 30.0)
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, -1)])
-def test_impossible_layouts_are_refused(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="at least one slot"):
-        ChannelLayout(*sizes)
-
-
-def test_slots_begin_at_cache_lines() -> None:
-    layout = ChannelLayout(slots=3, request_nbytes=65, reply_nbytes=0)
-    assert layout.requests_nbytes == 3 * 128
-    assert [layout.request_offset(n) for n in (3, 4, 5, 6)] == [0, 128, 256, 0]
-    assert layout.replies_nbytes == 0
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
+def test_slots_never_overlap_and_lie_inside_their_arenas(
+    lanes: int, memories: int, request: int, reply: int, context: int
+) -> None:
+    layout = Layout(lanes, memories, request, reply, context)
+    requests = [layout.request(lane) for lane in range(lanes)]
+    others = [layout.reply(lane, memory) for lane in range(lanes) for memory in range(memories)]
+    others += [layout.context(lane) for lane in range(lanes)]
+    for slots, (nbytes, doorbells) in ((requests, layout.memory_arena), (others, layout.compute_arena)):
+        taken = sorted((slot.offset, slot.offset + slot.nbytes) for slot in slots)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+        assert all(slot.offset % ALIGNMENT == 0 and slot.offset + slot.nbytes <= nbytes for slot in slots)
+        assert sorted(slot.doorbell for slot in slots) == list(range(doorbells))

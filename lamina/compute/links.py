@@ -1,0 +1,48 @@
+"""A compute worker's slots: to and from every memory worker and every other compute worker, per lane."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lamina.engine.pipeline import Pipeline
+from lamina.transport.base import Arena, Endpoint, Peer
+from lamina.transport.channel import Inbox, Outbox
+from lamina.transport.messages import Connect
+
+
+@dataclass(frozen=True)
+class LaneLinks:
+    """The slots of one lane.
+
+    Attributes:
+        requests, replies: by memory worker. context: what the replica before hands over; None if lanes stay.
+        contexts: to every other replica, by its number.
+    """
+
+    requests: Mapping[str, Outbox]
+    replies: Mapping[str, Inbox]
+    context: Inbox | None
+    contexts: Mapping[int, Outbox]
+
+
+def lane_links(endpoint: Endpoint, arena: Arena, peers: Mapping[str, Peer], connect: Connect) -> list[LaneLinks]:
+    """The slots of every lane, by its number. ``peers`` holds all of ``connect.descriptors``."""
+    layout = connect.layout
+
+    def links(lane: int) -> LaneLinks:
+        return LaneLinks(
+            {name: Outbox(endpoint, peers[name], layout.request(lane)) for name in connect.memories},
+            {name: Inbox(arena, layout.reply(lane, number)) for number, name in enumerate(connect.memories)},
+            Inbox(arena, layout.context(lane)) if layout.context_nbytes else None,
+            {
+                number: Outbox(endpoint, peers[name], layout.context(lane))
+                for number, name in enumerate(connect.computes)
+                if layout.context_nbytes and name in peers
+            },
+        )
+
+    return [links(lane) for lane in range(layout.lanes)]
+
+
+def pipeline_of(connect: Connect) -> Pipeline:
+    """The order of slices that a cluster was connected for."""
+    return Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)

@@ -1,0 +1,189 @@
+"""One step of one lane on one replica: the slices that are its own, one at a time, in order."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from lamina.compute.exchange import Partial, StepExchange, as_numpy
+from lamina.compute.links import LaneLinks
+from lamina.compute.runner import Rows, SliceRunner, pad
+from lamina.engine.pipeline import Pipeline
+from lamina.splitter import Crossing
+from lamina.transport.channel import Outbox
+from lamina.transport.wire import Array
+from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
+
+
+class StepRun:
+    """Planned when the plan arrives; ``run`` is called once per own slice, when ``awaited`` has been rung.
+
+    Attributes:
+        tokens: the step's token ids, known once its first own slice has run.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        runner: SliceRunner,
+        exchange: StepExchange,
+        links: LaneLinks,
+        pipeline: Pipeline,
+        replica: int,
+    ) -> None:
+        self.plan = plan
+        self.tokens: list[int] = []
+        self._runner = runner
+        self._exchange = exchange
+        self._links = links
+        self._pipeline = pipeline
+        self._replica = replica
+        self._own = [
+            index
+            for index in range(len(runner.attentions) + 1)
+            if pipeline.replica(plan.lane, plan.turn + index) == replica
+        ]
+        self._next = 0
+        self._positions = torch.cat([torch.arange(step.start, step.stop) for step in plan.sequences])
+        self._rows: Rows | None = None
+        self._news = False
+        ends = np.cumsum([len(step.tokens) for step in plan.sequences]) - 1
+        chosen = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
+        self._chosen = torch.tensor(chosen, dtype=torch.int64)
+        self._context: tuple[torch.Tensor, ...] = ()
+        self._chunks: Partial | None = None
+
+    @property
+    def index(self) -> int:
+        """The slice to run next, -1 when no more of them are this replica's."""
+        return self._own[self._next] if self._next < len(self._own) else -1
+
+    @property
+    def tick(self) -> int:
+        """When that slice is due, see ``Pipeline.tick``."""
+        return self._pipeline.tick(self.plan.lane, self.plan.turn + self.index)
+
+    @property
+    def draws(self) -> bool:
+        """True if this replica runs the last slice."""
+        return self._own[-1:] == [len(self._runner.attentions)]
+
+    @property
+    def own_slices(self) -> int:
+        """How many slices of the step are this replica's."""
+        return len(self._own)
+
+    def awaited(self) -> list[tuple[int, int]]:
+        """What must have been rung before the next slice can run, for ``Endpoint.wait``."""
+        if self.index <= 0:
+            return []
+        targets = self._exchange.replies(self.index - 1)
+        if self._moved_here():
+            assert self._links.context is not None
+            targets.append((self._links.context.doorbell, self.plan.turn + self.index))
+        return targets
+
+    def take_news(self) -> bool:
+        """True once, after ``tokens`` became known."""
+        news, self._news = self._news, False
+        return news
+
+    def _moved_here(self) -> bool:
+        return self._pipeline.replica(self.plan.lane, self.plan.turn + self.index - 1) != self._replica
+
+    def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
+        """Run the next slice; logits [rows that draw, vocab] after the last one.
+
+        ``drawn`` holds the tokens that the lane's step before drew, by sequence. Raises PeerLostError.
+        """
+        index = self.index
+        if index == 0:
+            self._begin(drawn)
+        elif self._moved_here():
+            self._receive_context(index)
+        assert self._rows is not None
+        attention = None
+        if index:
+            spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
+            attention = self._exchange.gather(spec, self._chunks, sinks)
+        self._next += 1
+        if index == len(self._runner.attentions):
+            assert attention is not None
+            return (
+                self._runner.logits(self._rows, attention, self._context, self._chosen) if len(self._chosen) else None
+            )
+        self._run_inner(index, attention)
+        return None
+
+    def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
+        assert self._rows is not None
+        spec, exchange = self._runner.attentions[index], self._exchange
+        output = self._runner.run(
+            index, self._rows, attention, self._context, lambda q: exchange.send_queries(index, spec, q)
+        )
+        assert output.q is not None and output.k is not None and output.v is not None
+        exchange.send(index, spec, output.q, output.k, output.v)
+        self._context = output.context
+        self._chunks = exchange.attend_chunks(spec, output.q, output.k, output.v)
+        following = self._pipeline.replica(self.plan.lane, self.plan.turn + index + 1)
+        if following != self._replica:
+            self._send_context(self._links.contexts[following], self.plan.turn + index + 1)
+
+    def _begin(self, drawn: Mapping[int, int]) -> None:
+        # A sequence without a last draw had no finite logits: its request is ending, and any token will do.
+        self.tokens = [
+            drawn.get(step.sequence, 0) if token == LAST_DRAWN else token
+            for step in self.plan.sequences
+            for token in step.tokens
+        ]
+        self._set_rows(torch.tensor(self.tokens))
+
+    def _set_rows(self, ids: torch.Tensor) -> None:
+        self._news = True
+        self._rows = Rows(pad(ids, self._exchange.rows), pad(self._positions, self._exchange.rows))
+
+    def _send_context(self, outbox: Outbox, turn: int) -> None:
+        """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""
+        parts: list[Array] = [np.asarray(self.tokens, np.int64)]
+        parts += self._chunks or ()
+        parts += [as_numpy(tensor) for tensor in self._context]
+        outbox.send(parts, turn)
+
+    def _receive_context(self, index: int) -> None:
+        assert self._links.context is not None
+        reader = _Reader(self._links.context.view)
+        ids = reader.take((len(self._positions),), torch.int64)
+        if self._rows is None:
+            self.tokens = ids.tolist()
+            self._set_rows(ids)
+        spec, rows = self._runner.attentions[index - 1], self._exchange.local_rows
+        self._chunks = None
+        if rows:
+            out = reader.take((rows, spec.query_heads, spec.v_dim), torch.float32)
+            self._chunks = out.numpy(), reader.take((rows, spec.query_heads), torch.float32).numpy()
+        crossings = self._runner.contexts[index - 1]
+        self._context = tuple(reader.take((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
+
+
+class _Reader:
+    """Tensors lying one after another in a message."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self._offset = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the next tensor: the message's slot is written again before the step ends."""
+        count = math.prod(shape)
+        tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
+        self._offset += count * dtype.itemsize
+        return tensor
+
+
+def context_nbytes_per_token(attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...]) -> int:
+    """Most bytes of a context message per row: id, partial of a prompt chunk, context."""
+    return 8 + max(
+        spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
+        for spec, crossings in zip(attentions, contexts, strict=True)
+    )

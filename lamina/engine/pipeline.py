@@ -1,0 +1,54 @@
+"""The order of slices on compute workers: staggered pipelining of several lanes, fixed or rotational.
+
+Pure: no clock, no sockets. Engine, workers and a simulator ask the same object.
+
+A lane is one batch in flight; its attentions are numbered over its life (``turn``). Slice ``turn`` is what runs before
+attention ``turn``: the first slice of a step, together with what the step before does after its last attention, is one
+of them, since no attention lies between.
+
+Rotational staggered pipelining (Lamina, section 4.3): n lanes share n - 1 replicas, and slice k of lane j runs on
+replica (j + k) mod (n - 1). With slices n - 1 times as long as attentions, lane j begins slice k at tick k n + j, so
+that a new slice begins somewhere at every tick, no replica has two at a time or is ever idle, and the memory workers
+serve exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Who runs which slice, and in which order.
+
+    Attributes:
+        lanes: batches in flight at most. replicas: compute workers with a copy of the weights.
+        rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
+    """
+
+    lanes: int
+    replicas: int
+    rotates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.lanes < self.replicas:
+            raise ValueError(f"{self.lanes} lanes cannot keep {self.replicas} replicas busy; give each at least one")
+        if self.rotates and self.lanes != self.replicas + 1:
+            raise ValueError(
+                f"rotational pipelining runs {self.replicas + 1} lanes on {self.replicas} replicas, not {self.lanes}"
+            )
+
+    @property
+    def moves(self) -> bool:
+        """True if a lane's context travels from replica to replica."""
+        return self.rotates and self.replicas > 1
+
+    def replica(self, lane: int, turn: int) -> int:
+        """The replica that runs slice ``turn`` of ``lane``."""
+        return (lane + turn) % self.replicas if self.rotates else lane % self.replicas
+
+    def replicas_of(self, lane: int) -> tuple[int, ...]:
+        """Every replica that ever runs a slice of ``lane``."""
+        return tuple(range(self.replicas)) if self.moves else (lane % self.replicas,)
+
+    def tick(self, lane: int, turn: int) -> int:
+        """When slice ``turn`` of ``lane`` is due: of several slices that could run, a replica takes the earliest."""
+        return turn * self.lanes + lane
