@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lamina.config import EngineConfig
 from lamina.engine.bringup import Cluster, Workers, failure
+from lamina.engine.lanes import LaneChooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import OnOutput, TrackedRequest
@@ -80,6 +81,8 @@ class Engine:
             kv_heads=max(spec.kv_heads for spec in cluster.attentions),
         )
         self._tracked: dict[str, TrackedRequest] = {}
+        adapts = config.lanes is None and cluster.pipeline.lanes > cluster.pipeline.replicas
+        self._lanes = LaneChooser(cluster.pipeline) if adapts else None
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
@@ -223,6 +226,8 @@ class Engine:
         elif isinstance(message, SlabUsage):
             capacity = self.cluster.capacities[worker]
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
+            if self._lanes is not None:
+                self._lanes.note_attention(worker, message.busy_s)
         elif isinstance(message, Failed):
             raise self._root_cause(worker, message)
         else:
@@ -238,6 +243,9 @@ class Engine:
         plan, _ = self._in_flight.pop(done.step)
         self._steps += 1
         drawn = self._scheduler.complete(plan.lane)
+        if self._lanes is not None and done.rows:
+            self._lanes.note_slices(done.rows, done.busy_s)
+            self._scheduler.use_lanes(self._lanes.choose(len(drawn) * self._lanes.active))
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran
                 continue

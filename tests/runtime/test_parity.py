@@ -98,32 +98,44 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
-@pytest.mark.parametrize("family", ["gpt_oss"])  # windows, sinks, experts
-def test_every_optimisation_leaves_the_tokens_alone(family: str, switches: dict[str, Any], tmp_path: Path) -> None:
-    """Greedy ones equal Hugging Face; drawn ones with penalties depend on the seed alone, whichever replica draws."""
-    reference = make_checkpoint(CONFIGS[family], tmp_path)
-    draw = random.Random(family)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)]
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    drawn = SamplingParams(n=2, seed=5, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=TOKENS, min_tokens=4)
-    settings = {
-        "model": str(tmp_path),
-        "memory": "cpu:2",
-        "dtype": DType.FLOAT32,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 24,
-    }
-    results = []
-    for changed in ({}, switches):
-        engine = launch(EngineConfig(**(settings | changed)))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+DRAWN = SamplingParams(n=2, seed=5, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=TOKENS, min_tokens=4)
+
+
+class Switched:
+    """A model with windows, sinks and experts, and what it answers with nothing switched on or off."""
+
+    def __init__(self, place: Path) -> None:
+        self.model = str(place)
+        reference = make_checkpoint(CONFIGS["gpt_oss"], place)
+        draw = random.Random(3)
+        self.prompts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)]
+        self.greedy = [[greedy(reference, prompt, TOKENS)] for prompt in self.prompts]
+        self.drawn = self.run({})[len(self.prompts) :]
+
+    def run(self, switches: dict[str, Any]) -> list[list[list[int]]]:
+        """Token ids of every completion: greedy requests first, then drawn ones."""
+        settings = {"memory": "cpu:2", "dtype": DType.FLOAT32, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+        engine = launch(EngineConfig(model=self.model, **(settings | switches)))
         try:
-            results.append(run_all(engine, prompts * 2, [params] * len(prompts) + [drawn] * len(prompts)))
+            each = [GREEDY] * len(self.prompts) + [DRAWN] * len(self.prompts)
+            outputs = run_all(engine, self.prompts * 2, each)
         finally:
             engine.close()
-    plain, switched = ([[part.token_ids for part in out.outputs] for out in outputs] for outputs in results)
-    assert switched[: len(prompts)] == [[greedy(reference, prompt, TOKENS)] for prompt in prompts]
-    assert switched[len(prompts) :] == plain[len(prompts) :]
+        return [[part.token_ids for part in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory: pytest.TempPathFactory) -> Switched:
+    return Switched(tmp_path_factory.mktemp("switched"))
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches: dict[str, Any]) -> None:
+    """Greedy ones equal Hugging Face; drawn ones, with penalties, depend on the seed alone, whichever replica draws."""
+    outputs = switched.run(switches)
+    assert outputs[: len(switched.prompts)] == switched.greedy
+    assert outputs[len(switched.prompts) :] == switched.drawn
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
