@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lamina.models import directory
+from safetensors.torch import save_file
+
+from lamina.models import directory, weights
+from lamina.models.config import load_config, meta_model
+from lamina.types import DType
 
 MODELS: dict[str, dict[str, int]] = {
     "250m": {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -32,11 +36,31 @@ def model_directory(name: str) -> Iterator[Path]:
     """A config and the bundled tokenizer, for dummy weights."""
     with tempfile.TemporaryDirectory(prefix="lamina-bench-") as place:
         path = Path(place)
-        (path / "config.json").write_text(json.dumps(COMMON | MODELS[name]))
-        bundled = directory.find(None).path
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (path / file).write_bytes((bundled / file).read_bytes())
+        _write_description(name, path)
         yield path
+
+
+def checkpoint(name: str, place: Path) -> Path:
+    """The model directory ``place``/``name`` with random weights, the same for every engine; made if not there."""
+    path = place / name
+    if not path.exists():
+        part = Path(tempfile.mkdtemp(dir=place))
+        _write_description(name, part)
+        model = directory.find(part, weights=False)
+        config = load_config(model)
+        names = sorted(meta_model(config, DType.BFLOAT16).state_dict())
+        save_file(
+            weights.load(model, names, config, DType.BFLOAT16, "dummy"), part / "model.safetensors", {"format": "pt"}
+        )
+        part.rename(path)
+    return path
+
+
+def _write_description(name: str, path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(COMMON | MODELS[name]))
+    bundled = directory.find(None).path
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).write_bytes((bundled / file).read_bytes())
 
 
 def weight_bytes(name: str) -> int:

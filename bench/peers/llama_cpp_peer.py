@@ -1,0 +1,186 @@
+"""llama.cpp through its Python bindings: bfloat16 weights and KV, all requests in one batch. See ``offline.py``.
+
+Its flash attention takes bfloat16 KV at less than half the speed; without it, prefill and decode are as fast as with
+float16 KV and flash attention.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gguf
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from offline import STEP_TOKENS, Cell, Generate, run
+from safetensors import deserialize
+
+SETTINGS = {"kv": "BF16", "flash_attn": "off", "n_batch": str(STEP_TOKENS), "n_ubatch": "512"}
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def converted(model: Path) -> Path:
+    """The model as a GGUF file without a tokenizer, beside the original; made if it is not there."""
+    place = model.with_name(model.name + ".gguf")
+    if not place.exists():
+        write_gguf(model, place)
+    return place
+
+
+def write_gguf(model: Path, place: Path) -> None:
+    """Matrices in bfloat16 and norms in float32, as llama.cpp's own converter writes a Llama."""
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(place.with_suffix(".part"), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    for name, stored in deserialize((model / "model.safetensors").read_bytes()):
+        bits = np.frombuffer(stored["data"], np.uint16).reshape(stored["shape"])
+        if bits.ndim == 1:
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            rows = interleaved(bits, config["head_dim"]) if "q_proj" in name or "k_proj" in name else bits
+            writer.add_tensor(gguf_name(name), rows.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    place.with_suffix(".part").rename(place)
+
+
+def interleaved(weight: npt.NDArray[np.uint16], head_dim: int) -> npt.NDArray[np.uint16]:
+    """Rows of a q or k projection in the order of rotary pairs: 0, D/2, 1, D/2 + 1, ... of every head."""
+    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def gguf_name(name: str) -> str:
+    """``model.layers.3.mlp.up_proj.weight`` -> ``blk.3.ffn_up.weight``."""
+    stem = name.removesuffix(".weight")
+    if stem in OUTER:
+        return OUTER[stem] + ".weight"
+    _, _, layer, inner = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.weight"
+
+
+class Batch:
+    """llama.cpp's list of token rows for one decode call, filled through numpy views."""
+
+    def __init__(self, capacity: int) -> None:
+        self.native = llama_cpp.llama_batch_init(capacity, 0, 1)
+        view = np.ctypeslib.as_array
+        self._token = view(self.native.token, (capacity,))
+        self._position = view(self.native.pos, (capacity,))
+        self._count = view(self.native.n_seq_id, (capacity,))
+        self._wanted = view(self.native.logits, (capacity,))
+
+    def fill(self, tokens: list[int], positions: list[int], sequences: list[int], wanted: list[bool]) -> None:
+        """Row i is ``tokens[i]`` of ``sequences[i]``; logits are made for ``wanted`` rows."""
+        rows = len(tokens)
+        self.native.n_tokens = rows
+        self._token[:rows], self._position[:rows], self._wanted[:rows] = tokens, positions, wanted
+        self._count[:rows] = 1
+        for row, sequence in enumerate(sequences):
+            self.native.seq_id[row][0] = sequence
+
+
+def context_of(model: llama_cpp.llama_model_p, cell: Cell) -> llama_cpp.llama_context_p:
+    """A context with room for the cell's requests, each with KV of its own."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_seq_max = cell.batch
+    params.n_ctx = cell.batch * (-(-cell.longest // 256) * 256)
+    params.n_batch = STEP_TOKENS
+    params.n_ubatch = int(SETTINGS["n_ubatch"])
+    params.n_threads = params.n_threads_batch = cell.threads
+    params.type_k = params.type_v = gguf.GGMLQuantizationType[SETTINGS["kv"]].value
+    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.kv_unified = False
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise RuntimeError(f"llama.cpp made no context of {params.n_ctx} tokens in {cell.batch} sequences")
+    return context
+
+
+@contextmanager
+def load(cell: Cell) -> Iterator[Generate]:
+    """Prompts in full batches, then one row per request and step."""
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(
+        str(converted(cell.model)).encode(), llama_cpp.llama_model_default_params()
+    )
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot read {converted(cell.model)}")
+    context = context_of(model, cell)
+    vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = Batch(STEP_TOKENS)
+
+    def decode(
+        tokens: list[int], positions: list[int], sequences: list[int], wanted: list[bool]
+    ) -> npt.NDArray[np.int64]:
+        """The most likely next tokens of the rows that are ``wanted``."""
+        batch.fill(tokens, positions, sequences, wanted)
+        code = llama_cpp.llama_decode(context, batch.native)
+        if code != 0:
+            raise RuntimeError(f"llama_decode of {len(tokens)} rows gave {code}")
+        if not any(wanted):  # then there is no array of logits
+            return np.empty(0, np.int64)
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (sum(wanted), vocab))
+        return logits.argmax(1)
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        rows = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        arrivals: list[list[float]] = [[] for _ in prompts]
+        newest: list[int] = []
+        for start in range(0, len(rows), STEP_TOKENS):
+            columns = [list(column) for column in zip(*rows[start : start + STEP_TOKENS], strict=True)]
+            drawn = decode(*columns)
+            now = time.perf_counter()
+            for token in drawn.tolist():
+                arrivals[len(newest)].append(now)
+                newest.append(token)
+        sequences, wanted = list(range(len(prompts))), [True] * len(prompts)
+        for index in range(tokens - 1):
+            newest = decode(newest, [len(prompt) + index for prompt in prompts], sequences, wanted).tolist()
+            now = time.perf_counter()
+            for times in arrivals:
+                times.append(now)
+        return arrivals
+
+    yield generate
+
+
+def about() -> dict[str, str]:
+    return {"llama_cpp_python": llama_cpp.__version__, **SETTINGS}
+
+
+if __name__ == "__main__":
+    run(load, about)

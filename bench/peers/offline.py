@@ -1,0 +1,87 @@
+"""What all engines that ``serve.py`` measures share: arguments, prompts, rates. The standard library alone.
+
+Every engine is a script that runs in an environment of its own, measures one cell and prints one JSON object:
+
+    PYTHON ENGINE.py MODEL --batch 8 --context 512 --threads 2
+
+MODEL is a Hugging Face model directory. An engine gives :func:`run` a function that loads it for a cell and yields
+``Generate``; greedy decoding, end of sequence ignored.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+DECODED = 64
+"""Tokens decoded for every request."""
+
+WARM_CONTEXT = 64
+STEP_TOKENS = 2048
+"""Prompt tokens that an engine may take in one step, where it lets one choose."""
+
+Generate = Callable[[list[list[int]], int], list[list[float]]]
+"""(prompts, tokens to decode for each) -> ``time.perf_counter()`` when each token of each request was known."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What to measure: ``batch`` requests of ``context`` prompt tokens each, submitted at once."""
+
+    model: Path
+    batch: int
+    context: int
+    threads: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of one request at its end."""
+        return self.context + DECODED
+
+
+def rates(start: float, arrivals: list[list[float]], context: int) -> tuple[float, float]:
+    """(decode, prefill) tokens per second over all requests.
+
+    Prefill is all prompts over the time until the last of them gave its first token. Decode is counted from there to
+    the first request that ends, so that all requests decode all the time.
+    """
+    prompts_done = max(times[0] for times in arrivals)
+    first_end = min(times[-1] for times in arrivals)
+    decoded = sum(prompts_done < time_s <= first_end for times in arrivals for time_s in times)
+    return decoded / (first_end - prompts_done), len(arrivals) * context / (prompts_done - start)
+
+
+def prompts(draw: random.Random, batch: int, context: int) -> list[list[int]]:
+    """Random tokens that every tokenizer knows and no engine has seen before."""
+    return [[draw.randrange(3, 900) for _ in range(context)] for _ in range(batch)]
+
+
+def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callable[[], dict[str, str]]) -> None:
+    """Measure the cell on the command line and print {"decode", "prefill", "about"} as JSON.
+
+    Warms up with one prompt as long as the cell's, then with short ones in the cell's batch. ``about`` names versions
+    and settings.
+
+    Raises RuntimeError if a request did not get exactly ``DECODED`` tokens.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    for name in ("--batch", "--context", "--threads"):
+        parser.add_argument(name, type=int, required=True)
+    cell = Cell(**vars(parser.parse_args()))
+    draw = random.Random()
+    with load(cell) as generate:
+        generate(prompts(draw, 1, cell.context), 2)
+        generate(prompts(draw, cell.batch, min(cell.context, WARM_CONTEXT)), 4)
+        wanted = prompts(draw, cell.batch, cell.context)
+        start = time.perf_counter()
+        arrivals = generate(wanted, DECODED)
+    counts = {len(times) for times in arrivals}
+    if len(arrivals) != cell.batch or counts != {DECODED}:
+        raise RuntimeError(f"{len(arrivals)} of {cell.batch} requests got {sorted(counts)} tokens, not {DECODED} each")
+    decode, prefill = rates(start, arrivals, cell.context)
+    print(json.dumps({"decode": decode, "prefill": prefill, "about": about()}))

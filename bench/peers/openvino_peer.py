@@ -1,0 +1,68 @@
+"""OpenVINO GenAI: continuous batching, bfloat16 weights, arithmetic and KV. See ``offline.py``."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_genai
+from offline import STEP_TOKENS, Cell, Generate, run
+
+GIGABYTE = 1 << 30
+SETTINGS = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "PERFORMANCE_HINT": "LATENCY"}
+
+
+def converted(model: Path) -> Path:
+    """The model in OpenVINO's format, beside the original; made if it is not there."""
+    place = model.with_name(model.name + ".openvino")
+    if not place.exists():
+        command = Path(sys.executable).with_name("optimum-cli")
+        options = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        subprocess.run(
+            [command, "export", "openvino", "--model", model, *options, place], check=True, stdout=sys.stderr
+        )
+    return place
+
+
+@contextmanager
+def load(cell: Cell) -> Iterator[Generate]:
+    """All requests in one ``ContinuousBatchingPipeline``, stepped from here."""
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = STEP_TOKENS
+    scheduler.max_num_seqs = cell.batch
+    scheduler.enable_prefix_caching = False
+    scheduler.dynamic_split_fuse = True
+    pipeline = openvino_genai.ContinuousBatchingPipeline(
+        str(converted(cell.model)), scheduler, "CPU", {**SETTINGS, "INFERENCE_NUM_THREADS": cell.threads}
+    )
+    requests = iter(range(1 << 62))
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
+        config = openvino_genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
+        handles = [
+            pipeline.add_request(next(requests), openvino.Tensor(np.array([prompt], np.int64)), config)
+            for prompt in prompts
+        ]
+        arrivals: list[list[float]] = [[] for _ in prompts]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            now = time.perf_counter()
+            for handle, times in zip(handles, arrivals, strict=True):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        times.extend([now] * len(output.generated_ids))
+        return arrivals
+
+    yield generate
+
+
+def about() -> dict[str, str]:
+    return {"openvino_genai": openvino_genai.__version__, **SETTINGS}
+
+
+if __name__ == "__main__":
+    run(load, about)

@@ -1,0 +1,144 @@
+"""Lamina without the split: one process, the same slices and kernels, no workers and no transport. See ``offline.py``.
+
+What Lamina loses against this is the price of the split.
+"""
+
+import importlib.metadata
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from offline import STEP_TOKENS, Cell, Generate, run
+
+from lamina.compute.exchange import Floats, as_numpy
+from lamina.compute.runner import SliceRunner, padded
+from lamina.kernels.attention import SegmentTable, append, partial
+from lamina.kernels.merge import merge
+from lamina.memory.store import KvStore
+from lamina.models import directory, weights
+from lamina.models.config import load_config
+from lamina.splitter import split
+from lamina.types import AttentionSpec, DType
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of one sequence, the first at position ``start``."""
+
+    sequence: int
+    start: int
+    tokens: list[int]
+
+
+class DirectExchange:
+    """Attention of one step where its KV is: appends to the store's slab and attends over it."""
+
+    def __init__(self, store: KvStore, chunks: Sequence[Chunk]) -> None:
+        counts = [len(chunk.tokens) for chunk in chunks]
+        self._store = store
+        self._count = sum(counts)
+        self.rows = padded(self._count)
+        sequences = [chunk.sequence for chunk in chunks]
+        self._slots = store.slab.extend(sequences, counts)
+        tables = [store.slab.slots(sequence) for sequence in sequences]
+        self._segments = SegmentTable(
+            query_offsets=np.cumsum([0, *counts], dtype=np.int32),
+            query_start=np.array([chunk.start for chunk in chunks], np.int32),
+            kv_offsets=np.cumsum([0, *map(len, tables)], dtype=np.int32),
+            kv_start=np.zeros(len(chunks), np.int32),
+            slots=np.concatenate(tables),
+        )
+
+    def attend(
+        self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Floats | None
+    ) -> torch.Tensor:
+        """Attention out [rows, Hq, Dv] in q's dtype; rows beyond the step's tokens are padding."""
+        cache = self._store.layers[spec.layer]
+        rows, threads = slice(0, self._count), self._store.threads
+        append(cache.k, cache.v, as_numpy(k)[rows], as_numpy(v)[rows], self._slots, threads)
+        out = np.zeros((self.rows, spec.query_heads, spec.v_dim), np.float32)
+        out[rows], lse = partial(as_numpy(q)[rows], cache.k, cache.v, self._segments, spec, threads)
+        if sinks is not None:
+            out[rows] = merge([out[rows]], [lse], sinks)
+        return torch.from_numpy(out).to(q.dtype)
+
+
+class Unsplit:
+    """Slices and KV in one process."""
+
+    def __init__(self, cell: Cell) -> None:
+        torch.set_num_threads(cell.threads)
+        place = directory.find(cell.model)
+        config = load_config(place)
+        model = split(config, DType.BFLOAT16)
+        tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16)
+        self._runner = SliceRunner(model, tensors)
+        self.store = KvStore("unsplit", list(model.attentions), DType.BFLOAT16, cell.batch * cell.longest, cell.threads)
+
+    def step(self, chunks: Sequence[Chunk]) -> list[int]:
+        """The most likely next token of every chunk's sequence."""
+        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+        positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        last = torch.tensor(np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1)
+        logits = self._runner.run(ids, positions, DirectExchange(self.store, chunks), last)
+        assert logits is not None
+        drawn: list[int] = logits.argmax(-1).tolist()
+        return drawn
+
+
+def packed(prompts: Sequence[Sequence[int]]) -> Iterator[list[Chunk]]:
+    """All prompts in order in steps of at most ``STEP_TOKENS`` tokens."""
+    step: list[Chunk] = []
+    room = STEP_TOKENS
+    for sequence, prompt in enumerate(prompts):
+        start = 0
+        while start < len(prompt):
+            tokens = list(prompt[start : start + room])
+            step.append(Chunk(sequence, start, tokens))
+            start, room = start + len(tokens), room - len(tokens)
+            if room == 0:
+                yield step
+                step, room = [], STEP_TOKENS
+    if step:
+        yield step
+
+
+@contextmanager
+def load(cell: Cell) -> Iterator[Generate]:
+    """Prompts in full steps, then one row per request and step."""
+    model = Unsplit(cell)
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
+        arrivals: list[list[float]] = [[] for _ in prompts]
+        newest: dict[int, int] = {}
+        for sequence in range(len(prompts)):
+            model.store.slab.open(sequence)
+        for chunks in packed(prompts):
+            drawn = model.step(chunks)
+            now = time.perf_counter()
+            for chunk, token in zip(chunks, drawn, strict=True):
+                if chunk.start + len(chunk.tokens) == len(prompts[chunk.sequence]):
+                    newest[chunk.sequence] = token
+                    arrivals[chunk.sequence].append(now)
+        for index in range(tokens - 1):
+            chunks = [Chunk(sequence, len(prompts[sequence]) + index, [newest[sequence]]) for sequence in newest]
+            newest = dict(zip(newest, model.step(chunks), strict=True))
+            now = time.perf_counter()
+            for times in arrivals:
+                times.append(now)
+        for sequence in range(len(prompts)):
+            model.store.slab.free(sequence)
+        return arrivals
+
+    yield generate
+
+
+def about() -> dict[str, str]:
+    return {"lamina": importlib.metadata.version("lamina"), "torch": torch.__version__}
+
+
+if __name__ == "__main__":
+    run(load, about)
