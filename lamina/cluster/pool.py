@@ -9,6 +9,7 @@
 
 import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,15 +80,20 @@ class Devices:
         return f"{gpus} ({cores}, {self.ram_bytes / 2**30:.0f} GiB RAM)"
 
 
-def parse(text: str) -> tuple[PoolEntry, ...]:
+def parse(text: str, known: Collection[str] | None = None, default_count: int = 1) -> tuple[PoolEntry, ...]:
     """Read a pool as typed, in order.
+
+    Args:
+        known: kinds that may be named; those that workers run on by default.
+        default_count: of a kind typed without one.
 
     Raises:
         ConfigError: the text is empty or malformed, a kind is unknown or named twice, a count is not 1 to 1024.
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    entries = tuple(_parse_entry(part, text) for part in text.split(","))
+    known = [CPU, *GPUS] if known is None else list(known)
+    entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:
         if kinds.count(kind) > 1:
@@ -118,23 +124,22 @@ def _is_kind(device: str, kind: str) -> bool:
     return device == GPUS[kind] or device.startswith((f"{GPUS[kind]} ", f"{GPUS[kind]}-"))
 
 
-def _parse_entry(part: str, text: str) -> PoolEntry:
+def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> PoolEntry:
     match = _ENTRY.fullmatch(part.strip().lower())
     if match is None:
         what = repr(part.strip()) if part.strip() else "an empty entry"
         raise ConfigError(f"pool {text!r} has {what} between its commas; {_GRAMMAR}")
-    kind, count = match["kind"], (match["count"] or ":1")[1:].strip()
-    if kind != CPU and kind not in GPUS:
-        raise ConfigError(f"pool {text!r} asks for {kind!r}, which is no known kind{_near(kind)}. Known: {_known()}")
+    kind, count = match["kind"], (match["count"] or f":{default_count}")[1:].strip()
+    if kind not in known:
+        names = ", ".join(known)
+        raise ConfigError(
+            f"pool {text!r} asks for {kind!r}, which is no known kind{_near(kind, known)}. Known: {names}"
+        )
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
         raise ConfigError(f"pool {text!r} asks for {count!r} of {kind}; give a whole number from 1 to {MAX_COUNT}")
     return PoolEntry(kind, int(count))
 
 
-def _near(kind: str) -> str:
-    matches = difflib.get_close_matches(kind, [CPU, *GPUS], n=3)
+def _near(kind: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(kind, known, n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
-
-
-def _known() -> str:
-    return ", ".join([CPU, *GPUS])
