@@ -1,0 +1,424 @@
+"""Partial attention on a card: one step's tables on the device, then one call per layer, without waiting.
+
+Shapes use R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes, S pairs of (sequence, segment).
+Arrays are the backend's; uint16 means bfloat16 bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.kernels.attention import SegmentTable
+from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
+from lamina.kernels.gpu.program import TRITON_NAMES, Backend, Constant, KvElement, Program
+from lamina.types import AttentionSpec
+
+PAIR_WORDS, ITEM_WORDS = 8, 4
+LARGEST_TILE = 64
+HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
+COMBINED_PARTS = 16  # partials that combine reads at once
+PairArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepCapacity:
+    """The largest step: a graph captured with it stays good for every step within it."""
+
+    pairs: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class KvSlab:
+    """K [slots, Hkv, D] and V [slots, Hkv, Dv] of one attention; float32 scales [slots, Hkv] if narrow."""
+
+    element: KvElement
+    k: Any
+    v: Any
+    k_scales: Any = None
+    v_scales: Any = None
+
+    @classmethod
+    def allocate(cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int) -> "KvSlab":
+        """A slab of uninitialised slots."""
+        k = backend.empty((slots, spec.kv_heads, spec.qk_dim), element.storage)
+        v = backend.empty((slots, spec.kv_heads, spec.v_dim), element.storage)
+        if not element.scaled:
+            return cls(element, k, v)
+        k_scales, v_scales = (backend.empty((slots, spec.kv_heads), np.float32) for _ in range(2))
+        return cls(element, k, v, k_scales, v_scales)
+
+
+def pair_table(
+    segments: SegmentTable, tables: npt.NDArray[Any] | None = None, new_rows: npt.NDArray[Any] | None = None
+) -> PairArray:
+    """int32 [S, 8]: what the device is told of every pair of a step.
+
+    Args:
+        segments: lengths and positions; its slots are not read if ``tables`` is given.
+        tables: [S], first word of each pair's page table; by default the segments' own ``slots`` hold all tables.
+        new_rows: [S], row of the message's k and v that is the pair's last token, to be kept by ``attend``; -1: none.
+
+    Raises:
+        ValueError: a new row's token is not the only query's own, last one.
+    """
+    table = np.zeros((len(segments.query_start), PAIR_WORDS), np.int32)
+    table[:, 0], table[:, 1] = segments.query_offsets[:-1], np.diff(segments.query_offsets)
+    table[:, 2], table[:, 3] = segments.query_start, segments.kv_start
+    table[:, 4] = segments.kv_offsets[:-1] if tables is None else tables
+    table[:, 5] = np.diff(segments.kv_offsets)
+    table[:, 6] = -1 if new_rows is None else new_rows
+    own = (table[:, 1] == 1) & (table[:, 5] > 0) & (table[:, 2] == table[:, 3] + table[:, 5] - 1)
+    if wrong := np.flatnonzero((table[:, 6] >= 0) & ~own).tolist():
+        raise ValueError(
+            f"pairs {wrong} append a token while they attend, but have not exactly one query at their last token's "
+            "position; append their tokens before"
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Items of one class of pairs for one tiling, on the device; ``bound`` of them at most."""
+
+    program: Program
+    block_m: int
+    bound: int
+    items: Any
+    splits: Any
+
+
+class Attention:
+    """Runs the attention of one memory worker's steps on one card. One thread owns it.
+
+    ``begin`` sends a step's table (a few words per pair and row); everything else happens on the device in stream
+    order, so that ``partial`` can be captured in a graph after it has run once outside: captured calls read the table
+    that was sent last.
+    """
+
+    def __init__(self, backend: Backend, capacity: StepCapacity, choices: Choices | None = None) -> None:
+        self._backend = backend
+        self._capacity = capacity
+        self._choices = choices or Choices.load(backend.name)
+        self._words = backend.empty((capacity.pairs * PAIR_WORDS + capacity.rows,), np.int32)
+        self._row_pairs = self._words[capacity.pairs * PAIR_WORDS :]
+        self._plans: dict[Program, _Plan] = {}
+        self._planned: set[Program] = set()
+        self._scratch: Any = backend.empty((0,), np.float32)
+        self._slopes: dict[tuple[float, ...], Any] = {}
+        self._context, self._ragged, self._most_rows, self._appends = Context.NORMAL, False, 0, False
+
+    def begin(self, table: PairArray) -> None:
+        """Send one step's pairs (``pair_table``) to the device. Raises ValueError if they exceed the capacity."""
+        pairs, rows = len(table), int(table[:, 1].sum())
+        if pairs > self._capacity.pairs or rows > self._capacity.rows:
+            raise ValueError(
+                f"a step of {pairs} pairs and {rows} query rows is larger than this attention's capacity of "
+                f"{self._capacity.pairs} and {self._capacity.rows}; make one with a larger StepCapacity"
+            )
+        words = np.zeros(self._words.shape, np.int32)
+        words[: table.size] = table.ravel()
+        row_pairs = words[self._capacity.pairs * PAIR_WORDS :]
+        row_pairs[:rows], row_pairs[rows:] = np.repeat(np.arange(pairs), table[:, 1]), -1
+        self._backend.upload(words, self._words)
+        self._context, self._ragged = classify(table[:, 5])
+        self._most_rows = int(table[:, 1].max(initial=0))
+        self._appends = bool((table[:, 6] >= 0).any())
+        self._planned.clear()
+
+    def partial(
+        self,
+        q: Any,
+        slab: KvSlab,
+        tables: Any,
+        spec: AttentionSpec,
+        out: Any,
+        lse: Any,
+        new: tuple[Any, Any] | None = None,
+    ) -> None:
+        """Attention of every query row over its pair's segment, without sinks: those are applied by ``merge``.
+
+        Args:
+            q: [R, Hq, D] float32 or 16 bits wide; rounded to the element of products (bfloat16 for narrow KV).
+            slab: read through ``tables``, int32 words of all page tables.
+            spec: scale, window, chunk, softcap and alibi slopes; head counts and sizes of q and slab.
+            out: float32 [R, Hq, Dv] and lse: float32 [R, Hq], natural log; written. 0 and -inf for a row that sees
+                nothing.
+            new: k [T, Hkv, D] and v [T, Hkv, Dv] of which pairs append rows while they attend.
+
+        Raises:
+            ValueError: a shape or an element type that does not fit, or pairs append and ``new`` is missing.
+        """
+        self._check(q, slab, spec, out, lse, new)
+        block_m, most_rows = decode_tile(spec)
+        self._run(q, slab, tables, spec, out, lse, new, block_m, (1, most_rows))
+        if self._most_rows > most_rows:
+            rows = most_rows + 1, self._capacity.rows
+            self._run(q, slab, tables, spec, out, lse, None, prompt_tile(slab.element), rows)
+
+    def append(self, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
+        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` int32 [T]; a token with slot -1 is left out."""
+        if len(k):
+            program = append_program(slab.element, k, v)
+            arrays = [slab.k, slab.v, *_scales(slab, slots), k, v, slots]
+            self._backend.launch(program, (len(k), k.shape[1]), arrays)
+
+    def _run(
+        self,
+        q: Any,
+        slab: KvSlab,
+        tables: Any,
+        spec: AttentionSpec,
+        out: Any,
+        lse: Any,
+        new: tuple[Any, Any] | None,
+        block_m: int,
+        rows: tuple[int, int],
+    ) -> None:
+        """One class of pairs: plan once a step, attend, join what was cut."""
+        shape = Shape(
+            self._context,
+            self._ragged,
+            rows[0] > 1,
+            slab.element,
+            spec.query_heads // spec.kv_heads,
+            spec.qk_dim,
+        )
+        tiling = self._choices.tiling(shape, block_m, self._backend.capability)
+        plan = self._plan(spec, tiling, block_m, rows)
+        k, v = new or (q, q)
+        part_rows = plan.bound * spec.kv_heads * block_m
+        parts = self._parts(part_rows * (spec.v_dim + 1))
+        part_lse, part_out = parts[:part_rows], parts[part_rows:]
+        slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
+        program = attend_program(
+            spec, slab.element, tiling, block_m, q.dtype, self._backend.capability, new[0].dtype if new else None
+        )
+        shared = [self._words, plan.items, plan.splits, out, lse, part_out, part_lse]
+        arrays = [q, slab.k, slab.v, *_scales(slab, lse), k, v, slopes, tables, *shared]
+        numbers = (self._capacity.pairs, spec.scale, spec.softcap)
+        self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
+        joined = [part_out, part_lse, self._words, self._row_pairs, plan.splits, out, lse]
+        self._backend.launch(combine_program(spec, block_m), (len(q), spec.query_heads), joined)
+
+    def _plan(self, spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int]) -> _Plan:
+        extra = max(1, -(-self._backend.multiprocessors * tiling.waves // spec.kv_heads))
+        program = plan_program(spec, tiling, block_m, rows, extra, self._capacity.pairs)
+        if program not in self._plans:
+            group = spec.query_heads // spec.kv_heads
+            bound = self._capacity.pairs + self._capacity.rows * group // block_m + extra
+            items = self._backend.empty((bound * ITEM_WORDS,), np.int32)
+            splits = self._backend.empty((2 * self._capacity.pairs + 1,), np.int32)
+            self._plans[program] = _Plan(program, block_m, bound, items, splits)
+        plan = self._plans[program]
+        if program not in self._planned:
+            arguments = [self._words, plan.items, plan.splits, self._capacity.pairs]
+            self._backend.launch(program, (self._capacity.pairs,), arguments)
+            self._planned.add(program)
+        return plan
+
+    def _parts(self, count: int) -> Any:
+        if len(self._scratch) < count:
+            self._scratch = self._backend.empty((count,), np.float32)
+        return self._scratch
+
+    def _alibi(self, slopes: tuple[float, ...]) -> Any:
+        if slopes not in self._slopes:
+            self._slopes[slopes] = self._backend.empty((len(slopes),), np.float32)
+            self._backend.upload(np.asarray(slopes, np.float32), self._slopes[slopes])
+        return self._slopes[slopes]
+
+    def _check(
+        self, q: Any, slab: KvSlab, spec: AttentionSpec, out: Any, lse: Any, new: tuple[Any, Any] | None
+    ) -> None:
+        shapes = tuple(tuple(array.shape[1:]) for array in (q, slab.k, slab.v, out, lse))
+        heads = spec.query_heads
+        wanted = (
+            (heads, spec.qk_dim),
+            (spec.kv_heads, spec.qk_dim),
+            (spec.kv_heads, spec.v_dim),
+            (heads, spec.v_dim),
+            (heads,),
+        )
+        if shapes != wanted or not len(q) == len(out) == len(lse) <= self._capacity.rows:
+            raise ValueError(
+                f"q, k, v, out and lse have rows of shapes {shapes} and q has {len(q)} rows; the spec of layer "
+                f"{spec.layer} says {wanted} and the capacity is {self._capacity.rows} rows"
+            )
+        if q.dtype not in TRITON_NAMES or slab.k.dtype != slab.element.storage or slab.v.dtype != slab.element.storage:
+            raise ValueError(
+                f"q is {q.dtype}, k {slab.k.dtype} and v {slab.v.dtype}; q must be float32, float16 or uint16 "
+                f"(bfloat16 bits), and a slab of {slab.element.name} is {slab.element.storage}"
+            )
+        if self._appends and new is None:
+            raise ValueError("pairs of this step append a token while they attend; give the message's k and v as new")
+
+
+def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
+    """Packed query rows of a program when there are few, and the most query rows of a pair that get it."""
+    group = spec.query_heads // spec.kv_heads
+    block_m = min(LARGEST_TILE, _block(group))
+    return block_m, 2**30 if block_m == LARGEST_TILE else block_m // group
+
+
+def prompt_tile(element: KvElement) -> int:
+    """Packed query rows of a program when there are many; products of float32 take twice the registers."""
+    return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
+
+
+def plan_program(
+    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], extra_items: int, pairs: int
+) -> Program:
+    """``triton_attend.plan`` for pairs with rows[0] to rows[1] query rows."""
+    return _program(
+        "triton_attend.plan",
+        ["*i32"] * 3 + ["i32"],
+        most_rows=rows[1],
+        least_rows=rows[0],
+        group=spec.query_heads // spec.kv_heads,
+        window=spec.window,
+        chunk=spec.chunk,
+        block_m=block_m,
+        block_n=tiling.block_n,
+        extra_items=extra_items,
+        least_tokens=tiling.least_tokens,
+        block_pairs=_power_of_two(pairs),
+    )
+
+
+def attend_program(
+    spec: AttentionSpec,
+    element: KvElement,
+    tiling: Tiling,
+    block_m: int,
+    query: npt.DTypeLike,
+    capability: int,
+    new: npt.DTypeLike | None = None,
+) -> Program:
+    """``triton_attend.attend`` for queries, and new k and v (None: none are appended), of these element types."""
+    query_name = TRITON_NAMES[np.dtype(query)]
+    new_name = query_name if new is None else TRITON_NAMES[np.dtype(new)]
+    # Narrow KV is exact in either 16-bit type; weights times scales need bfloat16's range.
+    value_product = "bf16" if element.scaled else element.triton_name
+    product = "fp16" if element.scaled and query_name == "fp16" else value_product
+    slab = [f"*{element.triton_name}"] * 2
+    return _program(
+        "triton_attend.attend",
+        [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
+        + ["*i32"] * 4
+        + ["*fp32"] * 4
+        + ["i32", "fp32", "fp32"],
+        tiling.warps,
+        tiling.stages,
+        kv_heads=spec.kv_heads,
+        group=spec.query_heads // spec.kv_heads,
+        qk_dim=spec.qk_dim,
+        v_dim=spec.v_dim,
+        window=spec.window,
+        chunk=spec.chunk,
+        capped=spec.softcap > 0,
+        alibi=spec.alibi_slopes is not None,
+        element=_element_code(element, capability),
+        appends=new is not None,
+        product=product,
+        value_product=value_product,
+        block_m=block_m,
+        block_n=tiling.block_n,
+        block_d=_block(spec.qk_dim),
+        block_dv=_block(spec.v_dim),
+    )
+
+
+def combine_program(spec: AttentionSpec, block_m: int) -> Program:
+    """``triton_merge.combine``."""
+    return _program(
+        "triton_merge.combine",
+        ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
+        2,
+        kv_heads=spec.kv_heads,
+        group=spec.query_heads // spec.kv_heads,
+        v_dim=spec.v_dim,
+        block_m=block_m,
+        block_dv=_block(spec.v_dim),
+        block_parts=COMBINED_PARTS,
+    )
+
+
+def append_program(element: KvElement, k: Any, v: Any) -> Program:
+    """``triton_append.append`` for rows like k and v."""
+    new = TRITON_NAMES[np.dtype(k.dtype)]
+    return _program(
+        "triton_append.append",
+        [f"*{element.triton_name}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
+        1,
+        kv_heads=k.shape[1],
+        qk_dim=k.shape[2],
+        v_dim=v.shape[2],
+        element=_element_code(element, HARDWARE_FP8 - 1),  # rounds by bits on every card, so that all round alike
+        block_d=_block(k.shape[2]),
+        block_dv=_block(v.shape[2]),
+    )
+
+
+def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any = None) -> None:
+    """Merges P partials of the same rows, each over other tokens.
+
+    Args:
+        outs: float32 [P, R, Hq, Dv]. lses: float32 [P, R, Hq], natural log; -inf partials are neutral.
+        out: float32 [R, Hq, Dv], and lse: float32 [R, Hq], sinks included; written.
+        sinks: float32 [Hq], one more logit per head in the denominator: give it once, in the last merge.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    count, rows, heads, v_dim = outs.shape
+    if lses.shape != (count, rows, heads) or out.shape != (rows, heads, v_dim) or lse.shape != (rows, heads):
+        raise ValueError(
+            f"outs {outs.shape}, lses {lses.shape}, out {out.shape} and lse {lse.shape} are not partials of one shape"
+        )
+    program = _program(
+        "triton_merge.merge",
+        ["*fp32"] * 5 + ["i32"] * 2,
+        2,
+        query_heads=heads,
+        v_dim=v_dim,
+        has_sinks=sinks is not None,
+        block_dv=_block(v_dim),
+        block_parts=_power_of_two(min(count, COMBINED_PARTS)),
+    )
+    backend.launch(program, (rows, heads), [outs, lses, lse if sinks is None else sinks, out, lse, count, rows])
+
+
+def write_words(backend: Backend, words: Any, changes: npt.NDArray[np.int32]) -> None:
+    """Bring page tables on the device up to date: words[changes[0]] = changes[1], int32 [2, n]."""
+    count = changes.shape[1]
+    if count:
+        sent = backend.empty(changes.shape, np.int32)
+        backend.upload(changes, sent)
+        program = _program("triton_append.write_words", ["*i32", "*i32", "i32"], block=256)
+        backend.launch(program, (-(-count // 256),), [words, sent, count])
+
+
+def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **constants: Constant) -> Program:
+    module, _, kernel = path.partition(".")
+    return Program(module, kernel, tuple(types), tuple(constants.items()), warps, stages)
+
+
+def _scales(slab: KvSlab, unused: Any) -> tuple[Any, Any]:
+    return (slab.k_scales, slab.v_scales) if slab.element.scaled else (unused, unused)
+
+
+def _element_code(element: KvElement, capability: int) -> int:
+    if element is KvElement.FP8:
+        return 2 if capability >= HARDWARE_FP8 else 3
+    return 1 if element is KvElement.INT8 else 0
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _block(size: int) -> int:
+    return max(16, _power_of_two(size))  # what a tensor product takes at least

@@ -1,0 +1,116 @@
+"""Which launch options attention gets: measured once per device and kept, or defaults that fit every card."""
+
+import enum
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.kernels.gpu.program import KvElement
+
+
+class Context(enum.Enum):
+    """Classes of the longest segment of a step, in tokens (DistKV-LLM, section 5)."""
+
+    NORMAL = 8 * 1024
+    LONG = 32 * 1024
+    ULTRA = 2**31
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice is made by. ``ragged``: the longest segment is more than four times the mean."""
+
+    context: Context
+    ragged: bool
+    prompt: bool
+    element: KvElement
+    group: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        lengths = f"{self.context.name.lower()}-{'ragged' if self.ragged else 'even'}"
+        kind = "prompt" if self.prompt else "decode"
+        return f"{kind}/{lengths}/{self.element.name.lower()}/group{self.group}/dim{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Launch options of ``attend``.
+
+    Args:
+        block_n: tokens of one turn of the loop.
+        warps, stages: warps of a program, and turns whose K and V are on their way at once.
+        waves: programs per multiprocessor over which a step's tokens are cut.
+        least_tokens: no part of a segment is shorter.
+    """
+
+    block_n: int
+    warps: int
+    stages: int
+    waves: int
+    least_tokens: int = 256
+
+
+RAGGED = 4
+SHARED_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of
+technical specifications); 64 for cards not listed."""
+
+
+def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
+    """Context class and raggedness of the segments' lengths; those of no segments are normal and even."""
+    longest = int(tokens.max(initial=0))
+    context = next(context for context in Context if longest <= context.value)
+    return context, longest * len(tokens) > RAGGED * int(tokens.sum(dtype=np.int64))
+
+
+def default(shape: Shape, block_m: int, capability: int) -> Tiling:
+    """A tiling for a device nobody has measured: no spills, and three stages or as many as fit its shared memory."""
+    itemsize = max(2, shape.element.storage.itemsize)  # narrow elements are widened for the products
+    width = 1 << (shape.head_dim - 1).bit_length()
+    block_n = max(16, min(64, 8 * 1024 // width))
+    warps = 8 if block_m * width > 8 * 1024 else 4
+    if shape.element is KvElement.FLOAT32:
+        block_n, warps = 16, 8  # products without tensor cores keep their operands in registers
+    room = SHARED_BYTES.get(capability, 64) * 1024 - block_m * width * 4
+    stages = max(1, min(3, room // (2 * block_n * width * itemsize)))
+    return Tiling(block_n, warps, stages, waves=8 if shape.ragged or shape.context is Context.ULTRA else 4)
+
+
+class Choices:
+    """Tilings measured on one device; shapes that were not measured get the default."""
+
+    def __init__(self, device: str, measured: dict[str, Tiling] | None = None) -> None:
+        self.device = device
+        self.measured = measured or {}
+
+    def tiling(self, shape: Shape, block_m: int, capability: int) -> Tiling:
+        """The measured tiling of ``shape``, or the default."""
+        return self.measured.get(str(shape)) or default(shape, block_m, capability)
+
+    @classmethod
+    def load(cls, device: str, directory: Path | None = None) -> "Choices":
+        """Read what ``save`` wrote for this device. An unreadable file is as if there were none: it is a cache."""
+        try:
+            found = json.loads(_file(device, directory).read_text())
+            return cls(device, {shape: Tiling(**options) for shape, options in found.items()})
+        except (OSError, ValueError, TypeError, AttributeError):
+            return cls(device)
+
+    def save(self, directory: Path | None = None) -> Path:
+        """Keep the measured tilings for later processes; returns the file."""
+        path = _file(self.device, directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({shape: asdict(tiling) for shape, tiling in self.measured.items()}, indent=1))
+        unfinished.replace(path)
+        return path
+
+
+def _file(device: str, directory: Path | None) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (directory or cache / "lamina" / "attention") / f"{device.replace(' ', '-').replace('/', '-').lower()}.json"

@@ -1,0 +1,75 @@
+"""What a kernel's machine code depends on, and who runs it."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Constant = int | bool | str
+"""A kernel's compile-time parameter; a string names a type of triton.language."""
+
+
+class KvElement(enum.Enum):
+    """How a slab on the device keeps K and V: (element in Triton, element in numpy). uint16 means bfloat16 bits.
+
+    INT8 and FP8 (e4m3, no infinities) have one float32 scale per token and KV head, taken from the row's largest value.
+    """
+
+    FLOAT32 = "fp32", np.float32
+    FLOAT16 = "fp16", np.float16
+    BFLOAT16 = "bf16", np.uint16
+    INT8 = "i8", np.int8
+    FP8 = "u8", np.uint8
+
+    def __init__(self, triton_name: str, storage: npt.DTypeLike) -> None:
+        self.triton_name = triton_name
+        self.storage = np.dtype(storage)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales."""
+        return self in (KvElement.INT8, KvElement.FP8)
+
+
+TRITON_NAMES = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}
+"""Names of the element types that q, k and v of a message may have."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One Triton kernel of this package with its types, its constants and its launch options.
+
+    ``types`` are those of the parameters passed at a launch, in order: ``*`` and an element for an array.
+    """
+
+    module: str
+    kernel: str
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Constant], ...]
+    warps: int = 4
+    stages: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.constants)})"
+
+
+class Backend(Protocol):
+    """Where programs run: a card, or Triton's interpreter in tests. Arrays are C-contiguous and the backend's own."""
+
+    capability: int
+    """Compute capability, major and minor digit: 90 for an H200."""
+    multiprocessors: int
+    name: str
+    """The device's name, by which measured choices are kept."""
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Uninitialised device memory."""
+
+    def upload(self, source: npt.NDArray[Any], target: Any) -> None:
+        """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards."""
+
+    def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Run in stream order without waiting. Arguments are arrays or numbers, one for each of ``program.types``."""

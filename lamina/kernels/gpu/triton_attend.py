@@ -1,0 +1,282 @@
+"""Partial attention in Triton: split-KV flash-decoding over token-granular slots, every length read on the device.
+
+``plan`` cuts the step's work into items of about equal size: (pair, tile of packed query rows, range of tokens).
+``attend`` runs one program per KV head and item; ``lamina.kernels.gpu.triton_merge.combine`` joins what was cut. A tile
+packs the query heads of a GQA group: its row m is query head ``m % group`` of query row ``m // group``, so K and V are
+read once for the whole group.
+
+A pair is PAIR_WORDS int32: first query row, query rows, position of the first query, position of the first token, first
+word of its page table, tokens, row of k and v to append (or -1), 0.
+"""
+
+import triton
+import triton.language as tl
+
+PAIR_WORDS = tl.constexpr(8)
+ITEM_WORDS = tl.constexpr(4)  # pair, tile, first token, last token + 1
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# How KV is kept; KvElement has the same numbers.
+PLAIN = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+FP8 = tl.constexpr(2)
+FP8_BY_BITS = tl.constexpr(3)
+
+
+@triton.jit
+def visible_range(first_query, last_query, kv_start, tokens, window: tl.constexpr, chunk: tl.constexpr):
+    """Tokens [first, last) of a segment that queries at positions [first_query, last_query] may see; maybe empty."""
+    lowest = kv_start
+    if window > 0:
+        lowest = tl.maximum(lowest, first_query - window + 1)
+    if chunk > 0:
+        lowest = tl.maximum(lowest, first_query // chunk * chunk)
+    last = tl.maximum(tl.minimum(tokens, last_query + 1 - kv_start), 0)
+    return tl.minimum(lowest - kv_start, last), last
+
+
+@triton.jit
+def plan(
+    pairs,
+    items,
+    splits,
+    pair_count,
+    most_rows: tl.constexpr,
+    least_rows: tl.constexpr,
+    group: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    extra_items: tl.constexpr,
+    least_tokens: tl.constexpr,
+    block_pairs: tl.constexpr,
+):
+    """Writes the items of pairs with least_rows to most_rows query rows. One program per pair, all lengths in each.
+
+    splits int32 [2 * pair_count + 1]: first item and parts per tile of every pair, then the number of items, which is
+    at most the tiles plus ``extra_items``: parts have ceil(all work / extra_items) tokens or more.
+    """
+    me = tl.program_id(0)
+    pair = tl.arange(0, block_pairs)
+    there = pair < pair_count
+    rows = tl.load(pairs + pair * PAIR_WORDS + 1, mask=there, other=0)
+    start = tl.load(pairs + pair * PAIR_WORDS + 2, mask=there, other=0)
+    kv_start = tl.load(pairs + pair * PAIR_WORDS + 3, mask=there, other=0)
+    tokens = tl.load(pairs + pair * PAIR_WORDS + 5, mask=there, other=0)
+    rows = tl.where((rows >= least_rows) & (rows <= most_rows), rows, 0)
+
+    first, last = visible_range(start, start + rows - 1, kv_start, tokens, window, chunk)
+    tiles = (rows * group + block_m - 1) // block_m
+    work = tl.sum(tiles.to(tl.int64) * (last - first))
+    size = tl.maximum((work + extra_items - 1) // extra_items, least_tokens).to(tl.int32)
+    size = (size + block_n - 1) // block_n * block_n
+    parts = tl.maximum((last - first + size - 1) // size, 1)
+    counts = tl.where(tiles > 0, tiles * parts, 0)
+
+    mine = pair == me
+    begin = tl.sum(tl.where(pair < me, counts, 0))
+    my_count, my_parts = tl.sum(tl.where(mine, counts, 0)), tl.sum(tl.where(mine, parts, 0))
+    my_first, my_last = tl.sum(tl.where(mine, first, 0)), tl.sum(tl.where(mine, last, 0))
+    tl.store(splits + 2 * me, begin)
+    tl.store(splits + 2 * me + 1, tl.where(my_count > 0, my_parts, 0))
+    tl.store(splits + 2 * pair_count, tl.sum(counts))
+    for done in range(0, my_count, 128):
+        index = done + tl.arange(0, 128)
+        tile, part = index // my_parts, index % my_parts
+        word, mask = items + (begin + index) * ITEM_WORDS, index < my_count
+        tl.store(word, me, mask=mask)
+        tl.store(word + 1, tile, mask=mask)
+        tl.store(word + 2, my_first + part * size, mask=mask)
+        tl.store(word + 3, tl.minimum(my_first + (part + 1) * size, my_last), mask=mask)
+
+
+@triton.jit
+def widen(stored, to: tl.constexpr, element: tl.constexpr):
+    """Values of a slab's elements, without their scales, in a type for products: exact in bfloat16 and float16."""
+    if element == FP8:
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(to)
+    elif element == FP8_BY_BITS:
+        # e4m3's exponent counts from 7 and float16's from 15: shifted into place it is 2**8 too small. Codes 0x7f and
+        # 0xff are NaN by the format and 480 here: append never writes them.
+        code = stored.to(tl.uint16)
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return (half.to(tl.float16, bitcast=True) * 256.0).to(to)
+    else:
+        return stored.to(to)
+
+
+@triton.jit
+def quantize(row, element: tl.constexpr):
+    """(codes, scale) of one row of float32: scale is the largest magnitude over the format's largest value.
+
+    Rounds to nearest even. A row that holds NaN or an infinity gets NaN as its scale, so that nothing is hidden.
+    """
+    largest: tl.constexpr = 127.0 if element == INT8 else 448.0
+    peak = tl.max(tl.abs(row), 0)
+    scaled = row * tl.where(peak > 0, largest / peak, 0.0)
+    scale = peak / largest + tl.sum(row * 0.0, 0)
+    if element == INT8:
+        codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2**23: what is left of the sum is whole
+    else:
+        # With the exponent moved by 120 a float32 has e4m3's exponent field, denormals included.
+        bits = (tl.abs(scaled) * 7.52316384526264e-37).to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+        codes = (bits | tl.where(scaled < 0, 0x80, 0).to(tl.uint32)).to(tl.uint8)
+    return codes, scale
+
+
+@triton.jit
+def append_row(slab, scales, values, kept, write, element: tl.constexpr):
+    """Writes one row of float32 values into a slab at the pointers given and returns them as they will be read."""
+    if element == PLAIN:
+        stored = values.to(slab.dtype.element_ty)
+        tl.store(slab, stored, mask=kept & write)
+        return stored.to(tl.float32)
+    else:
+        codes, scale = quantize(values, element)
+        tl.store(slab, codes, mask=kept & write)
+        tl.store(scales, scale, mask=write)
+        return widen(codes, tl.float32, element) * scale
+
+
+@triton.jit
+def shape_scores(scores, distance, slope, softcap, capped: tl.constexpr, alibi: tl.constexpr):
+    """Softcap and alibi of scaled scores, and then units of log2. ``distance`` is key minus query position."""
+    if capped:
+        # tanh by exp: 1 - 2 / (exp(2x) + 1) needs no library and saturates on both sides.
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+    if alibi:
+        scores += slope * distance
+    return scores * LOG2_E
+
+
+@triton.jit
+def visible(position, key_position, window: tl.constexpr, chunk: tl.constexpr):
+    """Which keys the queries see, by the definition in AttentionSpec."""
+    seen = key_position <= position
+    if window > 0:
+        seen &= position - key_position < window
+    if chunk > 0:
+        seen &= key_position // chunk == position // chunk
+    return seen
+
+
+@triton.jit
+def take_new_token(
+    queries, pair, head, tile, end, k, v, k_scales, v_scales, new_k, new_v, table, scale, softcap,
+    kv_heads: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr, capped: tl.constexpr, element: tl.constexpr,
+    block_m: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
+):  # fmt: skip
+    """Keeps a pair's last token, if the message brings it and this item holds it, and starts the softmax with it.
+
+    Returns (top, total, acc, end) with which the loop goes on: the token is taken from registers and not read again,
+    so nothing that is written here is read here. Only the pair's one query sees it, at distance 0.
+    """
+    tokens = tl.load(pair + 5)
+    new_row = tl.where(end == tokens, tl.load(pair + 6), -1)
+    fresh = new_row >= 0
+    d, dv = tl.arange(0, block_d), tl.arange(0, block_dv)
+    slot = tl.load(table + tokens - 1, mask=fresh, other=0).to(tl.int64) * kv_heads + head
+    source = tl.where(fresh, new_row, 0).to(tl.int64) * kv_heads + head
+    key = tl.load(new_k + source * qk_dim + d, mask=fresh & (d < qk_dim), other=0.0).to(tl.float32)
+    value = tl.load(new_v + source * v_dim + dv, mask=fresh & (dv < v_dim), other=0.0).to(tl.float32)
+    writes = tl.where(tile == 0, new_row, -1) >= 0
+    key = append_row(k + slot * qk_dim + d, k_scales + slot, key, d < qk_dim, writes, element)
+    value = append_row(v + slot * v_dim + dv, v_scales + slot, value, dv < v_dim, writes, element)
+    scores = tl.sum(queries.to(tl.float32) * key[None, :], 1) * scale
+    top = tl.where(fresh, shape_scores(scores, 0, 0.0, softcap, capped, False), float("-inf"))
+    total = tl.zeros([block_m], tl.float32) + tl.where(fresh, 1.0, 0.0)
+    acc = tl.zeros([block_m, block_dv], tl.float32) + tl.where(fresh, value, 0.0)[None, :]
+    return top, total, acc, tl.where(fresh, end - 1, end)
+
+
+@triton.jit
+def store_result(out, lse, row, top, total, acc, alive, v_dim: tl.constexpr, block_dv: tl.constexpr):
+    """Divides by the softmax's denominator and writes a tile; 0 and -inf where nothing was seen."""
+    dv = tl.arange(0, block_dv)
+    tl.store(lse + row, tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * LN_2), mask=alive)
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + row[:, None] * v_dim + dv[None, :], result, mask=alive[:, None] & (dv < v_dim)[None, :])
+
+
+@triton.jit
+def attend(
+    q, k, v, k_scales, v_scales, new_k, new_v, slopes,
+    tables, pairs, items, splits, out, lse, part_out, part_lse,
+    pair_count, scale, softcap,
+    kv_heads: tl.constexpr, group: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
+    window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr,
+    element: tl.constexpr, appends: tl.constexpr, product: tl.constexpr, value_product: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
+):  # fmt: skip
+    """One KV head of one item. Grid (kv_heads, items or more): programs without an item end at once.
+
+    Shapes: q [R, Hq, D]; k [slots, Hkv, D] and v [slots, Hkv, Dv] with scales float32 [slots, Hkv] if quantised; new_k
+    and new_v [new rows, Hkv, ...]; tables int32; slopes float32 [Hq]; out float32 [R, Hq, Dv] and lse float32 [R, Hq]
+    for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse.
+    """
+    head, item = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(splits + 2 * pair_count):
+        return
+    pair_number, tile = tl.load(items + item * ITEM_WORDS), tl.load(items + item * ITEM_WORDS + 1)
+    pair = pairs + pair_number * PAIR_WORDS
+    rows, query_start, kv_start = tl.load(pair + 1), tl.load(pair + 2), tl.load(pair + 3)
+    table = tables + tl.load(pair + 4)
+    m = tile * block_m + tl.arange(0, block_m)
+    row, query_head = m // group, head * group + m % group
+    alive, position = row < rows, query_start + row
+    last_row = tl.minimum(((tile + 1) * block_m - 1) // group, rows - 1)
+    first, last = visible_range(
+        query_start + tile * block_m // group, query_start + last_row, kv_start, tl.load(pair + 5), window, chunk
+    )
+    begin = tl.maximum(tl.load(items + item * ITEM_WORDS + 2), first)
+    end = tl.minimum(tl.load(items + item * ITEM_WORDS + 3), last)
+
+    d, dv = tl.arange(0, block_d), tl.arange(0, block_dv)
+    q_row = (tl.load(pair) + row).to(tl.int64) * (kv_heads * group) + query_head
+    q_kept = alive[:, None] & (d < qk_dim)[None, :]
+    queries = tl.load(q + q_row[:, None] * qk_dim + d[None, :], mask=q_kept, other=0.0).to(product)
+    slope = tl.load(slopes + query_head, mask=alive, other=0.0)[:, None] if alibi else 0.0
+    if appends:
+        top, total, acc, end = take_new_token(
+            queries, pair, head, tile, end, k, v, k_scales, v_scales, new_k, new_v, table, scale, softcap,
+            kv_heads, qk_dim, v_dim, capped, element, block_m, block_d, block_dv,
+        )  # fmt: skip
+    else:
+        top = tl.full([block_m], float("-inf"), tl.float32)
+        total = tl.zeros([block_m], tl.float32)
+        acc = tl.zeros([block_m, block_dv], tl.float32)
+
+    for at in range(begin, end, block_n):
+        n = at + tl.arange(0, block_n)
+        there = n < end
+        kv_row = tl.load(table + n, mask=there, other=0).to(tl.int64) * kv_heads + head
+        keys = tl.load(k + kv_row[:, None] * qk_dim + d[None, :], mask=there[:, None] & (d < qk_dim)[None, :], other=0)
+        scores = tl.dot(queries, tl.trans(widen(keys, product, element)), input_precision="ieee") * scale
+        if element != PLAIN:
+            scores *= tl.load(k_scales + kv_row, mask=there, other=0.0)[None, :]
+        key_position = (kv_start + n)[None, :]
+        scores = shape_scores(scores, key_position - position[:, None], slope, softcap, capped, alibi)
+        seen = there[None, :] & visible(position[:, None], key_position, window, chunk)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        if element != PLAIN:
+            weights *= tl.load(v_scales + kv_row, mask=there, other=0.0)[None, :]
+        values = tl.load(
+            v + kv_row[:, None] * v_dim + dv[None, :], mask=there[:, None] & (dv < v_dim)[None, :], other=0
+        )
+        acc = acc * shrink[:, None] + tl.dot(
+            weights.to(value_product), widen(values, value_product, element), input_precision="ieee"
+        )
+        top = new_top
+
+    if tl.load(splits + 2 * pair_number + 1) == 1:
+        store_result(out, lse, q_row, top, total, acc, alive, v_dim, block_dv)
+    else:
+        part_row = (item.to(tl.int64) * kv_heads + head) * block_m + tl.arange(0, block_m)
+        store_result(part_out, part_lse, part_row, top, total, acc, alive, v_dim, block_dv)

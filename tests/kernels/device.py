@@ -1,0 +1,90 @@
+"""The backend under test, Triton's interpreter or a card if TRITON_INTERPRET=0; ``give`` and ``take`` cross over."""
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lamina.kernels import reference
+from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
+from lamina.kernels.gpu.choice import Choices
+from lamina.kernels.gpu.program import Backend, KvElement
+from tests.kernels.cases import Case, encode
+
+LARGEST = {KvElement.INT8: 127.0, KvElement.FP8: 448.0}
+
+
+def make_backend() -> Backend:
+    if os.environ["TRITON_INTERPRET"] == "0":
+        from lamina.kernels.gpu.cuda import Cuda
+
+        return Cuda(0)
+    from tests.kernels.interpreter import Interpreter
+
+    return Interpreter()
+
+
+BACKEND = make_backend()
+
+
+def give(array: npt.NDArray[Any]) -> Any:
+    """A copy on the device."""
+    there = BACKEND.empty(array.shape, array.dtype)
+    BACKEND.upload(np.ascontiguousarray(array), there)
+    return there
+
+
+def take(array: Any) -> npt.NDArray[Any]:
+    """A copy from the device, once everything before has run."""
+    return array.copy() if isinstance(array, np.ndarray) else array.get()
+
+
+def quantize(values: npt.NDArray[Any], element: KvElement) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+    """The definition: codes and scales of rows [..., D], by torch's rounding."""
+    peak = np.abs(values).max(-1, keepdims=True)
+    scaled = torch.from_numpy(values * np.where(peak > 0, LARGEST[element] / np.maximum(peak, 1e-45), 0)).float()
+    codes = scaled.round().to(torch.int8) if element is KvElement.INT8 else scaled.to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).numpy().view(element.storage), (peak[..., 0] / LARGEST[element]).astype(np.float32)
+
+
+def dequantize(codes: npt.NDArray[Any], scales: npt.NDArray[np.float32], element: KvElement) -> npt.NDArray[np.float32]:
+    """float32 values of codes [..., D] with scales [...]."""
+    kept = torch.from_numpy(codes.view(np.uint8))
+    values = kept.view(torch.int8 if element is KvElement.INT8 else torch.float8_e4m3fn).float().numpy()
+    return (values * scales[..., None]).astype(np.float32)
+
+
+def slab_of(k: npt.NDArray[Any], v: npt.NDArray[Any], element: KvElement) -> tuple[KvSlab, Any, Any]:
+    """A slab on the device that holds float32 k and v, or their bits, and what it then holds, for the oracle."""
+    if not element.scaled:
+        return KvSlab(element, give(k), give(v)), k, v
+    (k_codes, k_scales), (v_codes, v_scales) = quantize(k, element), quantize(v, element)
+    slab = KvSlab(element, give(k_codes), give(v_codes), give(k_scales), give(v_scales))
+    return slab, dequantize(k_codes, k_scales, element), dequantize(v_codes, v_scales, element)
+
+
+def attend(case: Case, slab: KvSlab, attention: Attention | None = None) -> tuple[Any, Any]:
+    """Runs the case on the device; its slots are the page tables."""
+    rows, spec = len(case.q), case.spec
+    attention = attention or Attention(BACKEND, StepCapacity(len(case.segments.query_start) + 1, rows + 3), Choices(""))
+    attention.begin(pair_table(case.segments))
+    out = BACKEND.empty((rows, spec.query_heads, spec.v_dim), np.float32)
+    lse = BACKEND.empty((rows, spec.query_heads), np.float32)
+    attention.partial(give(case.q), slab, give(np.append(case.segments.slots, -1).astype(np.int32)), spec, out, lse)
+    return take(out), take(lse)
+
+
+def check(case: Case, element: KvElement, out: Any, lse: Any, k: Any, v: Any) -> None:
+    """Compares with the oracle over the values that the slab holds and the queries as products take them.
+
+    Products of 16 bits round weights to the 11 significant bits of float16 or the 8 of bfloat16.
+    """
+    bits = {KvElement.FLOAT32: 24, KvElement.FLOAT16: 11}.get(element, 8)
+    product = {24: "float32", 11: "float16", 8: "bfloat16"}[bits]
+    q = encode(case.q, product) if case.q.dtype == np.float32 else case.q
+    wanted_out, wanted_lse = reference.partial(q, k, v, case.segments, case.spec, threads=1)
+    largest = np.abs(reference.widen(v)).max(initial=1.0)
+    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=largest * max(2.0 ** (1 - bits), 4e-6))
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=3e-5)

@@ -1,0 +1,88 @@
+"""Triton's interpreter as a backend: programs run one after another on numpy's memory."""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lamina.kernels.gpu.program import Program
+
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "u8": torch.uint8}
+
+
+class Interpreter:
+    """A backend without a card. Two multiprocessors: short segments are cut too."""
+
+    capability = 90
+    multiprocessors = 2
+    name = "interpreter"
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
+        return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
+
+    def upload(self, source: npt.NDArray[Any], target: Any) -> None:
+        target[: len(source)] = source
+
+    def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        import triton.language as tl
+
+        mend()
+        kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)
+        kernel[grid](*map(as_tensor, arguments, program.types), **constants(program, tl))
+
+
+@functools.cache
+def mend() -> None:
+    """Brings the interpreter to what cards do.
+
+    It keeps bfloat16 as uint16, takes those bits for numbers in products and casts from integers, and truncates to
+    bfloat16; it spreads booleans as integers, and takes no such mask.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (cast(self, side, tl.float32) if side.dtype.scalar == tl.bfloat16 else side for side in (a, b))
+        return dot(self, a, b, *rest)
+
+    def cast_impl(self: Any, source: Any, to: Any) -> Any:
+        if to.scalar != tl.bfloat16 or source.dtype.scalar == tl.bfloat16:
+            return cast(self, source, to)
+        wide = source.data.astype(np.float32)
+        bits = torch.from_numpy(wide).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(bits, to.scalar)
+
+    def masked(access: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def with_boolean_mask(*arguments: Any) -> Any:
+            mask = TensorHandle(arguments[place].data.astype(np.bool_), tl.int1)
+            return access(*arguments[:place], mask, *arguments[place + 1 :])
+
+        return with_boolean_mask
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+    InterpreterBuilder.create_masked_load = masked(InterpreterBuilder.create_masked_load, 2)
+    InterpreterBuilder.create_masked_store = masked(InterpreterBuilder.create_masked_store, 3)
+
+
+def constants(program: Program, language: Any) -> dict[str, Any]:
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    return {
+        name: getattr(language, names[value]) if isinstance(value, str) else value for name, value in program.constants
+    }
+
+
+def as_tensor(argument: Any, name: str) -> Any:
+    """The interpreter takes element types from tensors; numpy has no bfloat16."""
+    if not name.startswith("*"):
+        return argument
+    tensor = torch.from_numpy(argument.view(np.int16) if argument.dtype == np.uint16 else argument)
+    wanted = TYPES.get(name[1:], tensor.dtype)
+    assert tensor.element_size() == wanted.itemsize, f"{argument.dtype} given for {name}"
+    return tensor.view(wanted)

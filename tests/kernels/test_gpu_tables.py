@@ -1,0 +1,99 @@
+"""Page tables on the device, held against the host's after any sequence of operations."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.errors import CapacityError
+from lamina.kernels.gpu.tables import FIRST_REGION, PageTables, Regions
+from lamina.memory.slab import Slab
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "append", "append", "truncate", "fork", "free"]),
+        st.integers(0, 3),
+        st.integers(0, 200),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+def apply(slab: Slab, operation: str, sequence: int, amount: int) -> None:
+    if operation == "free" and sequence in slab:
+        slab.free(sequence)
+    elif operation == "truncate" and sequence in slab:
+        slab.truncate(sequence, min(amount, slab.length(sequence)))
+    elif operation == "fork" and sequence in slab and sequence + 10 not in slab:
+        slab.fork(sequence, sequence + 10, min(amount, slab.length(sequence)))
+    elif operation == "append":
+        if sequence not in slab:
+            slab.open(sequence)
+        slab.append(sequence, min(amount, slab.free_slots))
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations)
+def test_the_device_holds_the_hosts_tables(steps):
+    """Whenever changes are sent, after one operation or after many."""
+    slab, tables, device = Slab(1000), PageTables(8192), np.full(8192, -1, np.int32)
+    known: set[int] = set()
+    for operation, sequence, amount, sends in steps:
+        apply(slab, operation, sequence, amount)
+        for gone in known - set(slab):
+            tables.free(gone)
+        for present in slab:
+            tables.update(present, slab.slots(present))
+        known = set(slab)
+        if sends:
+            words, values = tables.changes()
+            assert len(np.unique(words)) == len(words), "two writes to a word at once have no order"
+            device[words] = values
+            for present in slab:
+                start = tables.start(present)
+                np.testing.assert_array_equal(device[start : start + slab.length(present)], slab.slots(present))
+
+
+def test_a_decode_step_sends_one_word_per_sequence():
+    tables = PageTables(4096)
+    slots = np.arange(500, dtype=np.int32)
+    for sequence in range(3):
+        tables.update(sequence, slots[:300])
+    assert tables.changes().shape == (2, 900)
+    for sequence in range(3):
+        tables.update(sequence, slots[:301])
+    assert tables.changes().tolist() == [[tables.start(sequence) + 300 for sequence in range(3)], [300] * 3]
+    assert tables.changes().shape == (2, 0)
+
+
+def test_a_truncated_table_is_sent_anew_from_there():
+    tables = PageTables(256)
+    tables.update(7, np.array([1, 2, 3], np.int32))
+    tables.update(7, np.array([1], np.int32))
+    tables.changes()
+    tables.update(7, np.array([1, 9], np.int32))
+    assert tables.changes().tolist() == [[tables.start(7) + 1], [9]]
+
+
+def test_all_words_come_back():
+    regions = Regions(1024)
+    taken = [(regions.take(size), size) for size in (64, 256, 64, 128, 512)]
+    spans = sorted((start, start + size) for start, size in taken)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    assert regions.free_words == 0
+    for start, size in taken:
+        regions.give(start, size)
+    assert regions.take(1024) == 0
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="1000 words of page tables are no power of two; give 1024"):
+        Regions(1000)
+    tables = PageTables(FIRST_REGION)
+    tables.update(0, np.arange(FIRST_REGION, dtype=np.int32))
+    with pytest.raises(CapacityError, match="128 token slots are needed and 0 of 64"):
+        tables.update(0, np.arange(FIRST_REGION + 1, dtype=np.int32))
+    assert tables.changes().shape == (2, FIRST_REGION)

@@ -1,0 +1,131 @@
+"""Triton's planning, merging and table kernels, each against its definition."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+from lamina.kernels.gpu.attention import PAIR_WORDS, merge, pair_table, plan_program, write_words
+from lamina.kernels.gpu.choice import Tiling
+from lamina.kernels.reference import visible
+from tests.kernels.cases import Pair, decode, make_spec, problem_pairs, table
+from tests.kernels.device import BACKEND, give, take
+from tests.kernels.test_merge import definition, partials
+
+
+def plan(pairs, spec, extra, block_m=16, rows=(1, 2**30), least_tokens=32):
+    """(items [n, 4], splits) as the device plans them, with one unused pair."""
+    segments = table(pairs, np.zeros(sum(pair.tokens for pair in pairs), np.int32))
+    words = np.zeros((len(pairs) + 1, PAIR_WORDS), np.int32)
+    words[:-1] = pair_table(segments)
+    bound = sum(-(-pair.rows * spec.query_heads // spec.kv_heads // block_m) for pair in pairs) + extra
+    items, splits = BACKEND.empty((4 * bound + 4,), np.int32), BACKEND.empty((2 * len(words) + 1,), np.int32)
+    program = plan_program(spec, Tiling(16, 4, 1, 1, least_tokens), block_m, rows, extra, len(words))
+    BACKEND.launch(program, (len(words),), [give(words), items, splits, len(words)])
+    splits = take(splits)
+    assert splits[-1] <= bound, "a captured graph has no programs for these items"
+    assert (take(items)[4 * splits[-1] :] == -1).all()
+    return take(items)[: 4 * splits[-1]].reshape(-1, 4), splits[:-1].reshape(-1, 2)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    pairs=problem_pairs(),
+    group=st.sampled_from([1, 4, 7]),
+    extra=st.integers(1, 9),
+    window=st.sampled_from([0, 1, 40]),
+    chunk=st.sampled_from([0, 1, 37]),
+)
+def test_items_cover_what_each_tile_sees_once(pairs, group, extra, window, chunk):
+    spec = make_spec(1, group, 16, window=window, chunk=chunk)
+    items, splits = plan(pairs, spec, extra)
+    assert items[:, 0].tolist() == sorted(items[:, 0].tolist())
+    for number, pair in enumerate(pairs):
+        tiles = -(-pair.rows * group // 16)
+        first, parts = splits[number]
+        mine = items[items[:, 0] == number]
+        assert len(mine) == tiles * parts if tiles else len(mine) == 0 == parts
+        if tiles:
+            assert (items[first : first + len(mine)] == mine).all()
+        keys = pair.kv_start + np.arange(pair.tokens)
+        for tile in range(tiles):
+            part = mine[tile * parts : (tile + 1) * parts]
+            assert (part[:, 1] == tile).all()
+            assert (part[1:, 2] == part[:-1, 3]).all() or parts == 1
+            for row in range(tile * 16 // group, min(pair.rows, -(-(tile + 1) * 16 // group))):
+                seen = np.flatnonzero(visible(pair.query_start + row, keys, spec))
+                if len(seen):
+                    assert part[0, 2] <= seen[0] and seen[-1] < part[-1, 3]
+
+
+def test_one_long_segment_among_short_ones_is_cut_into_equal_parts():
+    items, splits = plan([decode(30), decode(50_000), decode(100)], make_spec(1, 1, 16), extra=20)
+    sizes = items[:, 3] - items[:, 2]
+    assert splits[:3, 1].tolist() == [1, 20, 1]
+    assert sizes.max() <= 50_130 / 20 + 16 and sizes.sum() == 50_130
+
+
+def test_classes_of_pairs_share_no_item():
+    pairs = [decode(100), Pair(rows=5, query_start=90, tokens=80)]
+    few, _ = plan(pairs, make_spec(1, 4, 16), extra=2, rows=(1, 4))
+    many, splits = plan(pairs, make_spec(1, 4, 16), extra=2, rows=(5, 100))
+    assert set(few[:, 0].tolist()) == {0} and set(many[:, 0].tolist()) == {1}
+    assert splits[0].tolist() == [0, 0]
+
+
+def run_merge(outs, lses, sinks=None):
+    outs, lses = np.array(outs), np.array(lses)
+    out, lse = BACKEND.empty(outs.shape[1:], np.float32), BACKEND.empty(lses.shape[1:], np.float32)
+    merge(BACKEND, give(outs), give(lses), out, lse, None if sinks is None else give(sinks))
+    return take(out), take(lse)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 37])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_merge_equals_definition(count, with_sinks):
+    outs, lses = partials(count, rows=2)
+    sinks = np.array([0.5, -2, 3, 0], np.float32) if with_sinks else None
+    out, lse = run_merge(outs, lses, sinks)
+    wanted_out, wanted_lse = definition(outs, lses, sinks)
+    np.testing.assert_allclose(out, wanted_out, atol=2e-6)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-6)
+
+
+def test_merge_of_nothing_seen_and_far_apart_and_nan():
+    outs, lses = partials(4, rows=4)
+    lses[1][:], outs[1][:] = -np.inf, np.nan  # neutral, whatever it holds
+    lses[0][1] += 500
+    for part in lses:
+        part[2] = -np.inf
+    lses[3][3, 0] = np.nan
+    out, lse = run_merge(outs, lses)
+    kept = [0, 2, 3]
+    wanted, wanted_lse = definition([outs[i][:1] for i in kept], [lses[i][:1] for i in kept])
+    np.testing.assert_allclose(out[:1], wanted, atol=2e-6)
+    np.testing.assert_allclose(lse[:1], wanted_lse, atol=2e-6)
+    np.testing.assert_allclose(out[1], outs[0][1], atol=2e-6)
+    assert (out[2] == 0).all() and (lse[2] == -np.inf).all()
+    assert np.isnan(out[3, 0]).all() and np.isfinite(out[3, 1:]).all()
+    sinks = np.array([0.5, -2, 3, 0], np.float32)
+    out, lse = run_merge(outs, lses, sinks)
+    assert (out[2] == 0).all()
+    np.testing.assert_allclose(lse[2], sinks, rtol=1e-6)
+
+
+def test_merge_refuses_partials_of_other_shapes():
+    outs, lses = partials(2)
+    with pytest.raises(ValueError, match=r"lses \(2, 3, 3\).* are not partials of one shape"):
+        run_merge(outs, [part[:, :3] for part in lses])
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_changed_words_are_written_and_no_other(count):
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 100, 1000).astype(np.int32)
+    changes = np.stack([rng.permutation(1000)[:count], np.arange(count)]).astype(np.int32)
+    there = give(words)
+    write_words(BACKEND, there, changes)
+    words[changes[0]] = changes[1]
+    np.testing.assert_array_equal(take(there), words)
