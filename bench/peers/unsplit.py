@@ -4,20 +4,23 @@ What Lamina loses against this is the price of the split.
 """
 
 import importlib.metadata
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from offline import STEP_TOKENS, Cell, Generate, run
 
 from lamina.compute.exchange import Floats, as_numpy
-from lamina.compute.runner import SliceRunner, padded
+from lamina.compute.runner import Rows, SliceRunner, pad, padded
 from lamina.kernels.attention import SegmentTable, append, partial
+from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
-from lamina.memory.store import KvStore
+from lamina.memory.slab import Slab
 from lamina.models import directory, weights
 from lamina.models.config import load_config
 from lamina.splitter import split
@@ -33,17 +36,31 @@ class Chunk:
     tokens: list[int]
 
 
-class DirectExchange:
-    """Attention of one step where its KV is: appends to the store's slab and attends over it."""
+class Kv:
+    """K and V of all layers as a memory worker keeps them: bfloat16 bits [capacity, Hkv, D] by slot, on huge pages."""
 
-    def __init__(self, store: KvStore, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, attentions: Sequence[AttentionSpec], capacity: int, threads: int) -> None:
+        self.slab = Slab(capacity)
+        self.threads = threads
+        self.k = {spec.layer: _rows(capacity, spec.kv_heads, spec.qk_dim) for spec in attentions}
+        self.v = {spec.layer: _rows(capacity, spec.kv_heads, spec.v_dim) for spec in attentions}
+
+
+def _rows(*shape: int) -> npt.NDArray[np.uint16]:
+    return allocate(2 * math.prod(shape)).view(np.uint16).reshape(shape)
+
+
+class HereAttention:
+    """Attention of one step where its KV is: appends to the slab and attends over it."""
+
+    def __init__(self, kv: Kv, chunks: Sequence[Chunk]) -> None:
         counts = [len(chunk.tokens) for chunk in chunks]
-        self._store = store
+        self._kv = kv
         self._count = sum(counts)
         self.rows = padded(self._count)
         sequences = [chunk.sequence for chunk in chunks]
-        self._slots = store.slab.extend(sequences, counts)
-        tables = [store.slab.slots(sequence) for sequence in sequences]
+        self._slots = kv.slab.extend(sequences, counts)
+        tables = [kv.slab.slots(sequence) for sequence in sequences]
         self._segments = SegmentTable(
             query_offsets=np.cumsum([0, *counts], dtype=np.int32),
             query_start=np.array([chunk.start for chunk in chunks], np.int32),
@@ -56,11 +73,11 @@ class DirectExchange:
         self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Floats | None
     ) -> torch.Tensor:
         """Attention out [rows, Hq, Dv] in q's dtype; rows beyond the step's tokens are padding."""
-        cache = self._store.layers[spec.layer]
-        rows, threads = slice(0, self._count), self._store.threads
-        append(cache.k, cache.v, as_numpy(k)[rows], as_numpy(v)[rows], self._slots, threads)
+        k_slab, v_slab = self._kv.k[spec.layer], self._kv.v[spec.layer]
+        rows, threads = slice(0, self._count), self._kv.threads
+        append(k_slab, v_slab, as_numpy(k)[rows], as_numpy(v)[rows], self._slots, threads)
         out = np.zeros((self.rows, spec.query_heads, spec.v_dim), np.float32)
-        out[rows], lse = partial(as_numpy(q)[rows], cache.k, cache.v, self._segments, spec, threads)
+        out[rows], lse = partial(as_numpy(q)[rows], k_slab, v_slab, self._segments, spec, threads)
         if sinks is not None:
             out[rows] = merge([out[rows]], [lse], sinks)
         return torch.from_numpy(out).to(q.dtype)
@@ -76,16 +93,23 @@ class Unsplit:
         model = split(config, DType.BFLOAT16)
         tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16)
         self._runner = SliceRunner(model, tensors)
-        self.store = KvStore("unsplit", list(model.attentions), DType.BFLOAT16, cell.batch * cell.longest, cell.threads)
+        self.kv = Kv(model.attentions, cell.batch * cell.longest, cell.threads)
 
+    @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[int]:
         """The most likely next token of every chunk's sequence."""
+        here = HereAttention(self.kv, chunks)
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
         positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        rows = Rows(pad(ids, here.rows), pad(positions, here.rows))
+        attention: torch.Tensor | None = None
+        context: tuple[torch.Tensor, ...] = ()
+        for index, (spec, sinks) in enumerate(zip(self._runner.attentions, self._runner.sinks, strict=True)):
+            output = self._runner.run(index, rows, attention, context, None)
+            attention = here.attend(spec, output.q, output.k, output.v, sinks)
+            context = output.context
         last = torch.tensor(np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1)
-        logits = self._runner.run(ids, positions, DirectExchange(self.store, chunks), last)
-        assert logits is not None
-        drawn: list[int] = logits.argmax(-1).tolist()
+        drawn: list[int] = self._runner.logits(rows, attention, context, last).argmax(-1).tolist()
         return drawn
 
 
@@ -115,7 +139,7 @@ def load(cell: Cell) -> Iterator[Generate]:
         arrivals: list[list[float]] = [[] for _ in prompts]
         newest: dict[int, int] = {}
         for sequence in range(len(prompts)):
-            model.store.slab.open(sequence)
+            model.kv.slab.open(sequence)
         for chunks in packed(prompts):
             drawn = model.step(chunks)
             now = time.perf_counter()
@@ -130,7 +154,7 @@ def load(cell: Cell) -> Iterator[Generate]:
             for times in arrivals:
                 times.append(now)
         for sequence in range(len(prompts)):
-            model.store.slab.free(sequence)
+            model.kv.slab.free(sequence)
         return arrivals
 
     yield generate
