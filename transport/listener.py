@@ -106,8 +106,8 @@ class Listener:
         self._silence_s = silence_s
         self._admit = admit
         self._waiting: dict[socket.socket, _Waiting] = {}
-        self._selector = selectors.DefaultSelector()
         self._socket = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self._selector = selectors.DefaultSelector()
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._end, self._ended = socket.socketpair()

@@ -105,7 +105,8 @@ std::size_t wait_for(TcpEndpoint &endpoint, const std::vector<std::pair<std::int
     if (const auto index = bells.ready(targets))
         return *index; // without giving up the GIL
 
-    for (auto spin = to_nanoseconds(spin_s);; spin = std::chrono::nanoseconds::zero()) {
+    const auto spin = to_nanoseconds(spin_s);
+    for (;;) {
         const TcpEndpoint::Outcome outcome = [&] {
             nb::gil_scoped_release release;
             return endpoint.wait(targets, deadline, spin);

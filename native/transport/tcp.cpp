@@ -43,13 +43,18 @@ bool would_block() {
 // -- message
 
 TcpMessage::TcpMessage(const TcpFrame &frame, std::span<const Part> parts)
-    : moved_at(Clock::now()), frame_(frame), parts_(parts), rest_(std::as_bytes(std::span(&frame_, 1))) {}
+    : frame_(frame), parts_(parts), rest_(std::as_bytes(std::span(&frame_, 1))), moved_at_(Clock::now()) {}
 
 void TcpMessage::advance(std::size_t nbytes) {
     begun_ = true;
     rest_ = rest_.subspan(nbytes);
     while (rest_.empty() && next_ < parts_.size())
         rest_ = parts_[next_++];
+}
+
+void TcpMessage::note_progress(std::uint64_t progress) {
+    if (std::exchange(progress_, progress) != progress)
+        moved_at_ = Clock::now();
 }
 
 // -- sender
@@ -72,6 +77,7 @@ void TcpSender::reopen(int fd, std::uint64_t position) {
     confirmed_ = sent_ = position;
     confirmation_nbytes_ = 0;
     state_ = State::Open;
+    flush();
 }
 
 void TcpSender::lose() {
@@ -298,27 +304,29 @@ void TcpEndpoint::adopt(Incoming &incoming) {
     incoming.readable = true;
 }
 
-void TcpEndpoint::receive(bool only_readable) {
+bool TcpEndpoint::receive(bool only_readable) {
+    bool moved = false;
     const std::lock_guard lock(mutex_);
     for (auto &[stream, incoming] : incoming_) {
         adopt(incoming);
         if (incoming.fd < 0 || (only_readable && !incoming.readable))
             continue;
         incoming.readable = false;
+        const std::uint64_t before = incoming.receiver.position();
         if (!incoming.receiver.receive(incoming.fd, *arena_)) {
             close_fd(incoming.fd);
             incoming.closed_at = Clock::now();
         }
+        moved |= incoming.receiver.position() != before;
     }
+    return moved;
 }
 
-bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most, const TcpSender *blocked) {
+bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most) {
     polled_.assign(1, {.fd = news_, .events = POLLIN, .revents = 0});
     for (const auto &sender : senders_) {
-        const bool wants_room = sender.get() == blocked && sender->has_unsent();
-        polled_.push_back({.fd = sender->fd(),
-                           .events = static_cast<short>(wants_room ? POLLIN | POLLOUT : POLLIN),
-                           .revents = 0});
+        const int events = sender->has_unsent() ? POLLIN | POLLOUT : POLLIN;
+        polled_.push_back({.fd = sender->fd(), .events = static_cast<short>(events), .revents = 0});
     }
     polled_incoming_.clear();
     {
@@ -343,9 +351,13 @@ bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most, const TcpSender *block
     if (polled_[0].revents != 0)
         eventfd_read(news_, &ignored);
     const pollfd *polled = polled_.data() + 1;
-    for (const auto &sender : senders_)
-        if ((polled++->revents & ~POLLOUT) != 0)
+    for (const auto &sender : senders_) {
+        const int events = polled++->revents;
+        if ((events & ~POLLOUT) != 0)
             sender->take_in();
+        if ((events & POLLOUT) != 0)
+            sender->flush();
+    }
     const std::lock_guard lock(mutex_);
     for (Incoming *incoming : polled_incoming_)
         incoming->readable |= polled++->revents != 0;
@@ -393,19 +405,19 @@ TcpEndpoint::Outcome TcpEndpoint::send(const std::shared_ptr<TcpSender> &sender,
         case TcpSender::State::Open:
             break;
         }
-        const bool moved = sender->push(message);
+        const bool pushed = sender->push(message);
         if (message.done() && !sender->has_unsent())
             return {Kind::Done, 0, nullptr, {}};
-        if (sender->take_in() || moved || sender->state() != TcpSender::State::Open) {
-            message.moved_at = Clock::now();
+        const bool confirmed = sender->take_in();
+        message.note_progress(sender->progress());
+        if (pushed || confirmed || sender->state() != TcpSender::State::Open)
             continue;
-        }
         if (!may_block)
             return {Kind::Again, 0, nullptr, {}};
-        if (Clock::now() - message.moved_at >= stall)
+        if (Clock::now() - message.moved_at() >= stall)
             return {Kind::Expired, 0, sender, {}};
         // Receives meanwhile: the peer may be waiting for room here before it makes room there.
-        if (!sleep(kSlice, sender.get()))
+        if (!sleep(kSlice))
             return {Kind::Again, 0, nullptr, {}};
         receive(true);
     }
@@ -414,20 +426,26 @@ TcpEndpoint::Outcome TcpEndpoint::send(const std::shared_ptr<TcpSender> &sender,
 TcpEndpoint::Outcome TcpEndpoint::wait(std::span<const Target> targets, Time deadline,
                                        std::chrono::nanoseconds spin) {
     const Doorbells &bells = arena_->doorbells();
-    const Time spin_until = std::min(Clock::now() + spin, deadline);
-    do {
-        receive(false);
+    bool awake = true;
+    while (awake) {
+        Time spin_until = std::min(Clock::now() + spin, deadline);
+        do {
+            if (receive(false)) // where something has come from, more is coming
+                spin_until = std::min(Clock::now() + spin, deadline);
+            if (const auto index = bells.ready(targets))
+                return {Kind::Ready, *index, nullptr, {}};
+        } while (Clock::now() < spin_until);
+
+        awake = sleep(std::min<std::chrono::nanoseconds>(deadline - Clock::now(), kSlice));
+        receive(true);
         if (const auto index = bells.ready(targets))
             return {Kind::Ready, *index, nullptr, {}};
-    } while (Clock::now() < spin_until);
-
-    sleep(std::min<std::chrono::nanoseconds>(deadline - Clock::now(), kSlice), nullptr);
-    receive(true);
-    if (const auto index = bells.ready(targets))
-        return {Kind::Ready, *index, nullptr, {}};
-    if (auto found = trouble())
-        return *std::move(found);
-    return {Clock::now() < deadline ? Kind::Again : Kind::Expired, 0, nullptr, {}};
+        if (auto found = trouble())
+            return *std::move(found);
+        if (Clock::now() >= deadline)
+            return {Kind::Expired, 0, nullptr, {}};
+    }
+    return {Kind::Again, 0, nullptr, {}};
 }
 
 } // namespace lamina

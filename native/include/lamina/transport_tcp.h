@@ -50,7 +50,9 @@ public:
     Part rest() const { return rest_; }
     void advance(std::size_t nbytes);
 
-    std::chrono::steady_clock::time_point moved_at; // when the stream it goes into last made progress
+    // When the stream it goes into last made progress, to judge by the numbers noted.
+    std::chrono::steady_clock::time_point moved_at() const { return moved_at_; }
+    void note_progress(std::uint64_t progress);
 
 private:
     TcpFrame frame_;
@@ -58,6 +60,8 @@ private:
     Part rest_;
     std::size_t next_ = 0;
     bool begun_ = false;
+    std::uint64_t progress_ = 0;
+    std::chrono::steady_clock::time_point moved_at_;
 };
 
 // The stream to one peer. Only the endpoint's thread uses it.
@@ -78,6 +82,8 @@ public:
     std::uint32_t doorbells() const { return doorbells_; }
     std::chrono::steady_clock::time_point lost_at() const { return lost_at_; }
     bool has_unsent() const { return sent_ < written_; }
+    // Changes whenever anything moves.
+    std::uint64_t progress() const { return written_ + sent_ + confirmed_; }
 
     // Goes on over another connection, from the byte the receiver wants next. Throws std::invalid_argument if
     // that byte is not kept any more or not written yet.
@@ -203,9 +209,9 @@ private:
         explicit Incoming(std::uint64_t identity) : receiver(identity) {}
     };
 
-    void receive(bool only_readable);
+    bool receive(bool only_readable); // true if anything has arrived
     void adopt(Incoming &incoming);
-    bool sleep(std::chrono::nanoseconds at_most, const TcpSender *blocked);
+    bool sleep(std::chrono::nanoseconds at_most); // false if nothing happened
     bool is_drained(const TcpSender &sender);
     std::optional<std::string> new_refusal();
     std::optional<Outcome> trouble();
