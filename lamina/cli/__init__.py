@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from lamina import __version__
-from lamina.cli import chat, doctor, generate, launch, split
+from lamina.cli import chat, doctor, generate, launch, plan, split
 from lamina.cli.console import print_error
 from lamina.errors import LaminaError, UserError
 
@@ -22,6 +22,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(launch.launch)
 app.command()(split.split)
+app.command()(plan.plan)
 app.command()(doctor.doctor)
 
 

@@ -14,14 +14,16 @@ Sizes may be numpy arrays; the answers then are too. ``docs/cost-model.md`` deri
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lamina.errors import ConfigError
 from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
-from lamina.plan.store import ProfileStore
+from lamina.plan.store import Fit, ProfileStore
 
 ATTENTION_MEMORY_SHARE = 0.8
 """Of the memory bandwidth that decode attention reads keys and values with (Lamina, section 3.1: above 80%)."""
@@ -38,6 +40,7 @@ NETWORK_SHARE = 0.914
 MEMORY_SHARE_USABLE = 0.9
 """Of a device's memory for weights or KV; the rest holds activations, arenas and the driver's own."""
 
+T = TypeVar("T")
 Gemm = Callable[[ModelShape, int], tuple[float, float]]
 
 GEMMS: dict[str, Gemm] = {
@@ -63,25 +66,32 @@ LAYER_ADDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PointwiseFit:
-    """``launch_s + bytes / (share * bandwidth)``, with a share of the bandwidth for every sort of operator."""
+    """``launch_s + bytes / min(memory_share * bandwidth, per_clock * processors * clock)``.
+
+    Memory bounds an operator, or what its kernel does in a processor's clock: bytes for every sort of operator but
+    the addition, which memory always bounds.
+    """
 
     launch_s: float
-    norm_share: float
-    rope_share: float
-    activation_share: float
-    add_share: float
+    memory_share: float
+    norm_per_clock: float
+    rope_per_clock: float
+    activation_per_clock: float
 
-    def share(self, operator: str) -> float:
-        """Of the memory bandwidth that ``operator``, one of ``POINTWISE``, reaches."""
-        return float(getattr(self, _SHARES[operator]))
+    def bytes_s(self, operator: str, hardware: Hardware) -> float:
+        """Bytes a second that ``operator``, one of ``POINTWISE``, reads and writes."""
+        memory = self.memory_share * hardware.memory_bytes_s
+        if operator == "add":
+            return memory
+        per_clock: float = getattr(self, f"{_SORTS[operator]}_per_clock")
+        return min(memory, per_clock * hardware.processors * hardware.clock_hz)
 
 
-_SHARES = {
-    "input_layernorm": "norm_share",
-    "post_attention_layernorm": "norm_share",
-    "attn_rope": "rope_share",
-    "mlp_act": "activation_share",
-    "add": "add_share",
+_SORTS = {
+    "input_layernorm": "norm",
+    "post_attention_layernorm": "norm",
+    "attn_rope": "rope",
+    "mlp_act": "activation",
 }
 
 
@@ -113,14 +123,28 @@ class Fits:
 
     @classmethod
     def load(cls, kind: str, store: ProfileStore | None = None) -> "Fits":
-        """The fits for ``kind`` from a profile store; the one of the package by default."""
+        """The fits for ``kind`` from a profile store; the one of the package by default.
+
+        Raises:
+            ConfigError: the store lacks a part, or was written by another version.
+        """
         store = store or ProfileStore()
         return cls(
-            gemm=GemmFit(**store.fit("gemm", kind).parameters),
-            pointwise=PointwiseFit(**store.fit("pointwise", kind).parameters),
-            all_reduce=CollectiveFit(**store.fit("all_reduce", kind).parameters),
-            send_recv=TransferFit(**store.fit("send_recv", kind).parameters),
+            gemm=_part(GemmFit, store.fit("gemm", kind), store),
+            pointwise=_part(PointwiseFit, store.fit("pointwise", kind), store),
+            all_reduce=_part(CollectiveFit, store.fit("all_reduce", kind), store),
+            send_recv=_part(TransferFit, store.fit("send_recv", kind), store),
         )
+
+
+def _part(part: Callable[..., T], fit: Fit, store: ProfileStore) -> T:
+    try:
+        return part(**fit.parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"the fit {fit.name!r} in {store.file} is of another version ({error}); make it again with "
+            "python -m lamina.plan.fit"
+        ) from error
 
 
 class CostModel:
@@ -140,7 +164,7 @@ class CostModel:
             return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, dtype)
         moved = rows * POINTWISE[operator](shape, tp) * dtype.itemsize  # type: ignore[arg-type]
         fit = self.fits.pointwise
-        return np.asarray(fit.launch_s + moved / (fit.share(operator) * self.hardware.memory_bytes_s))
+        return np.asarray(fit.launch_s + moved / fit.bytes_s(operator, self.hardware))
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""

@@ -47,7 +47,13 @@ START = Fits(
         split_s=2e-6,
         split_traffic=0.5,
     ),
-    pointwise=PointwiseFit(launch_s=5e-6, norm_share=0.5, rope_share=0.5, activation_share=0.5, add_share=0.5),
+    pointwise=PointwiseFit(
+        launch_s=3e-6,
+        memory_share=0.9,
+        norm_per_clock=5.0,
+        rope_per_clock=6.0,
+        activation_per_clock=6.0,
+    ),
     all_reduce=CollectiveFit(latency_s=3e-5, hop_s=1e-6, link_share=0.5),
     send_recv=TransferFit(latency_s=1e-5, link_share=0.7),
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lamina.cluster.pool import parse
 from lamina.errors import ConfigError
 from lamina.types import DType
 
@@ -58,7 +59,7 @@ class Hardware:
     link: str
     processors: int
     clock_hz: float
-    flops: Mapping[DType, float]
+    flops: Mapping[DType, float] = field(hash=False)
     memory_bytes_s: float
     memory_bytes: float
     cache_bytes: float
@@ -67,13 +68,16 @@ class Hardware:
     watts: float
     price_usd: float
     rent_usd_per_hour: float | None = None
-    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def usd_per_hour(self) -> float:
         """What an hour costs: the rent, or owning it for three years of hours and its electricity."""
-        if self.rent_usd_per_hour is not None:
-            return self.rent_usd_per_hour
+        return self.owned_usd_per_hour if self.rent_usd_per_hour is None else self.rent_usd_per_hour
+
+    @property
+    def owned_usd_per_hour(self) -> float:
+        """What an hour of owning it for three years costs, with electricity at full power."""
         return self.price_usd / OWNED_HOURS + self.watts / 1000 * DOLLARS_PER_KWH
 
 
@@ -95,6 +99,14 @@ class Catalogue:
                 "Describe another one in a file and give it with --hardware FILE"
             )
         return self.kinds[name]
+
+    def pool(self, text: str, most: int) -> list[tuple[Hardware, int]]:
+        """Entries of a pool as typed (``lamina.cluster.pool``), with how many of each there may be (else ``most``).
+
+        Raises:
+            ConfigError: the text is malformed or names a kind that the catalogue does not have.
+        """
+        return [(self[entry.kind], entry.count) for entry in parse(text, [*self.kinds, *ALIASES], most)]
 
 
 def load(user_file: Path | None = None) -> Catalogue:

@@ -141,15 +141,16 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
             )
     sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["query_heads"]
-    multi_query = 1 if text.get("multi_query") else heads
+    multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
+    kv_heads = 1 if multi_query else _first(text, ("num_key_value_heads", "num_kv_heads", "n_head_kv")) or heads
     return ModelShape(
         name=name,
         **sizes,
         intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
-        kv_heads=_first(text, ("num_key_value_heads", "num_kv_heads", "n_head_kv")) or multi_query,
+        kv_heads=kv_heads,
         head_size=_first(text, ("head_dim",)) or hidden // heads,
         gated=text.get("model_type") not in _NOT_GATED,
-        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
     )

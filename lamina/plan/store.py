@@ -1,6 +1,6 @@
 """The profile store: fits of the cost model with the samples they come from, in SQLite.
 
-``profiles.sqlite`` beside this file comes with the package and is only read; ``python -m lamina.plan.fit`` writes it, or
+``profiles.sqlite`` beside this file comes with the package and is only read; ``python -m lamina.plan.fit`` writes it or
 any other file. One fit has a name (what it predicts) and the kind it was measured on; a kind without a fit of its own
 is served by the first one stored, with its own catalogue entry.
 

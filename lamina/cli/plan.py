@@ -1,0 +1,258 @@
+"""`lamina plan`: which pools serve a model, at what cost per token, before anyone rents a GPU."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lamina.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lamina.plan.hardware import Catalogue
+    from lamina.plan.planner import Plan, Planner, Pools
+
+MOST_COMPUTE, MOST_MEMORY = 8, 16
+"""Workers of a kind typed without a count."""
+
+SHOWN = 12
+"""Plans of the front that the table shows."""
+
+DEFAULT_CONTEXT = 4096
+
+_DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>ms|s|us)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="Model directory, config.json, or a name such as Llama-3-70B; weights are not read.")
+    ],
+    compute: Annotated[
+        str | None, typer.Option(help=f"Kinds for compute workers; kind:n allows up to n (else {MOST_COMPUTE}).")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help=f"Kinds for memory workers; kind:n allows up to n (else {MOST_MEMORY}).")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help=f"Cached tokens of every sequence. Default {DEFAULT_CONTEXT}.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Azure CSV or Mooncake .jsonl whose lengths to serve.")] = None,
+    slo_tbt: Annotated[str | None, typer.Option(help="Longest time between tokens, such as 50ms.")] = None,
+    slo_ttft: Annotated[str | None, typer.Option(help="Longest prefill of the mean prompt, such as 2s.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Most dollars an hour for both pools.")] = None,
+    owned: Annotated[bool, typer.Option("--owned", help="Charge what devices cost to own, not to rent.")] = False,
+    hardware: Annotated[Path | None, typer.Option(help="TOML file of kinds and prices of your own.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All plans of the front as JSON.")] = False,
+    validate: Annotated[
+        Path | None, typer.Option(help="Print the cost model's errors against a measured CSV instead of planning.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="With --validate: the kind that was measured.")] = None,
+) -> None:
+    """Find the pools that serve a model at least cost, or check the cost model against measurements."""
+    from lamina.plan import hardware as catalogue_of
+
+    catalogue = catalogue_of.load(hardware)
+    if validate is not None:
+        _validate(validate, model, kind, catalogue)
+        return
+    if kind is not None:
+        raise ConfigError("--kind goes with --validate; name kinds to plan for with --compute and --memory")
+    if compute is None or memory is None:
+        raise ConfigError("give --compute KINDS and --memory KINDS, such as --compute h100 --memory h20")
+    if context is not None and trace is not None:
+        raise ConfigError("--context and --trace both say how long sequences are; give one of them")
+    planner, candidates = _planner(model, compute, memory, context, trace, catalogue)
+    planner.goals = _goals(slo_tbt, slo_ttft, budget, owned)
+    _print(planner, candidates, model, as_json)
+
+
+def _planner(
+    model: str, compute: str, memory: str, context: int | None, trace: Path | None, catalogue: "Catalogue"
+) -> "tuple[Planner, list[Pools]]":
+    """The planner of these pools and every layout they allow."""
+    from lamina.plan import models, workload
+    from lamina.plan.cost import CostModel, Fits
+    from lamina.plan.planner import Goals, Planner, layouts
+
+    shape = models.find(model)
+    served = workload.of_trace(trace) if trace else workload.of_context(context or DEFAULT_CONTEXT)
+    pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
+    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind)) for pool in pools for entry, _ in pool}
+    return Planner(shape, served, costs, Goals()), list(layouts(shape, *pools))
+
+
+def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None, owned: bool) -> Any:
+    from lamina.plan.planner import Goals
+
+    return Goals(
+        tbt_s=_duration("--slo-tbt", slo_tbt),
+        ttft_s=_duration("--slo-ttft", slo_ttft),
+        usd_per_hour=budget,
+        owned=owned,
+    )
+
+
+def _duration(flag: str, text: str | None) -> float | None:
+    """Seconds of "50ms" or "2s". Raises ConfigError for anything else."""
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or float(match["number"]) == 0:
+        number = re.sub(r"[^\d.]", "", text)
+        hint = f"; did you mean {number}ms?" if number and number.strip(".0") else ""
+        raise ConfigError(f"{flag} {text!r} is no time; give a number with us, ms or s, such as 50ms{hint}")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
+    from lamina.plan.advice import beyond, pareto, recommend, refusal
+
+    plans = [found for pools in candidates if (found := planner.evaluate(pools)) is not None]
+    if not plans:
+        raise refusal(planner, candidates)
+    front, best = pareto(plans), recommend(plans)
+    if as_json:
+        print(json.dumps(_as_dict(planner, front, best, model), indent=2))
+        return
+    from rich.console import Console
+
+    from lamina.cli.console import output, print_text
+
+    # A pipe has no width of its own: give the table what it needs.
+    wide = output() if output().is_terminal else Console(width=120, highlight=False)
+    wide.print(_table(planner, front, best, len(plans)))
+    print_text("Recommended\n", style="bold")
+    print_text(f"  {launch_line(best, model)}\n")
+    print_text(
+        f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; the "
+        f"mean prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
+        f"  Waits for {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
+        f"network {best.network_busy:.0%}); batch bounded by: {best.limit.value}.\n"
+    )
+    for line in beyond(planner, best):
+        print_text(f"  {line}\n", style="dim")
+
+
+def launch_line(plan: "Plan", model: str) -> str:
+    """The command that starts these pools."""
+    from lamina.plan.hardware import ALIASES
+
+    names = {entry: name for name, entry in ALIASES.items()}
+    compute, memory = (names.get(kind, kind) for kind in (plan.pools.compute.kind, plan.pools.memory.kind))
+    return (
+        f"lamina launch --model {model} --compute {compute}:{plan.pools.compute_workers} "
+        f"--memory {memory}:{plan.pools.memory_workers}"
+    )
+
+
+def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    served = planner.workload
+    table = Table(
+        title=f"{planner.shape.name}, {served.name}: {len(front)} of {count} plans are worth having",
+        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: a million tokens of\n"
+        "prompt (in) or answer (out). GB/s: the least network bandwidth between the pools. Bold: recommended.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("compute", "memory", "split by"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("lanes", "batch", "TBT ms", "tokens/s", "$/h", "$/M in", "$/M out", "GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True)
+    for one in _spread(front, best):
+        pools = one.pools
+        table.add_row(
+            f"{pools.compute.kind}:{pools.compute_workers} tp{pools.tensor_parallel}",
+            f"{pools.memory.kind}:{pools.memory_workers}",
+            pools.partition.value,
+            str(pools.lanes),
+            str(one.batch),
+            f"{one.tbt_s * 1e3:.1f}",
+            f"{one.tokens_s:.0f}",
+            f"{one.usd_per_hour:.2f}",
+            f"{one.usd_per_million_in:.2f}",
+            f"{one.usd_per_million_out:.2f}",
+            f"{one.network_bytes_s / 1e9:.0f}",
+            one.bottleneck.value,
+            style="bold green" if one is best else None,
+        )
+    return table
+
+
+def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
+    """At most SHOWN plans: from the cheapest to the dearest of the front, and the recommended one."""
+    step = max(1, -(-len(front) // (SHOWN - 1)))
+    chosen = front[::step]
+    return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)
+
+
+def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) -> dict[str, Any]:
+    from lamina.plan.advice import beyond
+
+    return {
+        "model": planner.shape.name,
+        "workload": vars(planner.workload),
+        "recommended": {**_plan_dict(best, model), "beyond": beyond(planner, best)},
+        "front": [_plan_dict(one, model) for one in front],
+    }
+
+
+def _plan_dict(plan: "Plan", model: str) -> dict[str, Any]:
+    pools = plan.pools
+    values = {name: value for name, value in vars(plan).items() if name not in ("pools", "bottleneck", "limit")}
+    return {
+        "compute": {
+            "kind": pools.compute.kind,
+            "workers": pools.compute_workers,
+            "tensor_parallel": pools.tensor_parallel,
+            "replicas": pools.replicas,
+        },
+        "memory": {"kind": pools.memory.kind, "workers": pools.memory_workers, "partition": pools.partition.value},
+        "lanes": pools.lanes,
+        **values,
+        "bottleneck": plan.bottleneck.value,
+        "limit": plan.limit.value,
+        "launch": launch_line(plan, model),
+    }
+
+
+def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") -> None:
+    from rich.table import Table
+
+    from lamina.cli.console import output
+    from lamina.plan import models
+    from lamina.plan.cost import CostModel, Fits
+    from lamina.plan.validate import errors_by_operator
+
+    if kind is None:
+        raise ConfigError("--validate needs --kind KIND: the kind that the file was measured on")
+    entry = catalogue[kind]
+    shape = models.find(model)
+    table = Table(
+        title=f"Predicted against measured: {shape.name} on {entry.kind}",
+        caption="Relative errors of single measurements; nothing was fitted to this file.",
+        caption_justify="left",
+    )
+    table.add_column("operator")
+    for heading in ("TP", "measured", "median error", "95th percentile", "bias"):
+        table.add_column(heading, justify="right")
+    for row in errors_by_operator(file, CostModel(shape, entry, Fits.load(entry.kind))):
+        table.add_row(
+            row.operator,
+            row.tensor_parallel,
+            str(row.count),
+            f"{row.median:.1%}",
+            f"{row.p95:.1%}",
+            f"{row.bias:+.1%}",
+            style="bold" if row.is_total else None,
+            end_section=row.is_total,
+        )
+    output().print(table)

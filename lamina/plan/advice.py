@@ -1,0 +1,125 @@
+"""What the planner's plans come to: the Pareto front, the one to take, what more would bring, why there is none."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lamina.errors import ConfigError
+from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
+from lamina.plan.workload import Workload
+
+SAME_COST = 0.02
+"""Plans whose cost differs by less than this share are equally cheap; the smaller one is recommended."""
+
+
+def pareto(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that no other beats in cost per token drawn, tokens per second and TBT at once; cheapest first."""
+    front: list[Plan] = []
+    table = np.array([(plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s) for plan in plans])
+    for index, plan in enumerate(plans):
+        no_worse = (table <= table[index]).all(axis=1)
+        better = (table < table[index]).any(axis=1)
+        twin = (table[:index] == table[index]).all(axis=1).any() if index else False
+        if not (no_worse & better).any() and not twin:
+            front.append(plan)
+    return sorted(front, key=lambda plan: plan.usd_per_million_out)
+
+
+def total_usd_per_million(plan: Plan, workload: Workload) -> float:
+    """Dollars for a million tokens of the workload's own mix of prompt and answer."""
+    mixed = plan.usd_per_million_in * workload.prompt + plan.usd_per_million_out * workload.output
+    return mixed / (workload.prompt + workload.output)
+
+
+def recommend(plans: Sequence[Plan]) -> Plan:
+    """The cheapest per token drawn; of plans within SAME_COST of it, the one whose pools cost least."""
+    cheapest = min(plan.usd_per_million_out for plan in plans)
+    near = [plan for plan in plans if plan.usd_per_million_out <= cheapest * (1 + SAME_COST)]
+    return min(near, key=lambda plan: (plan.usd_per_hour, plan.tbt_s))
+
+
+def beyond(planner: Planner, plan: Plan) -> list[str]:
+    """What more workers would bring, one line each: the answer to "why not more?"."""
+    pools = plan.pools
+    variants = (
+        (f"{2 * pools.memory_workers} {pools.memory.kind} instead of {pools.memory_workers}", {"memory_workers": 2}),
+        (f"{2 * pools.compute_workers} {pools.compute.kind} instead of {pools.compute_workers}", {"replicas": 2}),
+        ("twice both pools", {"replicas": 2, "memory_workers": 2}),
+    )
+    free = Planner(planner.shape, planner.workload, planner.models, replace(planner.goals, usd_per_hour=None))
+    lines = []
+    for what, factors in variants:
+        replicas = pools.replicas * factors.get("replicas", 1)
+        workers = pools.memory_workers * factors.get("memory_workers", 1)
+        # A pool that no longer divides the heads goes by requests.
+        divides = pools.partition is Partition.REQUEST or planner.shape.kv_heads % workers == 0
+        larger = replace(
+            pools,
+            replicas=replicas,
+            memory_workers=workers,
+            lanes=replicas + 1 if factors.get("replicas") else pools.lanes,
+            partition=pools.partition if divides else Partition.REQUEST,
+        )
+        found = free.evaluate(larger)
+        if found is not None:
+            faster, dearer = (
+                found.tokens_s / plan.tokens_s - 1,
+                found.usd_per_million_out / plan.usd_per_million_out - 1,
+            )
+            lines.append(
+                f"{what}: {faster:+.0%} tokens/s, {dearer:+.0%} cost per token; waits for {found.bottleneck.value}"
+            )
+    return lines
+
+
+def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
+    """Why no candidate is a plan, and what is the nearest there is. ``candidates`` is not empty."""
+    shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
+    fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
+    if not fitting:
+        most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
+        usable = models[most.compute.kind].usable_bytes
+        return ConfigError(
+            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; tensor parallelism over "
+            f"{most.tensor_parallel} x {most.compute.kind} holds {most.tensor_parallel * usable / 1e9:.0f} GB. It "
+            f"takes {math.ceil(shape.weight_bytes / usable)} of them or a kind with more memory"
+        )
+    free = Planner(shape, workload, models, Goals(owned=goals.owned))
+    plans = [plan for pools in fitting if (plan := free.evaluate(pools)) is not None]
+    if not plans:
+        largest = max(models[pools.memory.kind].kv_tokens * pools.memory_workers for pools in fitting)
+        return ConfigError(
+            f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence and the largest memory pool "
+            f"here holds {largest}; give more memory workers or a kind with more memory"
+        )
+    cheapest = min(plans, key=lambda plan: plan.usd_per_hour)
+    if goals.usd_per_hour is not None and cheapest.usd_per_hour > goals.usd_per_hour:
+        return _unreachable(
+            "--budget", f"${goals.usd_per_hour:.2f}/h", f"${cheapest.usd_per_hour:.2f}/h", cheapest.pools
+        )
+    first = min(plans, key=lambda plan: plan.ttft_s)
+    if goals.ttft_s is not None and first.ttft_s > goals.ttft_s:
+        return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:.0f} ms", f"{first.ttft_s * 1e3:.0f} ms", first.pools)
+    affordable = [p for p in plans if goals.usd_per_hour is None or p.usd_per_hour <= goals.usd_per_hour]
+    prompt = [p for p in affordable if goals.ttft_s is None or p.ttft_s <= goals.ttft_s]
+    if not prompt:
+        first = min(affordable, key=lambda plan: plan.ttft_s)
+        return _unreachable(
+            "--slo-ttft within --budget",
+            f"{(goals.ttft_s or 0) * 1e3:.0f} ms",
+            f"{first.ttft_s * 1e3:.0f} ms",
+            first.pools,
+        )
+    fastest = min((p.pools for p in prompt), key=free.least_tbt)
+    asked = f"{(goals.tbt_s or 0) * 1e3:.1f} ms"
+    return _unreachable("--slo-tbt", asked, f"{free.least_tbt(fastest) * 1e3:.1f} ms", fastest)
+
+
+def _unreachable(flag: str, asked: str, nearest: str, pools: Pools) -> ConfigError:
+    return ConfigError(
+        f"no plan reaches {flag} {asked}; the nearest is {nearest}, with --compute {pools.compute.kind}:"
+        f"{pools.compute_workers} --memory {pools.memory.kind}:{pools.memory_workers}. Ask for that, or "
+        "allow other kinds or more workers"
+    )

@@ -1,0 +1,76 @@
+"""Shapes of models against published sizes and transformers' own count."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+
+from lamina.errors import ModelError, UnsupportedModelError
+from lamina.plan import models
+from lamina.types import DType
+
+# Parameters as published with each model, in billions.
+PUBLISHED = {
+    "LLaMA-7B": 6.738,
+    "LLaMA-13B": 13.016,
+    "LLaMA-33B": 32.529,
+    "LLaMA-65B": 65.286,
+    "Llama-2-70B": 68.977,
+    "Llama-3-8B": 8.030,
+    "Llama-3-70B": 70.554,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_their_published_size(name: str) -> None:
+    assert models.find(name.upper()).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(
+            hidden_size=256, intermediate_size=700, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000
+        ),
+        Qwen3Config(
+            hidden_size=256, intermediate_size=700, head_dim=64, num_attention_heads=8, tie_word_embeddings=True
+        ),
+        GPT2Config(n_embd=256, n_layer=3, n_head=4, n_positions=8),
+        OPTConfig(hidden_size=256, ffn_dim=900, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=8),
+        FalconConfig(
+            hidden_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            multi_query=True,
+            new_decoder_architecture=False,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_any_config_has_the_weights_that_transformers_counts(config: object, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    shape = models.find(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    assert shape.parameters == pytest.approx(counted, rel=0.005)
+    assert models.find(str(tmp_path / "config.json")) == shape
+
+
+def test_bytes_of_a_token() -> None:
+    assert models.find("Llama-3-70B").kv_bytes_per_token == 2 * 8 * 128 * 80 * 2
+    assert models.find("Llama-3-70B").group == 8
+    assert models.find("Llama-2-7B").dtype is DType.BFLOAT16
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean Llama-3-70B"):
+        models.find("llama3-70b")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    with pytest.raises(ModelError, match="has none of num_hidden_layers, n_layer"):
+        models.find(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        models.find(str(tmp_path))

@@ -1,0 +1,204 @@
+"""The planner against an event-by-event rotation, brute-force dominance, and the papers' choice of pools."""
+
+import heapq
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lamina.errors import ConfigError
+from lamina.plan import hardware, models, workload
+from lamina.plan.advice import beyond, pareto, recommend, refusal
+from lamina.plan.cost import ROUND_TRIP_S, CostModel, Fits
+from lamina.plan.planner import Bottleneck, Goals, Limit, Partition, Plan, Planner, Pools, layouts
+
+CATALOGUE = hardware.load()
+LLAMA3 = models.find("Llama-3-70B")
+# Means of a chat trace: 1155 tokens in, 211 out (the second Lamina paper's first workload).
+CHAT = workload.Workload(name="chat", prompt=1155, output=211, live=1227, reserved=1395, longest=14089)
+
+
+def planner(shape: models.ModelShape = LLAMA3, served: workload.Workload = CHAT, goals: Goals | None = None) -> Planner:
+    costs = {kind: CostModel(shape, entry, Fits.load(kind)) for kind, entry in CATALOGUE.kinds.items()}
+    return Planner(shape, served, costs, goals or Goals())
+
+
+def pools(**changes: object) -> Pools:
+    base = Pools(
+        compute=CATALOGUE["h100"],
+        tensor_parallel=2,
+        replicas=1,
+        memory=CATALOGUE["h20"],
+        memory_workers=4,
+        lanes=2,
+        partition=Partition.REQUEST,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def rotate(lanes: int, replicas: int, slice_s: float, attention_s: float, message_s: float, layers: int) -> float:
+    """Seconds per layer of a rotation, event by event: slice k of lane j on replica (j + k) mod replicas, first come
+    first served, all memory workers together on one lane's attention."""
+    replica_free, memory_free, end = [0.0] * replicas, 0.0, 0.0
+    arrivals = [(0.0, lane, 0, True) for lane in range(lanes)]
+    while arrivals:
+        now, lane, layer, is_slice = heapq.heappop(arrivals)
+        if is_slice:
+            replica = (lane + layer) % replicas
+            done = max(now, replica_free[replica]) + slice_s
+            replica_free[replica] = done
+            heapq.heappush(arrivals, (done + message_s / 2, lane, layer, False))
+        else:
+            memory_free = max(now, memory_free) + attention_s
+            end = max(end, memory_free)
+            if layer + 1 < layers:
+                heapq.heappush(arrivals, (memory_free + message_s / 2, lane, layer + 1, True))
+    return end / layers
+
+
+def drawn(seed: int) -> tuple[Pools, int]:
+    """Some layout and context."""
+    draw = random.Random(seed)
+    replicas = draw.randint(1, 4)
+    seen = pools(
+        replicas=replicas,
+        lanes=draw.choice([1, 2]) if replicas == 1 else replicas + 1,
+        tensor_parallel=draw.choice([2, 4]),
+        memory=CATALOGUE[draw.choice(["h20", "rtx4090", "a100"])],
+        memory_workers=draw.choice([6, 9, 16]),
+    )
+    return seen, draw.choice([512, 2048, 8192])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
+    seen, context = drawn(seed)
+    model = planner(served=workload.of_context(context))
+    found = model.evaluate(seen)
+    assert found is not None
+    compute, memory = model.models[seen.compute.kind], model.models[seen.memory.kind]
+    rows = np.array(found.batch / seen.lanes)
+    busiest = math.ceil(rows / seen.memory_workers)
+    sent = compute.exchange_bytes(rows)
+    wire = max(compute.wire_seconds(sent / seen.tensor_parallel), memory.wire_seconds(sent / seen.memory_workers))
+    simulated = rotate(
+        seen.lanes,
+        seen.replicas,
+        slice_s=float(compute.pass_seconds(rows, seen.tensor_parallel)) / LLAMA3.layers,
+        attention_s=float(memory.attention_seconds(busiest * context, busiest)),
+        message_s=float(wire) + ROUND_TRIP_S,
+        layers=400,
+    )
+    # The rotation knows of no queue for the network; rows between the planner's grid points are interpolated.
+    expected = max(simulated, seen.lanes * float(wire))
+    assert found.tbt_s / LLAMA3.layers == pytest.approx(expected, rel=0.03)
+
+
+def test_no_other_plan_beats_one_of_the_front() -> None:
+    model = planner()
+    candidates = layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 8), (CATALOGUE["rtx3090"], 8)])
+    plans = [plan for one in candidates if (plan := model.evaluate(one)) is not None]
+
+    def values(plan: Plan) -> tuple[float, float, float]:
+        return plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s
+
+    def beaten(plan: Plan) -> bool:
+        mine = values(plan)
+        return any(
+            values(other) != mine and all(a <= b for a, b in zip(values(other), mine, strict=True)) for other in plans
+        )
+
+    front = pareto(plans)
+    assert {values(plan) for plan in front} == {values(plan) for plan in plans if not beaten(plan)}
+    assert len({values(plan) for plan in front}) == len(front)
+    assert recommend(plans).usd_per_million_out <= 1.02 * front[0].usd_per_million_out
+
+
+def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
+    """The second Lamina paper serves Llama-3-70B with (2 H100, 4 H20) against 4 H100 at $11.06 an hour."""
+    model = planner(goals=Goals(usd_per_hour=4 * 11.06))
+    candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 16)]))
+    best = recommend([plan for one in candidates if (plan := model.evaluate(one)) is not None])
+    assert best.pools.compute_workers == 2 and best.pools.tensor_parallel == 2
+    assert 3 <= best.pools.memory_workers <= 4
+    assert best.bottleneck is Bottleneck.COMPUTE and best.compute_busy == pytest.approx(1)
+    more_memory = next(line for line in beyond(model, best) if "h20 instead" in line)
+    assert "waits for compute" in more_memory and "+" in more_memory.split("cost")[0]
+    # Without that bound more of both is cheaper still, in the same proportion.
+    free = planner()
+    best = recommend([plan for one in candidates if (plan := free.evaluate(one)) is not None])
+    assert 1.2 <= best.pools.memory_workers / best.pools.compute_workers <= 2.5
+
+
+def test_a_plan_keeps_its_goals() -> None:
+    goals = Goals(tbt_s=0.06, ttft_s=0.2, usd_per_hour=90)
+    model = planner(goals=goals)
+    candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 8)]))
+    plans = [plan for one in candidates if (plan := model.evaluate(one)) is not None]
+    assert plans and any(plan.limit is Limit.TBT for plan in plans)
+    for plan in plans:
+        assert plan.tbt_s <= 0.06 and plan.ttft_s <= 0.2 and plan.usd_per_hour <= 90
+        slots = model.models["h20"].kv_tokens * plan.pools.memory_workers
+        assert plan.batch * CHAT.reserved <= slots
+
+
+@pytest.mark.parametrize(
+    ("goals", "served", "compute", "message"),
+    [
+        (Goals(tbt_s=0.001), CHAT, 8, r"--slo-tbt 1.0 ms; the nearest is [\d.]+ ms, with --compute h100:"),
+        (Goals(ttft_s=0.001), CHAT, 8, r"--slo-ttft 1 ms; the nearest is \d+ ms, with --compute h100:8"),
+        (
+            Goals(usd_per_hour=5),
+            CHAT,
+            8,
+            r"--budget \$5.00/h; the nearest is \$26.75/h, with --compute h100:2 --memory h20:1",
+        ),
+        (Goals(ttft_s=0.1, usd_per_hour=30), CHAT, 8, "--slo-ttft within --budget"),
+        (Goals(), CHAT, 1, "141 GB of weights; tensor parallelism over 1 x h100 holds 72 GB. It takes 2 of them"),
+        (Goals(), workload.of_context(10**7), 8, "reserves 10000000 tokens of KV a sequence and the largest"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_nearest(
+    goals: Goals, served: workload.Workload, compute: int, message: str
+) -> None:
+    model = planner(served=served, goals=goals)
+    candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], 4)]))
+    assert all(model.evaluate(one) is None for one in candidates)
+    error = refusal(model, candidates)
+    assert isinstance(error, ConfigError)
+    with pytest.raises(ConfigError, match=message):
+        raise error
+
+
+def test_layouts_divide_heads_and_weights() -> None:
+    shape = models.find("LLaMA-33B")  # 52 heads: 8 does not divide them, 2, 4 and 13 do
+    found = list(layouts(shape, [(CATALOGUE["a100"], 8)], [(CATALOGUE["rtx3090"], 16)]))
+    assert {one.tensor_parallel for one in found} == {1, 2, 4}
+    assert {one.memory_workers for one in found if one.partition is Partition.HEAD} == {2, 4, 13}
+    assert all(one.lanes == one.replicas + 1 or (one.replicas, one.lanes) == (1, 1) for one in found)
+    assert all(one.compute_workers <= 8 for one in found)
+    assert len(set(found)) == len(found)
+
+
+def test_traces(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,100,1\n2023-11-16 18:15:50.6805900,200,3\n2023-11-16 18:15:51.0,0,3\n"
+    )
+    first, second = workload.read_trace(azure)
+    assert (first.arrival_s, second.arrival_s, second.prompt, second.output) == (0, 4, 200, 3)
+    means = workload.of_trace(azure)
+    assert (means.prompt, means.output, means.longest) == (150, 2, 203)
+    # Four decode steps: one with a prompt of 100, three with one of 200.
+    assert means.live == pytest.approx((1 * 100.5 + 3 * 201.5) / 4)
+    assert means.reserved == pytest.approx((1 * 101 + 3 * 203) / 4)
+    mooncake = tmp_path / "mooncake.jsonl"
+    mooncake.write_text('{"timestamp": 0, "input_length": 7, "output_length": 2, "hash_ids": []}\n')
+    assert workload.of_trace(mooncake).longest == 9
+    azure.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"is no trace \(KeyError: 'TIMESTAMP'\)"):
+        workload.of_trace(azure)
