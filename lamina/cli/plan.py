@@ -79,7 +79,7 @@ def _planner(
     from lamina.plan.planner import Goals, Planner, layouts
 
     shape = models.find(model)
-    served = workload.of_trace(trace) if trace else workload.of_context(context or DEFAULT_CONTEXT)
+    served = workload.of_trace(trace) if trace else workload.of_context(DEFAULT_CONTEXT if context is None else context)
     pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind)) for pool in pools for entry, _ in pool}
     return Planner(shape, served, costs, Goals()), list(layouts(shape, *pools))

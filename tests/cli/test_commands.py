@@ -99,7 +99,7 @@ def test_version_and_help_do_not_wait_for_torch() -> None:
     code = "import sys, lamina.cli; sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     shown = run("--help").stdout
-    for command in ("generate", "chat", "launch", "split", "doctor"):
+    for command in ("generate", "chat", "launch", "split", "plan", "doctor"):
         assert f" {command} " in shown
 
 

@@ -1,0 +1,83 @@
+"""`lamina plan` as it is typed."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lamina.cli import app
+from lamina.errors import UserError
+
+MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
+PAIR = "--model Llama-3-70B --compute h100 --memory h20"
+
+
+def plan(line: str) -> str:
+    """What `lamina plan LINE` prints."""
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
+
+
+def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
+    printed = plan(f"{PAIR} --budget 44.24")
+    assert "lamina launch --model Llama-3-70B --compute h100:2 --memory h20:4" in printed
+    assert "Waits for compute" in printed
+    assert "8 h20 instead of 4:" in printed
+
+
+def test_json_holds_the_front_with_the_units_in_its_names() -> None:
+    result = json.loads(plan(f"{PAIR} --budget 44.24 --json"))
+    best = result["recommended"]
+    assert (best["compute"]["workers"], best["memory"]["workers"], best["lanes"]) == (2, 4, 2)
+    assert best["usd_per_hour"] == pytest.approx(2 * 11.06 + 4 * 4.63)
+    assert best["usd_per_million_out"] == pytest.approx(best["usd_per_hour"] / 3600 / best["tokens_s"] * 1e6)
+    assert best["tokens_s"] == pytest.approx(best["batch"] / best["tbt_s"])
+    assert {"launch", "bottleneck", "limit", "network_bytes_s", "ttft_s"} <= result["front"][0].keys()
+
+
+def test_owned_devices_cost_what_they_cost_to_buy() -> None:
+    result = json.loads(plan(f"{PAIR} --owned --json"))["recommended"]
+    h100, h20 = result["compute"]["workers"], result["memory"]["workers"]
+    owned = h100 * (36500 / 26280 + 0.084) + h20 * (15000 / 26280 + 0.048)
+    assert result["usd_per_hour"] == pytest.approx(owned)
+
+
+def test_a_file_of_one_s_own_prices(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[h100]\nprice_usd_per_hour = 2\n[h20]\nprice_usd_per_hour = 1\n")
+    result = json.loads(plan(f"{PAIR} --hardware {file} --budget 8 --json"))["recommended"]
+    assert result["usd_per_hour"] == 2 * result["compute"]["workers"] + result["memory"]["workers"] <= 8
+
+
+def test_validation_prints_every_operator() -> None:
+    printed = plan(f"--model Llama-2-7B --kind a40 --validate {MEASUREMENTS / 'a40_llama2_7b_mlp.csv'}")
+    for operator in ("attn_pre_proj", "mlp_down_proj", "attn_rope", "matrix products", "other operators"):
+        assert operator in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--model Llama-3-70B", "give --compute KINDS and --memory KINDS"),
+        (f"{PAIR} --slo-tbt 50", r"--slo-tbt '50' is no time.*did you mean 50ms"),
+        (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is no time"),
+        (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is no time"),
+        (f"{PAIR} --slo-tbt 1ms", "no plan reaches --slo-tbt 1.0 ms; the nearest is"),
+        (f"{PAIR} --context 0", "the context is 0 tokens"),
+        (f"{PAIR} --context 9 --trace x.csv", "give one of them"),
+        (f"{PAIR} --trace /nowhere.csv", "the trace /nowhere.csv cannot be read"),
+        (f"{PAIR} --kind h100", "--kind goes with --validate"),
+        ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),
+        ("--model Llama-9 --compute h100 --memory h20", "'Llama-9' is no model directory, config.json or known name"),
+        (f"--model Llama-2-7B --validate {MEASUREMENTS}/a40_llama2_7b_mlp.csv", "--validate needs --kind"),
+        (f"--model LLaMA-13B --kind a40 --validate {MEASUREMENTS}/a40_llama2_7b_mlp.csv", "measured with n_embd 4096"),
+        (
+            f"--model LLaMA-13B --kind a40 --validate {MEASUREMENTS}/a100_dgx_send_recv.csv",
+            "lacks the columns num_tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(line)
