@@ -29,8 +29,9 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 def plan(
     model: Annotated[
-        str, typer.Option(help="Model directory, config.json, or a name such as Llama-3-70B; weights are not read.")
-    ],
+        str | None,
+        typer.Option(help="Model directory, config.json, or a name such as Llama-3-70B; weights are not read."),
+    ] = None,
     compute: Annotated[
         str | None, typer.Option(help=f"Kinds for compute workers; kind:n allows up to n (else {MOST_COMPUTE}).")
     ] = None,
@@ -51,8 +52,16 @@ def plan(
         Path | None, typer.Option(help="Print the cost model's errors against a measured CSV instead of planning.")
     ] = None,
     kind: Annotated[str | None, typer.Option(help="With --validate: the kind that was measured.")] = None,
+    measure: Annotated[
+        Path | None, typer.Option(help="Measure this machine and write it as the kind cpu to a file for --hardware.")
+    ] = None,
 ) -> None:
     """Find the pools that serve a model at least cost, or check the cost model against measurements."""
+    if measure is not None:
+        _measure(measure)
+        return
+    if model is None:
+        raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     from lamina.plan import hardware as catalogue_of
 
     catalogue = catalogue_of.load(hardware)
@@ -121,12 +130,15 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
     from rich.console import Console
 
     from lamina.cli.console import output, print_text
+    from lamina.cluster.pool import CPU, GPUS
 
     # A pipe has no width of its own: give the table what it needs.
     wide = output() if output().is_terminal else Console(width=120, highlight=False)
     wide.print(_table(planner, front, best, len(plans)))
     print_text("Recommended\n", style="bold")
     print_text(f"  {launch_line(best, model)}\n")
+    if unknown := [kind for kind in _typed_kinds(best) if kind not in (CPU, *GPUS)]:
+        print_text(f"  (lamina launch runs no workers on {' or '.join(unknown)} so far.)\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; the "
         f"mean prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
@@ -139,14 +151,20 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 
 def launch_line(plan: "Plan", model: str) -> str:
     """The command that starts these pools."""
-    from lamina.plan.hardware import ALIASES
-
-    names = {entry: name for name, entry in ALIASES.items()}
-    compute, memory = (names.get(kind, kind) for kind in (plan.pools.compute.kind, plan.pools.memory.kind))
+    compute, memory = _typed_kinds(plan)
     return (
         f"lamina launch --model {model} --compute {compute}:{plan.pools.compute_workers} "
         f"--memory {memory}:{plan.pools.memory_workers}"
     )
+
+
+def _typed_kinds(plan: "Plan") -> tuple[str, str]:
+    """The kinds of compute and memory as `lamina launch` knows them."""
+    from lamina.plan.hardware import ALIASES
+
+    names = {entry: name for name, entry in ALIASES.items()}
+    pools = plan.pools
+    return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.memory.kind, pools.memory.kind)
 
 
 def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int) -> "Table":
@@ -256,3 +274,16 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
             end_section=row.is_total,
         )
     output().print(table)
+
+
+def _measure(file: Path) -> None:
+    from lamina.cli.console import print_text
+    from lamina.plan import hardware, measure
+
+    if file.exists():
+        raise ConfigError(f"{file} exists; give --measure another file, or remove it")
+    file.write_text(measure.as_toml(measure.entry()))
+    entry = hardware.load(file)["cpu"]
+    rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
+    print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
+    print_text(f"lamina plan --hardware {file} --compute cpu --memory cpu ... plans with it.\n")

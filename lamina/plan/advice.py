@@ -37,7 +37,7 @@ def recommend(plans: Sequence[Plan]) -> Plan:
     """The cheapest per token drawn; of plans within SAME_COST of it, the one whose pools cost least."""
     cheapest = min(plan.usd_per_million_out for plan in plans)
     near = [plan for plan in plans if plan.usd_per_million_out <= cheapest * (1 + SAME_COST)]
-    return min(near, key=lambda plan: (plan.usd_per_hour, plan.tbt_s))
+    return min(near, key=lambda plan: (plan.usd_per_hour, -plan.tokens_s))
 
 
 def beyond(planner: Planner, plan: Plan) -> list[str]:

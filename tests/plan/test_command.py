@@ -1,6 +1,7 @@
 """`lamina plan` as it is typed."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from lamina.cli import app
 from lamina.errors import UserError
+from lamina.plan import hardware, measure
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
 PAIR = "--model Llama-3-70B --compute h100 --memory h20"
@@ -81,3 +83,19 @@ def test_validation_prints_every_operator() -> None:
 def test_what_cannot_be_is_refused(line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(line)
+
+
+def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "READ_BYTES", 2**22)
+    monkeypatch.setattr(measure, "PRODUCT", (8, 64, 64))
+    file = tmp_path / "cpu.toml"
+    assert "GB/s" in plan(f"--measure {file}")
+    entry = hardware.load(file)["cpu"]
+    assert entry.processors == len(os.sched_getaffinity(0))
+    assert entry.memory_bytes_s > 1e8 and min(entry.flops.values()) > 1e6
+    result = json.loads(plan(f"--model LLaMA-7B --hardware {file} --compute cpu:1 --memory cpu:2 --context 512 --json"))
+    assert result["recommended"]["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
+    with pytest.raises(UserError, match="exists; give --measure another file"):
+        plan(f"--measure {file}")
+    with pytest.raises(UserError, match="give --model"):
+        plan("--compute h100 --memory h20")

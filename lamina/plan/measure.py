@@ -1,0 +1,113 @@
+"""Measures this machine for the hardware catalogue: the entry ``cpu`` that `lamina plan --measure FILE` writes.
+
+Peaks are what was reached, not what is printed on the box: the fastest of a few rounds of a large matrix product, of a
+read of memory that no cache holds and of a copy, each on all cores that this process may use.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from lamina.types import DType
+
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+READ_BYTES = 2**30
+PRODUCT = (512, 4096, 4096)
+ROUNDS = 5
+
+
+def entry() -> dict[str, float | str]:
+    """Values of a catalogue entry in its own units (``hardware.toml``). Takes some seconds and 1 GiB of memory."""
+    import psutil
+
+    cores = len(os.sched_getaffinity(0))
+    copied = _copy_bytes_s() / 1e9
+    clock = psutil.cpu_freq()
+    return {
+        "device": f"{_processor()}, {cores} cores",
+        "processors": cores,
+        "clock_ghz": (clock.max or clock.current) / 1000 if clock else 1.0,
+        **{f"{dtype.value}_tflops": _flops(dtype) / 1e12 for dtype in DType},
+        "memory_gb_s": _read_bytes_s(cores) / 1e9,
+        "memory_gb": psutil.virtual_memory().total / 1e9,
+        "l2_mb": _cache_bytes() / 1e6,
+        "link": "shared memory",
+        "link_gb_s": copied,
+        "nic_gb_s": copied,
+        "watts": 0,
+        "price_usd": 0,
+    }
+
+
+def as_toml(values: dict[str, float | str]) -> str:
+    """A hardware file with ``values`` as the kind ``cpu``."""
+    lines = [
+        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:.4g}" for name, value in values.items()
+    ]
+    return "\n".join(
+        [
+            "# Measured by lamina plan --measure. Fill in watts and price_usd or price_usd_per_hour yourself.",
+            "[cpu]",
+            *lines,
+            "[cpu.sources]",
+            'specification = "measured here; network card: workers of one machine share memory"',
+            'price_usd = "not given"',
+            "",
+        ]
+    )
+
+
+def _fastest_s(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of ROUNDS calls after a first one."""
+    work()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _flops(dtype: DType) -> float:
+    import torch
+
+    from lamina.models.config import torch_dtype
+
+    rows, columns, depth = PRODUCT
+    weight = torch.ones(columns, depth, dtype=torch_dtype(dtype))
+    hidden = torch.ones(rows, depth, dtype=torch_dtype(dtype))
+    with torch.inference_mode():
+        return 2 * rows * columns * depth / _fastest_s(lambda: torch.nn.functional.linear(hidden, weight))
+
+
+def _read_bytes_s(threads: int) -> float:
+    from lamina.kernels.memory import allocate, read
+
+    memory = allocate(READ_BYTES)
+    memory[:] = 1  # gives every page a place of its own
+    return READ_BYTES / _fastest_s(lambda: read(memory, threads))
+
+
+def _copy_bytes_s() -> float:
+    source = np.ones(READ_BYTES // 8, dtype=np.uint8)
+    target = np.empty_like(source)
+    return source.nbytes / _fastest_s(lambda: np.copyto(target, source))
+
+
+def _cache_bytes() -> float:
+    """Of the last level that core 0 has."""
+    sizes = [
+        (index / "size").read_text().strip() for index in sorted(CACHE.glob("index*")) if (index / "size").is_file()
+    ]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return max((float(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=1e6)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0].replace('"', "") if names else platform.machine()
