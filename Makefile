@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CPP := $(shell find native -name '*.cpp' -o -name '*.h')
+CPP := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test test-all check native venv clean
+.PHONY: run test test-all test-gpu check native venv clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -16,6 +16,10 @@ test: check
 
 test-all: check
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
+test-gpu: venv
+	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
 
 check: venv
 	$(BIN)/ruff check .

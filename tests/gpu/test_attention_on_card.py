@@ -1,0 +1,100 @@
+"""What only a card can show of attention: the interpreter's tests on it, captured graphs, dispatch, memory errors."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lamina.kernels import attention
+from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table, write_words
+from lamina.kernels.gpu.choice import Choices
+from lamina.kernels.gpu.program import KvElement
+from lamina.kernels.gpu.tables import PageTables
+from tests.kernels.cases import decode, make_case, make_spec, table
+
+pytestmark = pytest.mark.gpu
+KERNEL_TESTS = ["tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py"]
+ON_CARD = os.environ | {"TRITON_INTERPRET": "0"}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("file", KERNEL_TESTS)
+def test_the_interpreters_tests_pass_on_the_card(file):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", file],
+        env=ON_CARD,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
+def test_compute_sanitizer_finds_nothing():
+    tests = "test_decode_batch or test_appends or test_prompt_chunk or test_merge_equals"
+    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-k", tests]
+    run = subprocess.run([*command, *KERNEL_TESTS], env=ON_CARD, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+def expected(case):
+    from lamina.kernels import reference
+
+    return reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
+
+
+def test_dispatch_takes_arrays_of_the_card():
+    import cupy
+
+    case = make_case([decode(700), decode(3)], make_spec(2, 4, 64), "float32")
+    arrays = [cupy.asarray(each) for each in (case.q, case.k, case.v)]
+    out, lse = attention.partial(*arrays, case.segments, case.spec, threads=1)
+    for got, wanted in zip((out, lse), expected(case), strict=True):
+        np.testing.assert_allclose(got.get(), wanted, atol=3e-5)
+
+
+def test_a_captured_layer_follows_the_tables():
+    """Replayed while sequences grow and one ends: every replay attends to the tables as they are then."""
+    import cupy
+
+    from lamina.kernels.gpu.cuda import Cuda
+
+    backend, spec, capacity = Cuda(0), make_spec(2, 4, 64), 4096
+    stream = cupy.cuda.Stream(non_blocking=True)
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((capacity, 2, 64)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((3, 8, 64)).astype(np.float32)
+    shuffled = rng.permutation(capacity).astype(np.int32)
+    slots = [shuffled[:1000], shuffled[1000:1500], shuffled[1500:1600]]
+    tables = PageTables(8192)
+    with stream:
+        slab = KvSlab(KvElement.FLOAT32, cupy.asarray(k), cupy.asarray(v))
+        words = backend.empty((8192,), np.int32)
+        queries, out, lse = cupy.asarray(q), cupy.empty((3, 8, 64), np.float32), cupy.empty((3, 8), np.float32)
+        layer = Attention(backend, StepCapacity(3, 3), Choices(""))
+        graph = None
+        for lengths in ((100, 300, 64), (101, 301, 65), (900, 302, 0), (1, 500, 100)):
+            for sequence, length in enumerate(lengths):
+                tables.update(sequence, slots[sequence][:length])
+            write_words(backend, words, tables.changes())
+            pairs = [decode(length) for length in lengths]
+            held = np.concatenate([each[:length] for each, length in zip(slots, lengths, strict=True)])
+            segments = table(pairs, held)
+            layer.begin(pair_table(segments, np.array([tables.start(sequence) for sequence in range(3)])))
+            if graph is None:
+                layer.partial(queries, slab, words, spec, out, lse)
+                stream.begin_capture()
+                layer.partial(queries, slab, words, spec, out, lse)
+                graph = stream.end_capture()
+            graph.launch(stream)
+            stream.synchronize()
+            from lamina.kernels import reference
+
+            wanted = reference.partial(q, k, v, segments, spec, threads=1)
+            for got, right in zip((out, lse), wanted, strict=True):
+                np.testing.assert_allclose(got.get(), right, atol=3e-5)
