@@ -56,6 +56,8 @@ def partial(
 ) -> tuple[FloatArray, FloatArray]:
     """Attention of every query row over its pair's segment, without sinks: those are applied by ``merge``.
 
+    Arrays of CuPy are attended to on their card (``lamina.kernels.gpu``), whatever ``threads`` and ``path`` say.
+
     Args:
         q: [R, Hq, D] float32 or the element type of k; rounded to bfloat16 on ``Path.AVX512_BF16`` if k holds that.
         k: [slots, Hkv, D] float32, float16 or uint16. v: [slots, Hkv, Dv] likewise.
@@ -70,6 +72,10 @@ def partial(
     Raises:
         ValueError: a shape, an element type, an order or a slot that does not fit.
     """
+    if hasattr(q, "__cuda_array_interface__"):
+        from lamina.kernels.gpu import cuda
+
+        return cuda.partial(q, k, v, segments, spec, out, lse)
     _check_spec(q, k, v, spec)
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
     lse = np.empty(q.shape[:2], np.float32) if lse is None else lse

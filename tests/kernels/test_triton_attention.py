@@ -49,14 +49,14 @@ def solve(pairs, spec, element, wide_query, alibi):
     run(pairs, spec, element, wide_query)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @problems
 def test_equals_oracle(pairs, spec, element, wide_query, alibi):
     solve(pairs, spec, element, wide_query, alibi)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @problems
 def test_equals_oracle_widely(pairs, spec, element, wide_query, alibi):
     solve(pairs, spec, element, wide_query, alibi)

@@ -4,7 +4,7 @@ Shapes use R query rows, Hq query heads, Hkv key/value heads, D and Dv head size
 Arrays are the backend's; uint16 means bfloat16 bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ PAIR_WORDS, ITEM_WORDS = 8, 4
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
 COMBINED_PARTS = 16  # partials that combine reads at once
+WRITTEN_WORDS = 256  # words of page tables that one program writes
 PairArray = npt.NDArray[np.int32]
 
 
@@ -80,11 +81,27 @@ def pair_table(
 
 
 @dataclass(frozen=True)
+class _PairClass:
+    """Pairs with rows[0] to rows[1] query rows, of attentions that are cut and masked alike."""
+
+    spec: AttentionSpec
+    element: KvElement
+    block_m: int
+    rows: tuple[int, int]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, element: KvElement, block_m: int, rows: tuple[int, int]) -> "_PairClass":
+        """The class of these pairs: the spec without what planning does not ask for."""
+        cut = replace(spec, layer=0, scale=1.0, softcap=0.0, sinks=False, alibi_slopes=None)
+        return cls(cut, element, block_m, rows)
+
+
+@dataclass(frozen=True)
 class _Plan:
     """Items of one class of pairs for one tiling, on the device; ``bound`` of them at most."""
 
     program: Program
-    block_m: int
+    tiling: Tiling
     bound: int
     items: Any
     splits: Any
@@ -93,9 +110,10 @@ class _Plan:
 class Attention:
     """Runs the attention of one memory worker's steps on one card. One thread owns it.
 
-    ``begin`` sends a step's table (a few words per pair and row); everything else happens on the device in stream
-    order, so that ``partial`` can be captured in a graph after it has run once outside: captured calls read the table
-    that was sent last.
+    ``begin`` sends a step's table (a few words per pair and row) and cuts its work; everything happens on the device,
+    in stream order. ``partial`` can be captured in a graph after it has run once outside, which compiles and allocates.
+    Replays attend to the tables sent last, and are good for steps of the same ``step_class``, with prompt chunks only
+    if the captured one had them.
     """
 
     def __init__(self, backend: Backend, capacity: StepCapacity, choices: Choices | None = None) -> None:
@@ -104,11 +122,13 @@ class Attention:
         self._choices = choices or Choices.load(backend.name)
         self._words = backend.empty((capacity.pairs * PAIR_WORDS + capacity.rows,), np.int32)
         self._row_pairs = self._words[capacity.pairs * PAIR_WORDS :]
-        self._plans: dict[Program, _Plan] = {}
-        self._planned: set[Program] = set()
-        self._scratch: Any = backend.empty((0,), np.float32)
+        self._plans: dict[tuple[_PairClass, Tiling], _Plan] = {}
+        self._current: dict[_PairClass, _Plan] = {}
+        self._scratches = [backend.empty((0,), np.float32)]
         self._slopes: dict[tuple[float, ...], Any] = {}
-        self._context, self._ragged, self._most_rows, self._appends = Context.NORMAL, False, 0, False
+        self.step_class = (Context.NORMAL, False)
+        """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
+        self._most_rows, self._appends = 0, False
 
     def begin(self, table: PairArray) -> None:
         """Send one step's pairs (``pair_table``) to the device. Raises ValueError if they exceed the capacity."""
@@ -123,10 +143,10 @@ class Attention:
         row_pairs = words[self._capacity.pairs * PAIR_WORDS :]
         row_pairs[:rows], row_pairs[rows:] = np.repeat(np.arange(pairs), table[:, 1]), -1
         self._backend.upload(words, self._words)
-        self._context, self._ragged = classify(table[:, 5])
+        self.step_class = classify(table[:, 5])
         self._most_rows = int(table[:, 1].max(initial=0))
         self._appends = bool((table[:, 6] >= 0).any())
-        self._planned.clear()
+        self._current = {pairs_of: self._plan(pairs_of) for pairs_of in self._current}
 
     def partial(
         self,
@@ -151,22 +171,25 @@ class Attention:
         Raises:
             ValueError: a shape or an element type that does not fit, or pairs append and ``new`` is missing.
         """
-        self._check(q, slab, spec, out, lse, new)
+        self._check(q, slab, tables, spec, out, lse, new)
         block_m, most_rows = decode_tile(spec)
-        self._run(q, slab, tables, spec, out, lse, new, block_m, (1, most_rows))
+        few = _PairClass.of(spec, slab.element, block_m, (1, most_rows))
+        self._run(few, q, slab, tables, spec, out, lse, new)
         if self._most_rows > most_rows:
             rows = most_rows + 1, self._capacity.rows
-            self._run(q, slab, tables, spec, out, lse, None, prompt_tile(slab.element), rows)
+            many = _PairClass.of(spec, slab.element, prompt_tile(slab.element), rows)
+            self._run(many, q, slab, tables, spec, out, lse, None)
 
     def append(self, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` int32 [T]; a token with slot -1 is left out."""
         if len(k):
-            program = append_program(slab.element, k, v)
+            program = append_program(slab.element, k.dtype, k.shape[1], k.shape[2], v.shape[2])
             arrays = [slab.k, slab.v, *_scales(slab, slots), k, v, slots]
             self._backend.launch(program, (len(k), k.shape[1]), arrays)
 
     def _run(
         self,
+        pairs: _PairClass,
         q: Any,
         slab: KvSlab,
         tables: Any,
@@ -174,55 +197,49 @@ class Attention:
         out: Any,
         lse: Any,
         new: tuple[Any, Any] | None,
-        block_m: int,
-        rows: tuple[int, int],
     ) -> None:
-        """One class of pairs: plan once a step, attend, join what was cut."""
-        shape = Shape(
-            self._context,
-            self._ragged,
-            rows[0] > 1,
-            slab.element,
-            spec.query_heads // spec.kv_heads,
-            spec.qk_dim,
-        )
-        tiling = self._choices.tiling(shape, block_m, self._backend.capability)
-        plan = self._plan(spec, tiling, block_m, rows)
+        """One class of pairs: attend, and join what was cut."""
+        if pairs not in self._current:
+            self._current[pairs] = self._plan(pairs)
+        plan = self._current[pairs]
         k, v = new or (q, q)
-        part_rows = plan.bound * spec.kv_heads * block_m
+        part_rows = plan.bound * spec.kv_heads * pairs.block_m
         parts = self._parts(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
         slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
+        new_type = None if new is None else new[0].dtype
         program = attend_program(
-            spec, slab.element, tiling, block_m, q.dtype, self._backend.capability, new[0].dtype if new else None
+            spec, slab.element, plan.tiling, pairs.block_m, q.dtype, self._backend.capability, new_type
         )
         shared = [self._words, plan.items, plan.splits, out, lse, part_out, part_lse]
         arrays = [q, slab.k, slab.v, *_scales(slab, lse), k, v, slopes, tables, *shared]
         numbers = (self._capacity.pairs, spec.scale, spec.softcap)
         self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
         joined = [part_out, part_lse, self._words, self._row_pairs, plan.splits, out, lse]
-        self._backend.launch(combine_program(spec, block_m), (len(q), spec.query_heads), joined)
+        self._backend.launch(combine_program(spec, pairs.block_m), (len(q), spec.query_heads), joined)
 
-    def _plan(self, spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int]) -> _Plan:
-        extra = max(1, -(-self._backend.multiprocessors * tiling.waves // spec.kv_heads))
-        program = plan_program(spec, tiling, block_m, rows, extra, self._capacity.pairs)
-        if program not in self._plans:
-            group = spec.query_heads // spec.kv_heads
-            bound = self._capacity.pairs + self._capacity.rows * group // block_m + extra
+    def _plan(self, pairs: _PairClass) -> _Plan:
+        """Cut the step's work for these pairs, on the device."""
+        spec, group = pairs.spec, pairs.spec.query_heads // pairs.spec.kv_heads
+        shape = Shape(*self.step_class, pairs.rows[0] > 1, pairs.element, group, spec.qk_dim)
+        tiling = self._choices.tiling(shape, pairs.block_m, self._backend.capability)
+        if (pairs, tiling) not in self._plans:
+            extra = max(1, -(-self._backend.multiprocessors * tiling.waves // spec.kv_heads))
+            program = plan_program(spec, tiling, pairs.block_m, pairs.rows, extra, self._capacity.pairs)
+            bound = self._capacity.pairs + self._capacity.rows * group // pairs.block_m + extra
             items = self._backend.empty((bound * ITEM_WORDS,), np.int32)
             splits = self._backend.empty((2 * self._capacity.pairs + 1,), np.int32)
-            self._plans[program] = _Plan(program, block_m, bound, items, splits)
-        plan = self._plans[program]
-        if program not in self._planned:
-            arguments = [self._words, plan.items, plan.splits, self._capacity.pairs]
-            self._backend.launch(program, (self._capacity.pairs,), arguments)
-            self._planned.add(program)
+            self._plans[pairs, tiling] = _Plan(program, tiling, bound, items, splits)
+        plan = self._plans[pairs, tiling]
+        arguments = [self._words, plan.items, plan.splits, self._capacity.pairs]
+        self._backend.launch(plan.program, (self._capacity.pairs,), arguments)
         return plan
 
     def _parts(self, count: int) -> Any:
-        if len(self._scratch) < count:
-            self._scratch = self._backend.empty((count,), np.float32)
-        return self._scratch
+        """Memory for ``count`` numbers. What was too small is kept: captured graphs point to it."""
+        if len(self._scratches[-1]) < count:
+            self._scratches.append(self._backend.empty((count,), np.float32))
+        return self._scratches[-1]
 
     def _alibi(self, slopes: tuple[float, ...]) -> Any:
         if slopes not in self._slopes:
@@ -231,7 +248,7 @@ class Attention:
         return self._slopes[slopes]
 
     def _check(
-        self, q: Any, slab: KvSlab, spec: AttentionSpec, out: Any, lse: Any, new: tuple[Any, Any] | None
+        self, q: Any, slab: KvSlab, tables: Any, spec: AttentionSpec, out: Any, lse: Any, new: tuple[Any, Any] | None
     ) -> None:
         shapes = tuple(tuple(array.shape[1:]) for array in (q, slab.k, slab.v, out, lse))
         heads = spec.query_heads
@@ -252,6 +269,8 @@ class Attention:
                 f"q is {q.dtype}, k {slab.k.dtype} and v {slab.v.dtype}; q must be float32, float16 or uint16 "
                 f"(bfloat16 bits), and a slab of {slab.element.name} is {slab.element.storage}"
             )
+        if tables.dtype != np.int32:
+            raise ValueError(f"tables are {tables.dtype}; page tables are words of int32")
         if self._appends and new is None:
             raise ValueError("pairs of this step append a token while they attend; give the message's k and v as new")
 
@@ -346,20 +365,39 @@ def combine_program(spec: AttentionSpec, block_m: int) -> Program:
     )
 
 
-def append_program(element: KvElement, k: Any, v: Any) -> Program:
-    """``triton_append.append`` for rows like k and v."""
-    new = TRITON_NAMES[np.dtype(k.dtype)]
+def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int, qk_dim: int, v_dim: int) -> Program:
+    """``triton_append.append`` for rows of ``new_element``."""
+    new = TRITON_NAMES[np.dtype(new_element)]
     return _program(
         "triton_append.append",
         [f"*{element.triton_name}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
         1,
-        kv_heads=k.shape[1],
-        qk_dim=k.shape[2],
-        v_dim=v.shape[2],
-        element=_element_code(element, HARDWARE_FP8 - 1),  # rounds by bits on every card, so that all round alike
-        block_d=_block(k.shape[2]),
-        block_dv=_block(v.shape[2]),
+        kv_heads=kv_heads,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        element=_element_code(element, HARDWARE_FP8 - 1),  # what it reads back is not used
+        block_d=_block(qk_dim),
+        block_dv=_block(v_dim),
     )
+
+
+def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> Program:
+    """``triton_merge.merge`` of ``count`` partials."""
+    return _program(
+        "triton_merge.merge",
+        ["*fp32"] * 5 + ["i32"] * 2,
+        2,
+        query_heads=query_heads,
+        v_dim=v_dim,
+        has_sinks=has_sinks,
+        block_dv=_block(v_dim),
+        block_parts=_power_of_two(min(count, COMBINED_PARTS)),
+    )
+
+
+def write_words_program() -> Program:
+    """``triton_append.write_words``."""
+    return _program("triton_append.write_words", ["*i32", "*i32", "i32"], block=WRITTEN_WORDS)
 
 
 def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any = None) -> None:
@@ -378,16 +416,7 @@ def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any
         raise ValueError(
             f"outs {outs.shape}, lses {lses.shape}, out {out.shape} and lse {lse.shape} are not partials of one shape"
         )
-    program = _program(
-        "triton_merge.merge",
-        ["*fp32"] * 5 + ["i32"] * 2,
-        2,
-        query_heads=heads,
-        v_dim=v_dim,
-        has_sinks=sinks is not None,
-        block_dv=_block(v_dim),
-        block_parts=_power_of_two(min(count, COMBINED_PARTS)),
-    )
+    program = merge_program(count, heads, v_dim, sinks is not None)
     backend.launch(program, (rows, heads), [outs, lses, lse if sinks is None else sinks, out, lse, count, rows])
 
 
@@ -397,8 +426,7 @@ def write_words(backend: Backend, words: Any, changes: npt.NDArray[np.int32]) ->
     if count:
         sent = backend.empty(changes.shape, np.int32)
         backend.upload(changes, sent)
-        program = _program("triton_append.write_words", ["*i32", "*i32", "i32"], block=256)
-        backend.launch(program, (-(-count // 256),), [words, sent, count])
+        backend.launch(write_words_program(), (-(-count // WRITTEN_WORDS),), [words, sent, count])
 
 
 def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **constants: Constant) -> Program:

@@ -11,7 +11,6 @@ from pathlib import Path
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from lamina.kernels.gpu.program import Program
@@ -89,6 +88,8 @@ def resources(binary: Binary) -> Resources:
     Raises:
         RuntimeError: ptxas fails; the message is its own.
     """
+    from triton.backends.nvidia.compiler import get_ptxas  # of Triton's own; running programs does without
+
     target = re.search(r"^\.target (\w+)", binary.ptx, re.MULTILINE)
     assert target
     architecture = int(re.sub(r"\D", "", target[1]))

@@ -1,0 +1,121 @@
+"""A card as a backend: programs compiled by Triton, memory and launches by CuPy. Needs no torch."""
+
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+import numpy.typing as npt
+
+from lamina.kernels.attention import SegmentTable
+from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
+from lamina.kernels.gpu.device import find, select
+from lamina.kernels.gpu.program import KvElement, Program
+from lamina.kernels.gpu.triton_compile import ALIGNMENT, Binary, compile_program
+from lamina.types import AttentionSpec
+
+NUMBERS = {"i32": np.int32, "fp32": np.float32}
+STAGINGS = 4  # uploads on their way before one has to wait for the first
+
+
+class Cuda:
+    """Card ``index`` as a ``Backend``. Work goes to CuPy's current stream of the calling thread."""
+
+    def __init__(self, index: int) -> None:
+        """Raises ConfigError if there is no such card or a package is missing."""
+        select(f"cuda:{index}", find())
+        self.device = cupy.cuda.Device(index)
+        self.device.use()
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.name: str = properties["name"].decode()
+        self.multiprocessors: int = properties["multiProcessorCount"]
+        self.capability = int(self.device.compute_capability)
+        self._kernels: dict[Program, tuple[Any, Binary]] = {}
+        self._stagings = [_Staging() for _ in range(STAGINGS)]
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Uninitialised device memory."""
+        return cupy.empty(shape, dtype)
+
+    def upload(self, source: npt.NDArray[Any], target: Any) -> None:
+        """Copy by way of pinned memory, without waiting unless ``STAGINGS`` earlier uploads are on their way still."""
+        if source.size:
+            self._stagings.append(self._stagings.pop(0))
+            self._stagings[-1].send(source, target[: len(source)])
+
+    def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Run on the current stream; compiles on first use.
+
+        Raises:
+            ValueError: an array's address is no multiple of 16 bytes, which programs rely on.
+        """
+        if 0 in grid:
+            return
+        kernel, binary = self._kernels.get(program) or self._load(program)
+        values = [
+            argument if kind.startswith("*") else NUMBERS[kind](argument)
+            for kind, argument in zip(program.types, arguments, strict=True)
+        ]
+        astray = [value.data.ptr for value in values if isinstance(value, cupy.ndarray) and value.data.ptr % ALIGNMENT]
+        if astray:
+            raise ValueError(f"{program.kernel} got arrays at {astray}; align them to {ALIGNMENT} bytes")
+        hidden = [np.uint64(0)] * binary.hidden
+        kernel(grid, (32 * binary.warps,), (*values, *hidden), shared_mem=binary.shared_bytes)
+
+    def _load(self, program: Program) -> tuple[Any, Binary]:
+        binary = compile_program(program, self.capability)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "program.cubin")
+            path.write_bytes(binary.cubin)
+            kernel = cupy.RawModule(path=str(path)).get_function(binary.name)
+            kernel.max_dynamic_shared_size_bytes = binary.shared_bytes  # loads the code, while the file is there
+        self._kernels[program] = kernel, binary
+        return kernel, binary
+
+
+class _Staging:
+    """Pinned memory for one upload at a time."""
+
+    def __init__(self) -> None:
+        self._memory = cupy.cuda.alloc_pinned_memory(1)
+        self._sent = cupy.cuda.Event(disable_timing=True)
+
+    def send(self, source: npt.NDArray[Any], target: Any) -> None:
+        self._sent.synchronize()
+        if self._memory.size() < source.nbytes:
+            self._memory = cupy.cuda.alloc_pinned_memory(2 * source.nbytes)
+        pinned = np.frombuffer(self._memory, source.dtype, source.size).reshape(source.shape)
+        pinned[...] = source
+        stream = cupy.cuda.get_current_stream()
+        target.set(pinned, stream=stream)
+        self._sent.record(stream)
+
+
+def partial(
+    q: Any, k: Any, v: Any, segments: SegmentTable, spec: AttentionSpec, out: Any | None, lse: Any | None
+) -> tuple[Any, Any]:
+    """``lamina.kernels.attention.partial`` for CuPy arrays on the current card; ``segments`` are numpy's.
+
+    Makes the tables of this call alone: a memory worker keeps an ``Attention`` and page tables on the card instead.
+    """
+    backend = _backend(q.device.id)
+    element = next(each for each in KvElement if not each.scaled and each.storage == k.dtype)
+    out = backend.empty((*q.shape[:2], v.shape[2]), np.float32) if out is None else out
+    lse = backend.empty(q.shape[:2], np.float32) if lse is None else lse
+    if len(segments.slots) and not 0 <= int(segments.slots.min()) <= int(segments.slots.max()) < len(k):
+        raise ValueError(f"slots holds {segments.slots.max()}; the slab has slots 0 to {len(k) - 1}")
+    pairs, rows = len(segments.query_start), len(q)
+    attention = Attention(backend, StepCapacity(max(1, pairs), max(1, rows)))
+    attention.begin(pair_table(segments))
+    slots = backend.empty((len(segments.slots) + 1,), np.int32)
+    backend.upload(segments.slots, slots)
+    attention.partial(q, KvSlab(element, k, v), slots, spec, out, lse)
+    return out, lse
+
+
+@cache
+def _backend(index: int) -> Cuda:
+    return Cuda(index)

@@ -1,0 +1,62 @@
+"""Launch options by context class and raggedness: classes, defaults and what one device has measured."""
+
+import numpy as np
+import pytest
+
+from lamina.kernels.gpu.choice import SHARED_BYTES, Choices, Context, Shape, Tiling, classify, default
+from lamina.kernels.gpu.program import KvElement
+
+SHAPE = Shape(Context.LONG, False, False, KvElement.BFLOAT16, 4, 128)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        ([], (Context.NORMAL, False)),
+        ([8192] * 3, (Context.NORMAL, False)),
+        ([8193], (Context.LONG, False)),
+        ([32768, 30000], (Context.LONG, False)),
+        ([32769, 20000], (Context.ULTRA, False)),
+        ([500_000] + [1000] * 31, (Context.ULTRA, True)),
+        ([4000] + [500] * 9, (Context.NORMAL, True)),
+    ],
+)
+def test_steps_are_classified_by_their_lengths(tokens, wanted):
+    assert classify(np.array(tokens, np.int32)) == wanted
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 75])
+@pytest.mark.parametrize("element", KvElement)
+@pytest.mark.parametrize("dim", [16, 80, 128, 256, 512])
+def test_the_default_is_one_that_products_take(capability, element, dim):
+    for block_m in (16, 32, 64):
+        tiling = default(Shape(Context.NORMAL, True, block_m > 16, element, 4, dim), block_m, capability)
+        assert tiling.block_n in (16, 32, 64) and tiling.warps in (4, 8) and 1 <= tiling.stages <= 3
+        if capability in SHARED_BYTES and dim <= 256:
+            loaded = 2 * tiling.block_n * dim * max(2, element.storage.itemsize) * tiling.stages
+            assert loaded <= SHARED_BYTES[capability] * 1024
+
+
+def test_ragged_and_ultra_long_steps_are_cut_finer():
+    even, ragged, ultra = (
+        default(Shape(context, uneven, False, KvElement.BFLOAT16, 4, 128), 16, 90).waves
+        for context, uneven in ((Context.NORMAL, False), (Context.NORMAL, True), (Context.ULTRA, False))
+    )
+    assert even < ragged == ultra
+
+
+def test_what_was_measured_is_kept_for_its_shape_and_device_alone(tmp_path):
+    measured = Tiling(128, 8, 4, 2, 512)
+    choices = Choices("NVIDIA H200", {str(SHAPE): measured})
+    assert choices.save(tmp_path).parent == tmp_path
+    again = Choices.load("NVIDIA H200", tmp_path)
+    assert again.tiling(SHAPE, 16, 90) == measured
+    other = Shape(Context.LONG, True, False, KvElement.BFLOAT16, 4, 128)
+    assert again.tiling(other, 16, 90) == default(other, 16, 90)
+    assert Choices.load("NVIDIA A40", tmp_path).measured == {}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": {"block_m": 3}}', '{"a": 1}'])
+def test_a_damaged_file_is_as_if_there_were_none(tmp_path, content):
+    Choices("card").save(tmp_path).write_text(content)
+    assert Choices.load("card", tmp_path).measured == {}

@@ -1,0 +1,74 @@
+"""GPU kernels become machine code without a card: Triton's ahead of time, CUDA's by nvcc where there is one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamina.kernels.gpu.choice import SHARED_BYTES
+
+ROOT = Path(__file__).parents[2]
+CAPABILITIES = (80, 86, 89, 90)
+POLLING = ROOT / "native" / "polling.cu"
+needs_nvcc = pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="no nvcc on this machine: install the CUDA toolkit"
+)
+
+
+def run(*command: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(each, marks=pytest.mark.slow) for each in CAPABILITIES[:-1]] + [90]
+)
+def test_every_program_compiles_without_spills(capability, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    results = tmp_path / "compiled.json"
+    run(sys.executable, "bench/gpu.py", "compile", "--capability", str(capability), "--json", str(results))
+    rows = json.loads(results.read_text())["programs"]
+    assert {row["capability"] for row in rows} == {capability}
+    assert {"attend", "plan", "combine", "merge", "append", "write_words"} <= {row["kernel"] for row in rows}
+    assert not [row for row in rows if row["spill_stores"] or row["spill_loads"]]
+    assert all(row["shared_bytes"] <= SHARED_BYTES[capability] * 1024 for row in rows)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_polling_compiles(capability, tmp_path):
+    cubin = str(tmp_path / "polling.cubin")
+    run("nvcc", f"-arch=sm_{capability}", "-cubin", "-Werror", "all-warnings", "-o", cubin, str(POLLING))
+
+
+@needs_nvcc
+def test_polling_acquires_and_releases_at_system_scope():
+    """In the PTX that nvcc makes, the loop's look and the ring are the ordered ones, and every look asks the clock."""
+    ptx = run("nvcc", "-arch=sm_90", "-ptx", "-o", "-", str(POLLING))
+    wait, ring = (ptx[ptx.index(f".entry {name}") :].partition("\n}")[0] for name in ("lamina_wait", "lamina_ring"))
+    assert "ld.acquire.sys.global.u64" in wait and "clock64" in wait and "ld.acquire.sys.global.u32" in wait
+    assert ring.index("membar.sys") < ring.index("st.release.sys.global.u64")
+
+
+def test_polling_source_travels_with_the_package():
+    from lamina.kernels.gpu.polling import SOURCE
+
+    assert SOURCE.read_text() == POLLING.read_text()
+
+
+def test_interpreted_kernels_are_not_compiled_by_accident():
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    from lamina.kernels.gpu.attention import plan_program
+    from lamina.kernels.gpu.choice import Tiling
+    from lamina.kernels.gpu.triton_compile import compile_program
+    from tests.kernels.cases import make_spec
+
+    program = plan_program(make_spec(1, 1, 16), Tiling(16, 4, 1, 1), 16, (1, 1), 1, 1)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
+        compile_program(program, 90)
