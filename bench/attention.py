@@ -1,10 +1,16 @@
-"""KV bytes read per second by decode attention, against the memory read bandwidth measured between its calls.
+"""Native attention on this machine's processor, each figure against a limit measured between its calls.
 
-    python bench/attention.py [--sequences 16] [--tokens 2048] [--threads 1 2] [--rounds 21] [--json FILE]
+    python bench/attention.py [--only decode split ...] [--sequences 16] [--tokens 2048] [--threads 1 2] [--rounds 21]
+                              [--json FILE]
 
-Each row is one shape: bfloat16 KV, one query row per sequence. ``slots`` says how tokens lie in the slab: one after
-another, or anywhere. ``row read`` reads the same rows and does nothing else. Figures are medians over the rounds; the
-ratio, of KV to the plain read, is the median of the ratios of neighbours.
+decode   KV bytes read per second (bfloat16, one query row per sequence) over a plain read loop's. ``slots`` says how
+         tokens lie in the slab: one after another, or anywhere. ``row read`` reads the same rows and does nothing else.
+split    time of the same requests as 8 segments each, merged, over their time as one.
+ragged   time of one request of 64 Ki tokens among 15 of 1 Ki over that of 16 equal requests of as many tokens.
+prefill  a prompt chunk's causal attention to itself, in visible multiply-adds per second, over a bfloat16 matrix
+         product's.
+
+Figures are medians over the rounds; ratios are medians of the ratios of neighbours in time.
 """
 
 import argparse
@@ -13,33 +19,35 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from lamina.kernels.attention import Array, SegmentTable, partial
 from lamina.kernels.memory import allocate, read, read_rows
+from lamina.kernels.merge import merge
 from lamina.types import AttentionSpec
 
 READ_BYTES = 256 * 1024 * 1024  # larger than any cache, and so it also empties them between calls
 SHAPES = ((4, 4, 64), (16, 4, 64), (32, 4, 64), (4, 4, 128), (16, 4, 128), (32, 4, 128))  # query heads, KV heads, size
+LONGER_SHAPES = ((16, 4, 64), (16, 4, 128))
+SEGMENTS = 8
+LONG_TOKENS, SHORT_TOKENS, RAGGED_SEQUENCES = 64 * 1024, 1024, 16
+TABLES = ("decode", "split", "ragged", "prefill")
+CHUNKS = (512, 1024, 2048)
+Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table; rates in bytes per second."""
+    """One row of a table: the case, the rates in its units per second, and the ratio the case is about."""
 
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    slots: str
-    threads: int
-    attention_rate: float
-    row_read_rate: float
-    read_rate: float
+    case: dict[str, int | str]
+    rates: dict[str, float]
     ratio: float
 
 
@@ -50,71 +58,167 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def interleave(rounds: int, *calls: Callable[[], object]) -> list[list[float]]:
+    """Seconds of each call in each round, after one round that is not counted."""
+    times = [[seconds(call) for call in calls] for _ in range(rounds + 1)]
+    return [list(column) for column in zip(*times[1:], strict=True)]
+
+
+def median_ratio(numerators: list[float], denominators: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def small_values(seed: int, shape: tuple[int, ...]) -> Array:
+    """Random bfloat16 bits of values from 0.5 to 1."""
+    return np.random.default_rng(seed).integers(0x3F00, 0x3F80, size=shape, dtype=np.uint16)
+
+
 def slab(slots: int, heads: int, dim: int) -> Array:
-    """A bfloat16 slab of small values: exponents near 1, random mantissas."""
+    """A bfloat16 slab, all tokens alike."""
     array = allocate(slots * heads * dim * 2).view(np.uint16).reshape(slots, heads, dim)
-    array[:] = np.random.default_rng(0).integers(0x3F00, 0x3F80, size=(1, heads, dim), dtype=np.uint16)
+    array[:] = small_values(0, (1, heads, dim))
     return array
 
 
-def measure(
-    shape: tuple[int, int, int], scattered: bool, threads: int, sequences: int, tokens: int, rounds: int, memory: Array
-) -> Result:
-    """One shape, its calls interleaved with reads of ``memory``."""
-    query_heads, kv_heads, dim = shape
-    count = sequences * tokens
-    k, v = slab(count, kv_heads, dim), slab(count, kv_heads, dim)
-    q = np.random.default_rng(1).standard_normal((sequences, query_heads, dim)).astype(np.float32)
-    slots = np.random.default_rng(2).permutation(count) if scattered else np.arange(count)
-    segments = SegmentTable(
-        query_offsets=np.arange(sequences + 1, dtype=np.int32),
-        query_start=np.full(sequences, tokens - 1, np.int32),
-        kv_offsets=np.arange(0, count + 1, tokens, dtype=np.int64),
-        kv_start=np.zeros(sequences, np.int32),
-        slots=slots.astype(np.int32),
-    )
-    spec = AttentionSpec(0, query_heads, kv_heads, dim, dim, dim**-0.5)
-    slab_rows = [each.view(np.uint8).reshape(count, -1) for each in (k, v)]
-    reads, row_reads, calls = [], [], []
-    for _ in range(rounds):
-        reads.append(len(memory) / seconds(lambda: read(memory, threads)))
-        row_reads.append(
-            (k.nbytes + v.nbytes) / seconds(lambda: [read_rows(r, segments.slots, threads) for r in slab_rows])
+class Requests:
+    """K, V and queries of requests with ``tokens`` cached tokens each, and the attention of all of them."""
+
+    def __init__(self, shape: Shape, tokens: list[int], rows: int = 1, scattered: bool = False) -> None:
+        """The last ``rows`` tokens of every request are the queries."""
+        query_heads, kv_heads, dim = shape
+        self.spec = AttentionSpec(0, query_heads, kv_heads, dim, dim, dim**-0.5)
+        self.tokens, self.rows = np.array(tokens), rows
+        count = int(self.tokens.sum())
+        self.k, self.v = slab(count, kv_heads, dim), slab(count, kv_heads, dim)
+        self.nbytes = self.k.nbytes + self.v.nbytes
+        self.q = np.random.default_rng(1).standard_normal((rows * len(tokens), query_heads, dim)).astype(np.float32)
+        slots = np.random.default_rng(2).permutation(count) if scattered else np.arange(count)
+        self.slots = slots.astype(np.int32)
+        self.whole = self.segment(0, 1)
+
+    def segment(self, index: int, count: int) -> SegmentTable:
+        """Segment ``index`` of ``count`` equal ones of every request."""
+        ends = np.cumsum(self.tokens)
+        starts, stops = self.tokens * index // count, self.tokens * (index + 1) // count
+        parts = [
+            self.slots[end - tokens + start : end - tokens + stop]
+            for end, tokens, start, stop in zip(ends, self.tokens, starts, stops, strict=True)
+        ]
+        return SegmentTable(
+            query_offsets=np.arange(0, self.rows * len(self.tokens) + 1, self.rows, dtype=np.int32),
+            query_start=(self.tokens - self.rows).astype(np.int32),
+            kv_offsets=np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int64),
+            kv_start=starts.astype(np.int32),
+            slots=np.concatenate(parts),
         )
-        read(memory, threads)  # empties the caches again
-        calls.append((k.nbytes + v.nbytes) / seconds(lambda: partial(q, k, v, segments, spec, threads)))
-    ratio = statistics.median(call / read_rate for call, read_rate in zip(calls, reads, strict=True))
-    order = "anywhere" if scattered else "in order"
-    attention_rate, row_read_rate, read_rate = (statistics.median(rates) for rates in (calls, row_reads, reads))
-    return Result(query_heads, kv_heads, dim, order, threads, attention_rate, row_read_rate, read_rate, ratio)
+
+    def attend(self, segments: SegmentTable, threads: int) -> tuple[Array, Array]:
+        return partial(self.q, self.k, self.v, segments, self.spec, threads)
+
+
+def case_of(shape: Shape, threads: int, **more: int | str) -> dict[str, int | str]:
+    return dict(zip(("query heads", "KV heads", "head size"), shape, strict=True)) | more | {"threads": threads}
+
+
+def decode(shape: Shape, threads: int, scattered: bool, tokens: list[int], rounds: int, memory: Array) -> Result:
+    requests = Requests(shape, tokens, scattered=scattered)
+    slab_rows = [each.view(np.uint8).reshape(len(each), -1) for each in (requests.k, requests.v)]
+    reads, row_reads, _, calls = interleave(
+        rounds,
+        lambda: read(memory, threads),
+        lambda: [read_rows(rows, requests.slots, threads) for rows in slab_rows],
+        lambda: read(memory, threads),  # empties the caches again
+        lambda: requests.attend(requests.whole, threads),
+    )
+    read_rates = [len(memory) / each for each in reads]
+    rates = [requests.nbytes / each for each in calls]
+    return Result(
+        case_of(shape, threads, slots="anywhere" if scattered else "in order"),
+        {
+            "KV GB/s": statistics.median(rates) / 1e9,
+            "row read GB/s": requests.nbytes / statistics.median(row_reads) / 1e9,
+            "read GB/s": statistics.median(read_rates) / 1e9,
+        },
+        median_ratio(rates, read_rates),
+    )
+
+
+def split(shape: Shape, threads: int, tokens: list[int], rounds: int, memory: Array) -> Result:
+    requests = Requests(shape, tokens)
+    segments = [requests.segment(index, SEGMENTS) for index in range(SEGMENTS)]
+
+    def in_segments() -> None:
+        partials = [requests.attend(segment, threads) for segment in segments]
+        merge([out for out, _ in partials], [lse for _, lse in partials])
+
+    _, whole, _, merged = interleave(
+        rounds,
+        lambda: read(memory, threads),
+        lambda: requests.attend(requests.whole, threads),
+        lambda: read(memory, threads),
+        in_segments,
+    )
+    rates = {
+        name: requests.nbytes / statistics.median(times) / 1e9
+        for name, times in (("whole GB/s", whole), (f"{SEGMENTS} segments GB/s", merged))
+    }
+    return Result(case_of(shape, threads, requests=len(tokens), tokens=tokens[0]), rates, median_ratio(merged, whole))
+
+
+def ragged(shape: Shape, threads: int, rounds: int, memory: Array) -> Result:
+    uneven = [LONG_TOKENS] + [SHORT_TOKENS] * (RAGGED_SEQUENCES - 1)
+    one_long = Requests(shape, uneven)
+    equal = Requests(shape, [sum(uneven) // RAGGED_SEQUENCES] * RAGGED_SEQUENCES)
+    _, equals, _, raggeds = interleave(
+        rounds,
+        lambda: read(memory, threads),
+        lambda: equal.attend(equal.whole, threads),
+        lambda: read(memory, threads),
+        lambda: one_long.attend(one_long.whole, threads),
+    )
+    rates = {
+        "equal GB/s": equal.nbytes / statistics.median(equals) / 1e9,
+        "ragged GB/s": one_long.nbytes / statistics.median(raggeds) / 1e9,
+    }
+    return Result(case_of(shape, threads), rates, median_ratio(raggeds, equals))
+
+
+def prefill(shape: Shape, threads: int, chunk: int, rounds: int) -> Result:
+    """Causal: a row's operations are those on the tokens it sees."""
+    query_heads, _, dim = shape
+    requests = Requests(shape, [chunk], rows=chunk)
+    operations = 4 * query_heads * dim * chunk * (chunk + 1) // 2
+    size = 1024
+    torch.set_num_threads(threads)
+    left, right = torch.randn(size, size, dtype=torch.bfloat16), torch.randn(size, size, dtype=torch.bfloat16)
+    products, calls = interleave(
+        rounds, lambda: torch.mm(left, right), lambda: requests.attend(requests.whole, threads)
+    )
+    product_rates, rates = [2 * size**3 / each for each in products], [operations / each for each in calls]
+    medians = {
+        "attention GFLOP/s": statistics.median(rates) / 1e9,
+        "product GFLOP/s": statistics.median(product_rates) / 1e9,
+    }
+    return Result(case_of(shape, threads, chunk=chunk), medians, median_ratio(rates, product_rates))
 
 
 def show(results: list[Result], title: str) -> None:
-    """Prints the table."""
+    """Prints a table."""
     table = Table(title=title)
-    for heading in (
-        "query heads",
-        "KV heads",
-        "head size",
-        "slots",
-        "threads",
-        "KV GB/s",
-        "row read GB/s",
-        "read GB/s",
-        "ratio",
-    ):
+    for heading in (*results[0].case, *results[0].rates, "ratio"):
         table.add_column(heading, justify="left" if heading == "slots" else "right")
     for r in results:
-        sizes = (r.query_heads, r.kv_heads, r.head_dim, r.slots, r.threads)
-        rates = (f"{rate / 1e9:.1f}" for rate in (r.attention_rate, r.row_read_rate, r.read_rate))
-        table.add_row(*map(str, sizes), *rates, f"{r.ratio:.2f}")
+        table.add_row(*map(str, r.case.values()), *(f"{rate:.1f}" for rate in r.rates.values()), f"{r.ratio:.3f}")
     Console().print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, help="some of the tables")
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="per sequence; the split's requests are 4 times as long"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -122,14 +226,35 @@ def main() -> None:
 
     memory = allocate(READ_BYTES)
     memory[:] = 1
-    cases = [(shape, scattered, threads) for threads in args.threads for shape in SHAPES for scattered in (False, True)]
-    results = [
-        measure(*case, args.sequences, args.tokens, args.rounds, memory)
-        for case in track(cases, "attention", transient=True)
-    ]
-    show(results, f"decode attention, bfloat16, {args.sequences} sequences x {args.tokens} tokens")
+    rounds, tokens = args.rounds, [args.tokens] * args.sequences
+    longer = [4 * args.tokens] * max(1, args.sequences // 4)
+    title, each = (
+        {
+            "decode": "decode, bfloat16: KV bytes per second over a read's",
+            "split": f"requests in {SEGMENTS} segments, merged: time over that of one call",
+            "ragged": f"{LONG_TOKENS} tokens among {RAGGED_SEQUENCES - 1} x {SHORT_TOKENS}: time over that of equals",
+            "prefill": "causal attention of a prompt chunk: operations per second over a matrix product's",
+        },
+        {
+            "decode": lambda threads: [
+                decode(shape, threads, scattered, tokens, rounds, memory)
+                for shape, scattered in product(SHAPES, (False, True))
+            ],
+            "split": lambda threads: [split(shape, threads, longer, rounds, memory) for shape in LONGER_SHAPES],
+            "ragged": lambda threads: [ragged(shape, threads, rounds, memory) for shape in LONGER_SHAPES],
+            "prefill": lambda threads: [
+                prefill(shape, threads, chunk, rounds) for shape, chunk in product(LONGER_SHAPES, CHUNKS)
+            ],
+        },
+    )
+    results = {}
+    for name in args.only:
+        results[name] = [result for threads in args.threads for result in each[name](threads)]
+        show(results[name], title[name])
     if args.json:
-        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        args.json.write_text(
+            json.dumps({name: [asdict(row) for row in rows] for name, rows in results.items()}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -32,14 +32,29 @@ LAMINA_WIDEST uint64_t sum_words(const char *memory, int64_t bytes) {
     return total;
 }
 
+// Every one of 8 lines has a prefetch instruction of its own, and neighbours do not follow each other: a bare
+// loop of this kind read rows of 512 bytes in random order at 0.8 to 0.9 of the sequential rate on a Zen 5
+// core, one instruction in a loop over the lines at 0.5 to 0.65.
 LAMINA_WIDEST uint64_t sum_rows(const char *memory, int64_t row_bytes, const int32_t *slots, int64_t count) {
-    constexpr int64_t ahead = 8 * 1024; // bytes; the best of 1 to 64 KiB on a Zen 5 core
+    constexpr int64_t ahead = 8 * 1024; // bytes; 8 and 16 KiB are best on a Zen 5 core
+    constexpr int64_t lines = 8, block = lines * sizeof(Line);
     const int64_t rows_ahead = (ahead + row_bytes - 1) / row_bytes;
     Line sum = {};
     for (int64_t i = 0; i < count; ++i) {
         const char *next = memory + slots[std::min(i + rows_ahead, count - 1)] * row_bytes;
         const char *row = memory + slots[i] * row_bytes;
-        for (int64_t at = 0; at < row_bytes; at += sizeof(Line)) {
+        int64_t at = 0;
+        for (; at + block <= row_bytes; at += block) {
+#pragma GCC unroll 8
+            for (int64_t line_index = 0; line_index < lines; ++line_index) {
+                const int64_t place = at + line_index * 5 % lines * int64_t{sizeof(Line)};
+                __builtin_prefetch(next + place);
+                Line line;
+                std::memcpy(&line, row + place, sizeof(Line));
+                sum += line;
+            }
+        }
+        for (; at < row_bytes; at += sizeof(Line)) {
             __builtin_prefetch(next + at);
             Line line;
             std::memcpy(&line, row + at, sizeof(Line));

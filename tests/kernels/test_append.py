@@ -76,8 +76,9 @@ def test_memory_is_zeroed_writable_and_aligned():
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_reads_the_rows_asked_for(threads):
-    rows = np.random.default_rng(0).integers(0, 256, (50, 128), np.uint8)
+@pytest.mark.parametrize("row_bytes", [128, 512, 640])
+def test_reads_the_rows_asked_for(threads, row_bytes):
+    rows = np.random.default_rng(0).integers(0, 256, (50, row_bytes), np.uint8)
     slots = np.array([3, 49, 0, 3, 17], np.int32)
     assert read_rows(rows, slots, threads) == int(rows.view(np.uint64)[slots].sum())
     assert read_rows(rows, slots[:0], threads) == 0
