@@ -8,7 +8,6 @@ import numpy as np
 
 from lamina.errors import ConfigError
 from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
-from lamina.plan.workload import Workload
 
 SAME_COST = 0.02
 """Plans whose cost differs by less than this share are equally cheap; the smaller one is recommended."""
@@ -25,12 +24,6 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
         if not (no_worse & better).any() and not twin:
             front.append(plan)
     return sorted(front, key=lambda plan: plan.usd_per_million_out)
-
-
-def total_usd_per_million(plan: Plan, workload: Workload) -> float:
-    """Dollars for a million tokens of the workload's own mix of prompt and answer."""
-    mixed = plan.usd_per_million_in * workload.prompt + plan.usd_per_million_out * workload.output
-    return mixed / (workload.prompt + workload.output)
 
 
 def recommend(plans: Sequence[Plan]) -> Plan:
@@ -64,13 +57,10 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
         )
         found = free.evaluate(larger)
         if found is not None:
-            faster, dearer = (
-                found.tokens_s / plan.tokens_s - 1,
-                found.usd_per_million_out / plan.usd_per_million_out - 1,
-            )
-            lines.append(
-                f"{what}: {faster:+.0%} tokens/s, {dearer:+.0%} cost per token; waits for {found.bottleneck.value}"
-            )
+            faster = found.tokens_s / plan.tokens_s - 1
+            dearer = found.usd_per_hour / plan.usd_per_hour / (1 + faster) - 1 if plan.usd_per_hour else None
+            cost = "" if dearer is None else f", {dearer:+.0%} cost per token"
+            lines.append(f"{what}: {faster:+.0%} tokens/s{cost}; waits for {found.bottleneck.value}")
     return lines
 
 

@@ -4,15 +4,17 @@
 
 fits the file of Llama-2-7B on the A100 and the two network files, and rewrites ``profiles.sqlite`` in the package;
 ``--store FILE`` writes another. Needs scipy, which nothing else does. The other files in that directory are for testing
-(``lamina plan --validate``) and are never read here.
+(``lamina plan --validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products
+without one operator, two of them or two degrees of tensor parallelism and prints the errors on what was left out.
 
 The parameters minimise a robust (soft L1) loss of log(predicted / measured), so that a factor of 1.1 too slow weighs as
 much as one of 1.1 too fast, and products for which the library chose an odd kernel do not draw the others along.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from lamina.plan.store import PACKAGED, Fit, ProfileStore, Sample
 
 KIND = "a100-80g"
 MODEL = KNOWN["llama-2-7b"]
+MLP = "a100_llama2_7b_mlp.csv"
 LOSS_SCALE = 0.05
 """Relative error from which the loss grows linearly rather than with the square."""
 
@@ -66,8 +69,8 @@ STARTS = 4
 Prediction = Callable[[Fits, Series], Floats]
 
 
-def fit_part(name: str, start: Fits, series: list[Series], predict: Prediction) -> Fits:
-    """``start`` with the parameters of its part ``name`` fitted to ``series``."""
+def fit_part(name: str, start: Fits, series: list[Series], predict: Prediction, starts: int = STARTS) -> Fits:
+    """``start`` with the parameters of its part ``name`` fitted to ``series``, the best of ``starts`` fits."""
     initial = asdict(getattr(start, name))
     part = type(getattr(start, name))
 
@@ -83,7 +86,7 @@ def fit_part(name: str, start: Fits, series: list[Series], predict: Prediction) 
     highest = np.array([np.log(CEILINGS[key]) if key in CEILINGS else np.inf for key in initial])
     lowest, highest = first - np.log(100), np.minimum(highest, first + np.log(100))
     draw = np.random.default_rng(0)
-    starts = [first, *(first + draw.normal(0, 0.3, len(first)) for _ in range(STARTS - 1))]
+    firsts = [first, *(first + draw.normal(0, 0.3, len(first)) for _ in range(starts - 1))]
     found = [
         least_squares(
             residuals,
@@ -94,7 +97,7 @@ def fit_part(name: str, start: Fits, series: list[Series], predict: Prediction) 
             diff_step=2e-3,
             max_nfev=40,
         )
-        for one in starts
+        for one in firsts
     ]
     return with_parameters(min(found, key=lambda one: float(one.cost)).x)
 
@@ -132,7 +135,7 @@ _DEVICE = hardware.load()[KIND]
 
 def fit_all(directory: Path) -> Mapping[str, tuple[Fit, list[Sample]]]:
     """Every part of the cost model fitted to the files in ``directory``: name -> fit and samples."""
-    mlp = directory / "a100_llama2_7b_mlp.csv"
+    mlp = directory / MLP
     parts: dict[str, tuple[str, list[Series], Prediction]] = {
         "gemm": (mlp.name, read_operators(mlp, MODEL, GEMMS), operators),
         "pointwise": (mlp.name, read_operators(mlp, MODEL, POINTWISE), operators),
@@ -157,12 +160,40 @@ def fit_all(directory: Path) -> Mapping[str, tuple[Fit, list[Sample]]]:
     return result
 
 
+def cross_validate(mlp: Path) -> Iterator[tuple[str, float, float]]:
+    """What was left out of a fit of the matrix products, and the median and 95th percentile of the errors on it."""
+    series = read_operators(mlp, MODEL, GEMMS)
+    fits = Fits.load(KIND)
+    degrees = np.unique(series[0].devices).tolist()
+    names = [*combinations(GEMMS, 1), *combinations(GEMMS, 2)]
+    groups: list[tuple[str, tuple[str, ...], tuple[float, ...]]] = [
+        *((f"without {' and '.join(left_out)}", left_out, ()) for left_out in names),
+        *((f"without TP {a:.0f} and {b:.0f}", (), (a, b)) for a, b in combinations(degrees, 2)),
+    ]
+    for title, left_operators, left_degrees in groups:
+        kept: list[Series] = []
+        left: list[Series] = []
+        for one in series:
+            out = np.isin(one.devices, left_degrees) | (one.operator in left_operators)
+            for part, where in ((kept, ~out), (left, out)):
+                if where.any():
+                    part.append(Series(one.operator, one.sizes[where], one.devices[where], one.seconds[where]))
+        without = fit_part("gemm", fits, kept, operators, starts=1)
+        errors = np.abs([sample.error for sample in samples_of(without, left, operators)])
+        yield title, float(np.median(errors)), float(np.quantile(errors, 0.95))
+
+
 def main() -> None:
     """Fit and store; print the parameters and errors."""
     parser = argparse.ArgumentParser(description="Fit the cost model and write the profile store.")
     parser.add_argument("measurements", type=Path, help="directory with the measured CSV files")
     parser.add_argument("--store", type=Path, default=PACKAGED, help="SQLite file to write")
+    parser.add_argument("--cross-validate", action="store_true", help="print errors on parts left out of the fit")
     arguments = parser.parse_args()
+    if arguments.cross_validate:
+        for title, median, p95 in cross_validate(arguments.measurements / MLP):
+            print(f"{title}: median {median:.2%}, 95th percentile {p95:.2%}", flush=True)
+        return
     store = ProfileStore(arguments.store)
     for fit, samples in fit_all(arguments.measurements).values():
         store.write(fit, samples)

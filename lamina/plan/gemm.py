@@ -4,7 +4,7 @@ A library computes ``[M, K] x [K, N]`` by a kernel that gives every tile of the 
 few tile shapes (and splits of K) this module adds up what such a kernel needs; the time of the product is a mean over
 the kernels that favours the fast ones, because the library's choice is good but not always the best.
 
-The same thirteen numbers, ``GemmFit``, serve every device: only the catalogue entry differs.
+The same fourteen numbers, ``GemmFit``, serve every device: only the catalogue entry differs.
 """
 
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -221,7 +222,7 @@ class Planner:
         tbt = float(busy.max())
         batch = int(rows[best]) * pools.lanes
         tokens_s, prompt_tokens_s = batch / tbt, self.workload.prompt * pools.replicas / ttft_s
-        moved = (2 + 2 / self.shape.group) * self.shape.dtype.itemsize * self._width * rows[best] * self.shape.layers
+        moved = self.shape.layers * float(self.models[pools.compute.kind].exchange_bytes(rows[best]))
         lane_s = busy[0] * pools.replicas / pools.lanes + busy[1] / pools.lanes
         return Plan(
             pools=pools,
@@ -241,10 +242,6 @@ class Planner:
             network_bytes_s=float(moved / (NETWORK_ALPHA * lane_s)),
         )
 
-    @property
-    def _width(self) -> int:
-        return self.shape.query_heads * self.shape.head_size
-
 
 def _limit(rows: Floats, best: int, all_allowed: bool) -> Limit:
     if best == len(rows) - 1:
@@ -256,26 +253,25 @@ def layouts(
     shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> Iterator[Pools]:
     """Every layout on at most so many workers of each kind."""
-    for kind, most in compute:
-        groups = [
-            (tensor_parallel, replicas)
-            for tensor_parallel in TENSOR_PARALLEL
-            if shape.kv_heads % tensor_parallel == 0
-            for replicas in range(1, most // tensor_parallel + 1)
-        ]
-        for memory_kind, most_memory in memory:
-            for tensor_parallel, replicas in groups:
-                for workers in range(1, most_memory + 1):
-                    for lanes in sorted({1, 2, replicas + 1} if replicas == 1 else {replicas + 1}):
-                        for partition in Partition:
-                            if partition is Partition.HEAD and (workers == 1 or shape.kv_heads % workers):
-                                continue
-                            yield Pools(
-                                compute=kind,
-                                tensor_parallel=tensor_parallel,
-                                replicas=replicas,
-                                memory=memory_kind,
-                                memory_workers=workers,
-                                lanes=lanes,
-                                partition=partition,
-                            )
+    for (kind, most), (memory_kind, most_memory) in product(compute, memory):
+        for tensor_parallel, replicas in _groups(shape, most):
+            lane_counts = (1, 2) if replicas == 1 else (replicas + 1,)
+            for workers, lanes, partition in product(range(1, most_memory + 1), lane_counts, Partition):
+                if partition is Partition.HEAD and (workers == 1 or shape.kv_heads % workers):
+                    continue
+                yield Pools(
+                    compute=kind,
+                    tensor_parallel=tensor_parallel,
+                    replicas=replicas,
+                    memory=memory_kind,
+                    memory_workers=workers,
+                    lanes=lanes,
+                    partition=partition,
+                )
+
+
+def _groups(shape: ModelShape, most: int) -> Iterator[tuple[int, int]]:
+    """Degrees of tensor parallelism that divide the heads, with the replicas that ``most`` devices hold."""
+    for tensor_parallel in TENSOR_PARALLEL:
+        if shape.kv_heads % tensor_parallel == 0:
+            yield from ((tensor_parallel, replicas) for replicas in range(1, most // tensor_parallel + 1))
