@@ -246,7 +246,7 @@ class CardBench:
             step = Step(self.backend, BATCHES[batch], group, element, True)
             shape = Shape(*classify(np.array(BATCHES[batch], np.int32)), False, element, group, HEAD_DIM)
             best, best_s = default(shape, decode_tile(step.spec)[0], self.backend.capability), float("inf")
-            for name, values in (("waves", (2, 4, 8)), ("stages", (2, 3, 4, 5)), ("block_n", (32, 64, 128)),
+            for name, values in (("waves", (2, 4, 8)), ("stages", (3, 5, 7)), ("block_n", (32, 64, 128)),
                                  ("warps", (2, 4, 8))):  # fmt: skip
                 for tiling in (replace(best, **{name: value}) for value in values):
                     seconds = self._with(step, shape, tiling)

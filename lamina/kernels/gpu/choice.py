@@ -43,7 +43,9 @@ class Tiling:
 
     Args:
         block_n: tokens of one turn of the loop.
-        warps, stages: warps of a program, and turns whose K and V are on their way at once.
+        warps: warps of a program.
+        stages: Triton's pipeline depth. Slots are loaded a turn before their K and V: 3 keeps the K and V of one turn
+            on their way, 5 those of two.
         waves: programs per multiprocessor over which a step's tokens are cut.
         least_tokens: no part of a segment is shorter.
     """
