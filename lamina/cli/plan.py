@@ -259,7 +259,7 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
         caption="Relative errors of single measurements; nothing was fitted to this file.",
         caption_justify="left",
     )
-    table.add_column("operator")
+    table.add_column("operator", no_wrap=True)
     for heading in ("TP", "measured", "median error", "95th percentile", "bias"):
         table.add_column(heading, justify="right")
     for row in errors_by_operator(file, CostModel(shape, entry, Fits.load(entry.kind))):

@@ -29,21 +29,32 @@ class ErrorRow:
 
 
 def errors_by_operator(file: Path, model: CostModel) -> Iterator[ErrorRow]:
-    """Rows for every matrix product and then every other operator in ``file``, each group followed by its total.
+    """Rows for every matrix product and then every other operator in ``file``, each group followed by its total, and
+    then, if the file has all operators, the sum over a layer's: what plans are made of.
 
     Raises:
         ConfigError: see ``measurements.read_operators``.
     """
     series = read_operators(file, model.shape, (*GEMMS, *POINTWISE))
+    predicted = [model.operator_seconds(one.operator, one.sizes, one.devices) for one in series]
     for title, names in (("matrix products", GEMMS), ("other operators", POINTWISE)):
         errors = []
-        for one in (one for one in series if one.operator in names):
-            error = model.operator_seconds(one.operator, one.sizes, one.devices) / one.seconds - 1
-            errors.append(error)
-            for devices in np.unique(one.devices):
-                yield _row(one.operator, f"{devices:.0f}", error[one.devices == devices])
+        for one, seconds in zip(series, predicted, strict=True):
+            if one.operator in names:
+                errors.append(seconds / one.seconds - 1)
+                yield from _by_degree(one.operator, one.devices, errors[-1])
         if errors:
             yield _row(title, "", np.concatenate(errors), is_total=True)
+    first = series[0]
+    if len(series) == len(GEMMS) + len(POINTWISE) and all(len(one.sizes) == len(first.sizes) for one in series):
+        error = np.sum(predicted, axis=0) / np.sum([one.seconds for one in series], axis=0) - 1
+        yield from _by_degree("sum of a layer", first.devices, error)
+        yield _row("sums of layers", "", error, is_total=True)
+
+
+def _by_degree(operator: str, devices: Floats, error: Floats) -> Iterator[ErrorRow]:
+    for degree in np.unique(devices):
+        yield _row(operator, f"{degree:.0f}", error[devices == degree])
 
 
 def _row(operator: str, tensor_parallel: str, error: Floats, is_total: bool = False) -> ErrorRow:
