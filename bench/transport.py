@@ -187,10 +187,11 @@ def iperf3_rate(nbytes: int, seconds: float, cores: tuple[int, int]) -> list[Res
     if shutil.which("iperf3") is None:
         Console(stderr=True).print("no iperf3 (Debian: apt-get install iperf3): its rate is not measured")
         return []
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.socket() as free:  # bound, never used: it leaves the port at once
+        free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = ["-p", port, "-A"]
-    server = subprocess.Popen(["iperf3", "-s", "-1", *place, str(cores[1])], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(["iperf3", "-s", *place, str(cores[1])], stdout=subprocess.DEVNULL)
     client = ["iperf3", "-c", "127.0.0.1", *place, str(cores[0]), "-l", str(nbytes), "-t", str(round(seconds)), "-J"]
     try:
         for _ in range(50):  # until the server listens

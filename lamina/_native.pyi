@@ -107,6 +107,8 @@ def gate(
 
 # -- transport: arenas, and the waits on their doorbells
 
+DOORBELL_NBYTES: int  # from one doorbell of an arena to the next; its number is the first eight bytes
+
 class Arena:
     """An arena mapped into this process; exports its data as a writable buffer."""
 
@@ -133,6 +135,20 @@ class Arena:
     @property
     def gone(self) -> bool:
         """True once the owner has closed its endpoint or has been found dead."""
+
+    @property
+    def data_address(self) -> int:
+        """Where the data begins in this process's memory; after the doorbells."""
+
+    @property
+    def doorbells_address(self) -> int:
+        """Where the doorbells begin in this process's memory."""
+
+    def watch(self, targets: Sequence[tuple[int, int]], timeout_s: float, spin_s: float) -> int | None:
+        """Look at doorbells that hardware writes until a target is reached (its index) or the time is over (None).
+
+        Looks without pause for ``spin_s``, then between short naps. Releases the GIL. Raises ValueError.
+        """
 
     def mark_gone(self) -> None:
         """Tell everybody who has mapped this arena that its owner is gone."""

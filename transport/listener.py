@@ -1,4 +1,7 @@
-"""Connections between endpoints: one thread that lets peers in, and the call that asks to be let in."""
+"""Connections between endpoints: one thread that lets peers in, and the call that asks to be let in.
+
+For transports that peers reach at a host and a port: tcp, and rdma, which agrees on its queue pairs this way.
+"""
 
 import contextlib
 import logging
@@ -9,16 +12,48 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from lamina.errors import RefusedError
-from lamina.transport.handshake import connecting, listening
+import msgspec
+
+from lamina.errors import PeerLostError, RefusedError, TransportError
+from lamina.transport.handshake import PROTOCOL, Verdict, connecting, listening
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 0.01
 HANDSHAKE_S = 5.0  # for a peer to prove itself
 MAX_WAITING = 256  # connections that have not proved themselves yet
 
 # Makes the answer to a request, or raises TransportError; and says who takes the connection over after that.
 Admit = Callable[[bytes], tuple[bytes, Callable[[socket.socket], None]]]
+
+
+class Descriptor(msgspec.Struct, array_like=True, frozen=True):
+    """Where an arena is found. ``identity`` is random and tells an endpoint from a later one behind its port."""
+
+    transport: str
+    protocol: int
+    name: str
+    host: str
+    port: int
+    identity: int
+    nbytes: int
+    doorbells: int
+
+
+def decode(descriptor: bytes, transport: str) -> Descriptor:
+    """Where an endpoint of this transport is found. Raises TransportError for any other descriptor."""
+    try:
+        where = msgspec.msgpack.decode(descriptor, type=Descriptor)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"not the descriptor of a {transport} endpoint: {error}") from error
+    if where.transport != transport:
+        raise TransportError(f"not the descriptor of a {transport} endpoint but of a {where.transport} one")
+    if where.protocol != PROTOCOL:
+        raise TransportError(
+            f"{where.name} speaks version {where.protocol} of the protocol, this process {PROTOCOL}; "
+            "run the same release of lamina in all workers"
+        )
+    return where
 
 
 def _tune(connection: socket.socket, silence_s: float) -> None:
@@ -33,7 +68,33 @@ def _tune(connection: socket.socket, silence_s: float) -> None:
 
 
 def connect(
-    address: tuple[str, int], secret: bytes, identity: int, request: bytes, timeout_s: float, silence_s: float
+    name: str, where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
+) -> tuple[socket.socket, bytes]:
+    """A first connection of endpoint ``name`` to another, trying until the deadline, and the answer to its request.
+
+    Raises PeerLostError if that endpoint is gone, RefusedError if it turns the request down, else TransportError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return attempt(where, secret, request, deadline - time.monotonic(), silence_s)
+        except ConnectionRefusedError as error:
+            raise PeerLostError(where.name, f"nobody listens on {where.host} port {where.port}") from error
+        except RefusedError as error:
+            if error.verdict == Verdict.ENDPOINT.name:
+                raise PeerLostError(where.name, str(error)) from error
+            raise RefusedError(error.verdict, f"{where.name} and {name} cannot connect: {error}") from error
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TransportError(
+                    f"{name} found no way to {where.name} at {where.host} port {where.port} within "
+                    f"{timeout_s:g} s: {error}; let workers reach each other on all ports"
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def attempt(
+    where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
     """A connection to a listening endpoint, and its answer to the request.
 
@@ -41,10 +102,10 @@ def connect(
     ConnectionRefusedError says that nobody listens there.
     """
     deadline = time.monotonic() + timeout_s
-    connection = socket.create_connection(address, timeout=max(timeout_s, 1e-3))
+    connection = socket.create_connection((where.host, where.port), timeout=max(timeout_s, 1e-3))
     try:
         _tune(connection, silence_s)
-        handshake = connecting(secret, identity, request)
+        handshake = connecting(secret, where.identity, request)
         output, wanted = next(handshake)
         while True:
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))

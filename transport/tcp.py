@@ -26,8 +26,8 @@ from lamina.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import MappedArena, create
 from lamina.transport.base import Part, Peer, deadline_error
-from lamina.transport.handshake import PROTOCOL, Verdict, check_secret
-from lamina.transport.listener import Admit, Listener
+from lamina.transport.handshake import PROTOCOL, check_secret
+from lamina.transport.listener import RETRY_S, Admit, Descriptor, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +36,9 @@ SILENCE_S = 10.0
 STALL_S = 60.0
 ATTEMPT_S = 1.0  # for one connection to be made again
 MIN_ATTEMPT_S = 0.1  # also when a wait has no time left: to know whether the peer is gone
-RETRY_S = 0.01
 
 _REQUEST = struct.Struct("<QQ?")  # stream, identity of the sender, whether the stream is new
 _ANSWER = struct.Struct("<Q")  # the byte of the stream that the receiver wants next
-
-
-class Descriptor(msgspec.Struct, array_like=True, frozen=True):
-    """Where an arena is found. ``identity`` is random and tells an endpoint from a later one behind its port."""
-
-    transport: str
-    protocol: int
-    name: str
-    host: str
-    port: int
-    identity: int
-    nbytes: int
-    doorbells: int
 
 
 class TcpPeer:
@@ -146,26 +132,10 @@ class TcpEndpoint:
     def connect(self, descriptor: bytes, timeout_s: float) -> TcpPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
         own = self._registered()
-        where = _decode(descriptor)
+        where = listener.decode(descriptor, "tcp")
         stream = secrets.randbits(64)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                connection, _ = self._reach(where, stream, is_new=True, timeout_s=deadline - time.monotonic())
-                break
-            except ConnectionRefusedError as error:
-                raise PeerLostError(where.name, f"nobody listens on {where.host} port {where.port}") from error
-            except RefusedError as error:
-                if error.verdict == Verdict.ENDPOINT.name:
-                    raise PeerLostError(where.name, str(error)) from error
-                raise RefusedError(error.verdict, f"{where.name} and {self.name} cannot connect: {error}") from error
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise TransportError(
-                        f"{self.name} found no way to {where.name} at {where.host} port {where.port} within "
-                        f"{timeout_s:g} s: {error}; let workers reach each other on all ports"
-                    ) from error
-            time.sleep(RETRY_S)
+        request = _REQUEST.pack(stream, own.identity, True)
+        connection, _ = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
         peer = TcpPeer(
             where, stream, own.streams.connect(connection.detach(), where.identity, where.nbytes, where.doorbells)
         )
@@ -232,16 +202,6 @@ class TcpEndpoint:
             raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
         return peer
 
-    def _reach(self, where: Descriptor, stream: int, *, is_new: bool, timeout_s: float) -> tuple[socket.socket, int]:
-        """A connection for the stream, and the byte of it that the peer wants next."""
-        request = _REQUEST.pack(stream, self._registered().identity, is_new)
-        address = (where.host, where.port)
-        connection, answer = listener.connect(
-            address, self._secret, where.identity, request, timeout_s, self._silence_s
-        )
-        (position,) = _ANSWER.unpack(answer)
-        return connection, position
-
     def _mend(self, sender: TcpSender, seconds: float) -> None:
         """Try once to replace a lost connection. Raises PeerLostError once that is hopeless."""
         peer = next(peer for peer in self._peers if peer.sender is sender)
@@ -256,8 +216,10 @@ class TcpEndpoint:
         deadline = peer.broken_since + self._silence_s
         timeout_s = min(max(seconds, MIN_ATTEMPT_S), ATTEMPT_S, max(deadline - now, MIN_ATTEMPT_S))
         try:
-            connection, position = self._reach(peer.where, peer.stream, is_new=False, timeout_s=timeout_s)
+            request = _REQUEST.pack(peer.stream, self._registered().identity, False)
+            connection, answer = listener.attempt(peer.where, self._secret, request, timeout_s, self._silence_s)
             with connection:
+                (position,) = _ANSWER.unpack(answer)
                 sender.reopen(connection.fileno(), position)
                 connection.detach()
         except ConnectionRefusedError:
@@ -286,21 +248,6 @@ class TcpEndpoint:
         self._refused_streams += 1
         if self._refused_streams == 1:
             logger.warning("%s closed a stream: %s (more of this kind are counted only)", self.name, reason)
-
-
-def _decode(descriptor: bytes) -> Descriptor:
-    try:
-        where = msgspec.msgpack.decode(descriptor, type=Descriptor)
-    except msgspec.DecodeError as error:
-        raise TransportError(f"not the descriptor of a tcp endpoint: {error}") from error
-    if where.transport != "tcp":
-        raise TransportError(f"not the descriptor of a tcp endpoint but of a {where.transport} one")
-    if where.protocol != PROTOCOL:
-        raise TransportError(
-            f"{where.name} speaks version {where.protocol} of the protocol, this process {PROTOCOL}; "
-            "run the same release of lamina in all workers"
-        )
-    return where
 
 
 def _admit_to(streams: NativeEndpoint) -> Admit:

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include "lamina/transport_shm.h"
@@ -132,6 +133,22 @@ std::size_t wait_for(ShmWaiter &waiter, const std::vector<std::pair<std::int64_t
     }
 }
 
+std::optional<std::size_t> watch(Arena &arena,
+                                 const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
+                                 double timeout_s, double spin_s) {
+    const std::vector<Target> targets = to_targets(pairs, arena.doorbells());
+    const auto until = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
+    const auto spin = to_nanoseconds(spin_s);
+    if (const auto index = arena.doorbells().ready(targets))
+        return index; // without giving up the GIL
+    nb::gil_scoped_release release;
+    return arena.doorbells().watch(targets, until, spin);
+}
+
+template <typename T> std::uintptr_t address(const T *pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer);
+}
+
 // Python's buffer protocol over the data, so that views keep the mapping alive after close().
 int get_buffer(PyObject *self, Py_buffer *view, int flags) {
     const auto data = nb::inst_ptr<Arena>(self)->data();
@@ -151,6 +168,10 @@ void register_transport(nb::module_ &module) {
         .def_prop_ro("nbytes", [](const Arena &arena) { return arena.data().size(); })
         .def_prop_ro("doorbells", [](Arena &arena) { return arena.doorbells().size(); })
         .def_prop_ro("gone", &Arena::gone)
+        .def_prop_ro("data_address", [](const Arena &arena) { return address(arena.data().data()); })
+        .def_prop_ro("doorbells_address",
+                     [](const Arena &arena) { return address(arena.doorbells().first()); })
+        .def("watch", &watch, "targets"_a, "timeout_s"_a, "spin_s"_a)
         .def("mark_gone", &Arena::mark_gone)
         .def("nudge", [](Arena &arena) { arena.doorbells().nudge(); })
         .def(
@@ -162,6 +183,8 @@ void register_transport(nb::module_ &module) {
         .def("write", &write_part, "offset"_a, "data"_a)
         .def("ring", &ring_doorbell, "doorbell"_a, "sequence"_a)
         .def("post", &post, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a);
+
+    module.attr("DOORBELL_NBYTES") = lamina::kCacheLine;
 
     nb::class_<ShmWaiter>(module, "ShmWaiter")
         .def(nb::init<std::shared_ptr<Arena>>(), "own"_a)

@@ -1,7 +1,9 @@
 #include "lamina/doorbell.h"
 
+#include <algorithm>
 #include <climits>
 #include <ctime>
+#include <thread>
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -62,6 +64,19 @@ std::optional<std::size_t> Doorbells::spin(std::span<const Target> targets,
         }
     } while (std::chrono::steady_clock::now() < until);
     return std::nullopt;
+}
+
+std::optional<std::size_t> Doorbells::watch(std::span<const Target> targets,
+                                            std::chrono::steady_clock::time_point until,
+                                            std::chrono::nanoseconds spin) const {
+    constexpr auto kNap = std::chrono::microseconds(50);
+    const auto spin_until = std::min(std::chrono::steady_clock::now() + spin, until);
+    auto index = this->spin(targets, spin_until);
+    while (!index && std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(kNap);
+        index = ready(targets);
+    }
+    return index;
 }
 
 void Doorbells::sleep(std::uint32_t seen, std::chrono::nanoseconds at_most) {

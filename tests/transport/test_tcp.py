@@ -25,7 +25,8 @@ from lamina._native import TcpEndpoint as NativeEndpoint
 from lamina.errors import DeadlineError, PeerLostError, RefusedError, TransportError
 from lamina.transport import arena, listener
 from lamina.transport.handshake import PROTOCOL
-from lamina.transport.tcp import Descriptor, TcpEndpoint
+from lamina.transport.listener import Descriptor
+from lamina.transport.tcp import TcpEndpoint
 
 NBYTES = 1 << 16
 DOORBELLS = 4
@@ -67,9 +68,7 @@ def raw_stream(endpoint: TcpEndpoint, stream: int = 1, *, is_new: bool = True) -
     """A connection that has proved itself, to send any bytes over, and the byte of its stream wanted next."""
     where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
     request = struct.pack("<QQ?", stream, 77, is_new)
-    connection, answer = listener.connect(
-        (where.host, where.port), SECRET, where.identity, request, TIMEOUT_S, TIMEOUT_S
-    )
+    connection, answer = listener.attempt(where, SECRET, request, TIMEOUT_S, TIMEOUT_S)
     return connection, struct.unpack("<Q", answer)[0]
 
 

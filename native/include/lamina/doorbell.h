@@ -48,6 +48,7 @@ public:
     Doorbells(Arrivals *arrivals, std::span<Doorbell> bells) : arrivals_(arrivals), bells_(bells) {}
 
     std::size_t size() const { return bells_.size(); }
+    const Doorbell *first() const { return bells_.data(); }
     std::uint64_t sequence(std::size_t doorbell) const {
         return bells_[doorbell].sequence.load(std::memory_order_acquire);
     }
@@ -64,6 +65,12 @@ public:
     // Looks at the targets without giving up the core until one is reached or the time is over.
     std::optional<std::size_t> spin(std::span<const Target> targets,
                                     std::chrono::steady_clock::time_point until) const;
+
+    // Looks at the targets for `spin` without pause, then between short naps, until one is reached or the
+    // time is over. For doorbells that hardware writes: it wakes nobody.
+    std::optional<std::size_t> watch(std::span<const Target> targets,
+                                     std::chrono::steady_clock::time_point until,
+                                     std::chrono::nanoseconds spin) const;
 
     // The count to hand to sleep(). Read it before looking at the doorbells.
     std::uint32_t arrivals() const { return arrivals_->count.load(std::memory_order_acquire); }
