@@ -170,6 +170,28 @@ def test_append_rounds_as_defined_and_leaves_out_what_is_not_ours(element):
         np.testing.assert_allclose(kept, wanted, rtol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("element", "values", "wanted"),
+    [
+        (KvElement.INT8, [127, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5], [127, 0, 2, 2, 0, -2, 126]),
+        (KvElement.FP8, [448, 17, 19, -17, 2**-10, 3 * 2**-10, 432], [448, 16, 20, -16, 0, 2**-8, 448]),
+        (KvElement.FP8, [-448, 2**-9, 15 * 2**-10, -(2**-6), 416, 0, -0.0], [-448, 2**-9, 2**-6, -(2**-6), 416, 0, 0]),
+    ],
+)
+def test_ties_round_to_even(element, values, wanted):
+    """The largest value of the format in the row makes the scale 1."""
+    rows = np.zeros((1, 1, 16), np.float32)
+    rows[0, 0, :7] = values
+    zeros = np.zeros((1, 1, 16), np.float32)
+    slab, _, _ = slab_of(zeros, zeros, element)
+    device_rows = give(rows)
+    Attention(BACKEND, StepCapacity(1, 1), Choices("")).append(
+        slab, device_rows, device_rows, give(np.array([0], np.int32))
+    )
+    for kept in held(slab):
+        assert kept[0, 0, :7].tolist() == wanted
+
+
 @pytest.mark.parametrize("element", [KvElement.INT8, KvElement.FP8], ids=["int8", "fp8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_poisoned_as_a_whole(element, value):

@@ -116,8 +116,8 @@ def quantize(row, element: tl.constexpr):
     """
     largest: tl.constexpr = 127.0 if element == INT8 else 448.0
     peak = tl.max(tl.abs(row), 0)
-    scaled = row * tl.where(peak > 0, largest / peak, 0.0)
-    scale = peak / largest + tl.sum(row * 0.0, 0)
+    scaled = row * tl.where(peak > 0, tl.div_rn(largest, tl.where(peak > 0, peak, 1.0)), 0.0)
+    scale = tl.div_rn(peak, largest) + tl.sum(row * 0.0, 0)
     if element == INT8:
         codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2**23: what is left of the sum is whole
     else:
