@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test test-all test-gpu check native venv clean
+.PHONY: run test test-all test-gpu test-rdma check native venv clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -20,6 +20,10 @@ test-all: check
 # On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
 test-gpu: venv
 	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
+
+# The transport's conformance suite over RDMA, in a virtual machine with Soft-RoCE. Status 77: skipped, with the reason.
+test-rdma: venv
+	tests/rdma/run.sh
 
 check: venv
 	$(BIN)/ruff check .

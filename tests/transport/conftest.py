@@ -1,6 +1,7 @@
 """A pair of connected endpoints for every implementation: add one to PAIRS, and the suite covers it."""
 
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -126,6 +127,8 @@ PAIRS: dict[str, tuple[str, type[FarThread] | type[FarProcess]]] = {
     "tcp": ("tcp", FarThread),
     "tcp-processes": ("tcp", FarProcess),
 }
+if os.environ.get("LAMINA_TEST_RDMA"):  # there is a device: see tests/rdma
+    PAIRS |= {"rdma": ("rdma", FarThread), "rdma-processes": ("rdma", FarProcess)}
 
 
 def open_pair(name: str) -> Pair:

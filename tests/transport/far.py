@@ -14,6 +14,7 @@ import numpy as np
 from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.channel import Inbox, Layout, Outbox
 from lamina.transport.null import NullEndpoint
+from lamina.transport.rdma import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 
@@ -22,6 +23,7 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "null": NullEndpoint,
     "shm": ShmEndpoint,
     "tcp": partial(TcpEndpoint, secret=SECRET),
+    "rdma": partial(RdmaEndpoint, secret=SECRET),
 }
 
 

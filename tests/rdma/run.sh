@@ -1,0 +1,48 @@
+#!/bin/bash
+# Runs a command, by default the transport's conformance suite over RDMA, where there is an RDMA device: in a small virtual machine with Soft-RoCE.
+# The machine sees this machine's files; nothing but build/rdma is written. Exits with the command's status; with 77 if no machine can be had.
+#     tests/rdma/run.sh [COMMAND...]
+set -euo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+work=$root/build/rdma
+python=${PYTHON:-$root/.venv/bin/python}
+packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
+
+skip() {
+    echo "SKIPPED: the RDMA tests did not run: $1" >&2
+    exit 77
+}
+
+command -v apt-get >/dev/null || skip "this script installs QEMU with apt-get, which is not here"
+mkdir -p "$work/empty"
+if ! dpkg -s $packages >/dev/null 2>&1; then
+    apt-get install -y -qq --no-install-recommends $packages >"$work/apt.log" 2>&1 ||
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends $packages; } >"$work/apt.log" 2>&1 ||
+        skip "these packages cannot be installed ($work/apt.log says why): $packages"
+fi
+[ -x "$work/venv/bin/vng" ] || { python3 -m venv "$work/venv" && "$work/venv/bin/pip" install -q virtme-ng >"$work/pip.log" 2>&1; } ||
+    skip "virtme-ng cannot be installed ($work/pip.log says why)"
+if ! compgen -G "$work/kernel/boot/vmlinuz-*" >/dev/null; then
+    # Unpacked, never installed. Not the cloud kernel, which has no Soft-RoCE.
+    image=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
+    [ -n "$image" ] || skip "there is no package linux-image-amd64"
+    (cd "$work" && apt-get download -qq "$image" >"$work/kernel.log" 2>&1) || skip "$image cannot be downloaded ($work/kernel.log says why)"
+    rm -rf "$work/kernel.new" && dpkg -x "$work/$image"_*.deb "$work/kernel.new"
+    depmod -b "$work/kernel.new" "$(ls "$work/kernel.new/lib/modules")"
+    mv "$work/kernel.new" "$work/kernel"
+    rm -f "$work/$image"_*.deb
+fi
+# Debian's pyverbs, without the rest of its Python packages.
+mkdir -p "$work/python"
+ln -sfn /usr/lib/python3/dist-packages/pyverbs "$work/python/pyverbs"
+PYTHONPATH="$work/python" "$python" -c "import pyverbs.device" 2>/dev/null ||
+    skip "$("$python" -V) cannot import Debian's pyverbs, which is built for $(/usr/bin/python3 -V)"
+
+[ $# -gt 0 ] || set -- "$python" -m pytest -x -rs --timeout 300 tests/transport/test_conformance.py -k rdma
+job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$@")
+# Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
+cd "$root"
+export PATH=$work/venv/bin:$PATH
+# Through a pipe: a file as standard output would be opened again, and overwritten, by QEMU.
+vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 2G --rodir "/usr/lib/systemd=$work/empty" -- \
+    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 $job" | cat

@@ -1,0 +1,304 @@
+"""RDMA between machines, by pyverbs (rdma-core). Implements ``transport.base.Endpoint``.
+
+Every connection is a reliable queue pair of its own, agreed on over an authenticated TCP connection
+(``transport.handshake``), which then stays open: its end tells that the peer's process has ended, and keys to the
+arena travel nowhere else. A message is one post of two writes, data then doorbell, which a reliable queue pair carries
+out in order. It is sent from registered memory that completions give back. The receiver's processor takes no part; a
+wait looks at the doorbells in its memory.
+
+pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it is imported when an endpoint registers.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lamina._native import Arena as NativeArena
+from lamina.env import environment
+from lamina.errors import PeerLostError, TransportError
+from lamina.transport import listener
+from lamina.transport.arena import MappedArena, create
+from lamina.transport.base import Part, Peer, check_range, deadline_error
+from lamina.transport.handshake import PROTOCOL, check_secret
+from lamina.transport.listener import Descriptor, Listener
+from lamina.transport.rdma_devices import choose, inventory
+from lamina.transport.rdma_queue import Device, Granted, Pair, QueuePair, Sender, part_nbytes
+
+SPIN_S = 20e-6
+SILENCE_S = 10.0
+STALL_S = 60.0
+SLICE_S = 0.02  # between looks at whether peers are alive
+LAST_WORDS_S = 0.05  # for what a peer wrote before it ended
+
+
+def _verbs() -> Any:
+    """The parts of pyverbs that are used here, in one namespace."""
+    try:
+        from types import SimpleNamespace
+
+        from pyverbs import addr, cq, device, enums, mr, pd, pyverbs_error, qp, wr
+    except ImportError as error:
+        raise TransportError(
+            f"rdma needs pyverbs, which cannot be imported: {error}. It comes with rdma-core (Debian: apt-get install "
+            "python3-pyverbs ibverbs-providers), for the distribution's own Python: make its directory visible to yours"
+        ) from error
+    return SimpleNamespace(
+        addr=addr, cq=cq, device=device, enums=enums, mr=mr, pd=pd, error=pyverbs_error.PyverbsError, qp=qp, wr=wr
+    )
+
+
+class RdmaPeer:
+    """A connected remote arena."""
+
+    def __init__(self, where: Descriptor, connection: socket.socket, sender: Sender) -> None:
+        self.name = where.name
+        self.nbytes = where.nbytes
+        self.doorbells = where.doorbells
+        self.connection = connection
+        self.sender = sender
+        self.lost = ""  # why; empty while it is not
+        self.lost_at = 0.0
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What an endpoint has from register() to close()."""
+
+    identity: int
+    native: NativeArena
+    device: Device
+    listener: Listener
+    incoming: "list[tuple[socket.socket, QueuePair]]"
+
+
+class RdmaEndpoint:
+    """One worker's end of the data plane over RDMA.
+
+    Args:
+        name: how peers call this endpoint in their errors.
+        secret: what only the workers of one cluster know, at least 16 bytes.
+        host: address of this machine that peers can reach; by default the RDMA port's own IPv4 address.
+        spin_s: seconds a wait looks at its doorbells before it naps between looks. With a core of its own, spin always.
+        silence_s: seconds without a sign of life after which a peer counts as lost.
+        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        secret: bytes,
+        host: str | None = None,
+        spin_s: float = SPIN_S,
+        silence_s: float = SILENCE_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        check_secret(secret)
+        self.name = name
+        self._secret = secret
+        self._host = host
+        self._spin_s = spin_s
+        self._silence_s = silence_s
+        self._stall_s = stall_s
+        self._own: _Own | None = None
+        self._peers: list[RdmaPeer] = []
+
+    def register(self, nbytes: int, doorbells: int) -> MappedArena:
+        """Allocate the arena (once per endpoint), all doorbells 0, and let peers in from now on.
+
+        Raises TransportError if there is no pyverbs, no usable device or not enough memory that may be locked.
+        """
+        if self._own is not None:
+            raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
+        identity = secrets.randbits(64)
+        fd, native = create(self.name, nbytes, doorbells, identity)
+        os.close(fd)
+        choice = choose(inventory(), wanted=environment().rdma_device)
+        host = self._host or choice.host
+        if host is None:
+            raise TransportError(f"{choice.reason} has no IPv4 address for {self.name} to listen on; name a host")
+        device = Device(_verbs(), choice, native)
+        incoming: list[tuple[socket.socket, QueuePair]] = []
+        try:
+            admit = _admit_to(device, native, incoming)
+            listening = Listener(self.name, host, self._secret, identity, self._silence_s, admit)
+        except OSError as error:
+            device.close()
+            raise TransportError(
+                f"{self.name} cannot listen on {host}: {error}; give it an address of this machine"
+            ) from error
+        self._host = host
+        self._own = _Own(identity, native, device, listening, incoming)
+        return MappedArena(native)
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
+        own = self._registered()
+        where = (self._host, own.listener.port, own.identity, own.native.nbytes, own.native.doorbells)
+        return msgspec.msgpack.encode(("rdma", PROTOCOL, self.name, *where))
+
+    @property
+    def device(self) -> str:
+        """The port in use, its address, and why it was chosen."""
+        return self._registered().device.choice.reason
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections turned away so far, by kind."""
+        return self._registered().listener.refused
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
+        """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
+        own = self._registered()
+        where = listener.decode(descriptor, "rdma")
+        with contextlib.ExitStack() as undo:
+            pair = undo.enter_context(contextlib.closing(QueuePair(own.device)))
+            request = msgspec.msgpack.encode(pair.local)
+            connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
+            undo.callback(connection.close)
+            granted = msgspec.msgpack.decode(answer, type=Granted)
+            pair.join(granted.pair)
+            sender = Sender(own.device, pair, granted, where.name)
+            undo.pop_all()
+        peer = RdmaPeer(where, connection, sender)
+        self._peers.append(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer; its death no longer ends waits."""
+        known = self._connected(peer)
+        self._peers.remove(known)
+        known.sender.close()
+        known.connection.close()
+
+    def write(self, peer: Peer, offset: int, data: Part) -> None:
+        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
+        known, total = self._connected(peer), part_nbytes(data)
+        check_range(offset, total, known.nbytes)
+        self._living(known).send(offset, [data], total, None, self._stall_s)
+
+    def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
+        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer."""
+        known = self._connected(peer)
+        _check_doorbell(doorbell, known.doorbells)
+        self._living(known).send(0, [], 0, (doorbell, sequence), self._stall_s)
+
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
+        known = self._connected(peer)
+        _check_doorbell(doorbell, known.doorbells)
+        check_range(offset, nbytes, known.nbytes)
+        total = sum(map(part_nbytes, parts))
+        if total > nbytes:
+            raise ValueError(f"a message of {total} bytes does not fit into {nbytes} bytes")
+        self._living(known).send(offset, parts, total, (doorbell, sequence), self._stall_s)
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        own = self._registered()
+        deadline = time.monotonic() + timeout_s
+        index = own.native.watch(targets, min(timeout_s, SLICE_S), self._spin_s)
+        while index is None:
+            gone = self._find_gone(own)
+            index = own.native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
+            if index is not None:
+                break
+            if gone is not None:
+                raise PeerLostError(gone.name, gone.lost)
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                reached = [own.native.sequence(doorbell) for doorbell, _ in targets]
+                raise deadline_error(self.name, targets, reached, timeout_s)
+            index = own.native.watch(targets, min(left, SLICE_S), 0.0)
+        return index
+
+    def close(self) -> None:
+        """Leave, then give back all memory and handles. Idempotent. Views keep their memory."""
+        own, self._own = self._own, None
+        if own is None:
+            return
+        own.listener.close()
+        for peer in self._peers:
+            peer.sender.close()
+            peer.connection.close()
+        self._peers.clear()
+        for connection, pair in own.incoming:
+            pair.close()
+            connection.close()
+        own.device.close()
+
+    def _registered(self) -> _Own:
+        if self._own is None:
+            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
+        return self._own
+
+    def _connected(self, peer: Peer) -> RdmaPeer:
+        if not isinstance(peer, RdmaPeer) or peer not in self._peers:
+            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
+        return peer
+
+    def _living(self, peer: RdmaPeer) -> Sender:
+        lost = peer.lost or peer.sender.failure
+        if lost:
+            raise PeerLostError(peer.name, lost)
+        return peer.sender
+
+    def _find_gone(self, own: _Own) -> RdmaPeer | None:
+        """A peer that has ended so long ago that all its writes are here. Gives back what ended peers held here."""
+        ended = _ended([peer.connection for peer in self._peers] + [connection for connection, _ in own.incoming])
+        for item in [item for item in own.incoming if item[0] in ended]:
+            own.incoming.remove(item)
+            item[1].close()
+            item[0].close()
+        now = time.monotonic()
+        for peer in self._peers:
+            if not peer.lost:
+                peer.sender.collect()
+                peer.lost = peer.sender.failure
+                if peer.connection in ended:
+                    peer.lost = "its process has ended or closed its endpoint"
+                peer.lost_at = now
+        return next((peer for peer in self._peers if peer.lost and now - peer.lost_at > LAST_WORDS_S), None)
+
+
+def _admit_to(device: Device, arena: NativeArena, incoming: "list[tuple[socket.socket, QueuePair]]") -> listener.Admit:
+    """Gives every peer a queue pair of its own into the arena."""
+
+    def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
+        try:
+            other = msgspec.msgpack.decode(request, type=Pair)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"the request is no queue pair: {error}") from error
+        pair = QueuePair(device)
+        try:
+            pair.join(other)
+        except TransportError:
+            pair.close()
+            raise
+        granted = Granted(pair.local, device.arena_key, arena.data_address, arena.doorbells_address)
+        return msgspec.msgpack.encode(granted), lambda accepted: incoming.append((accepted, pair))
+
+    return admit
+
+
+def _check_doorbell(doorbell: int, doorbells: int) -> None:
+    if not 0 <= doorbell < doorbells:
+        raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")
+
+
+def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:
+    """Connections whose other side is gone. Peers say nothing over them after the handshake."""
+    poller = select.poll()
+    by_fd = {connection.fileno(): connection for connection in connections}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    return {by_fd[fd] for fd, _ in poller.poll(0)}

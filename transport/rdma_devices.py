@@ -1,0 +1,144 @@
+"""Which RDMA device, port and address to use: read from sysfs, decided by a pure function."""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.errors import TransportError
+
+SYSFS = Path("/sys/class/infiniband")
+ROCE_V2 = "RoCE v2"
+ETHERNET = "Ethernet"
+INFINIBAND = "InfiniBand"
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One address of a port. ``kind`` is the kernel's word: "RoCE v2" or "IB/RoCE v1"."""
+
+    index: int
+    kind: str
+    address: ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of one device. ``numa_node`` is -1 where the machine has one node only or does not say."""
+
+    device: str
+    number: int
+    active: bool
+    link_layer: str
+    gigabits_per_s: float
+    numa_node: int
+    lid: int
+    gids: tuple[Gid, ...]
+
+    def __str__(self) -> str:
+        state = "active" if self.active else "down"
+        return f"{self.device}:{self.number} ({self.link_layer}, {state}, {len(self.gids)} addresses)"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The port to use, its address there, and why."""
+
+    port: Port
+    gid: Gid
+    reason: str
+
+    @property
+    def host(self) -> str | None:
+        """The IPv4 address that the GID stands for, if it does."""
+        mapped = self.gid.address.ipv4_mapped
+        return str(mapped) if mapped else None
+
+
+def inventory(sysfs: Path = SYSFS) -> list[Port]:
+    """Every port of every RDMA device; nothing where the kernel knows none."""
+    return [
+        _read_port(device, port)
+        for device in sorted(sysfs.glob("*"))
+        for port in sorted((device / "ports").glob("*"), key=lambda path: int(path.name))
+    ]
+
+
+def choose(ports: Sequence[Port], *, wanted: str = "", numa_node: int = -1) -> Choice:
+    """The port and address to use.
+
+    RoCE v2 with an IPv4 address comes first, for it crosses routers and needs no subnet manager; then InfiniBand, then
+    RoCE v2 with other addresses. Among equals, a port of this process's NUMA node, then the faster one, then by name.
+
+    Args:
+        wanted: a device, or device:port, that must be used; anything if empty.
+        numa_node: where this process runs, -1 if that does not matter.
+
+    Raises TransportError, saying what was found, if there is none.
+    """
+    named = [port for port in ports if wanted in ("", port.device, f"{port.device}:{port.number}")]
+    candidates = [
+        (rank, port.numa_node != numa_node, -port.gigabits_per_s, port.device, port.number, gid.index, port, gid)
+        for port in named
+        if port.active
+        for gid in port.gids
+        if (rank := _rank(port, gid)) is not None
+    ]
+    if not candidates:
+        found = ", ".join(map(str, ports)) or "none"
+        remedy = (
+            "unset LAMINA_RDMA_DEVICE or name one of them"
+            if wanted and not named
+            else "bring a port up (ip link set DEV up) and give its network device an IPv4 address, or use tcp"
+        )
+        named_so = f" named {wanted}" if wanted else ""
+        raise TransportError(
+            f"no usable RDMA port{named_so}: found {found}; {remedy}. `rdma link` and `ibv_devinfo` show ports; "
+            "`rdma link add rxe0 type rxe netdev DEV` makes one of any network device (Soft-RoCE)"
+        )
+    *_, port, gid = min(candidates, key=lambda candidate: candidate[:-2])
+    why = "named by LAMINA_RDMA_DEVICE" if wanted else f"best of {len({c[-2] for c in candidates})} usable ports"
+    return Choice(port, gid, f"{port.device}:{port.number} with {_describe(port, gid)}, {why}")
+
+
+def _rank(port: Port, gid: Gid) -> int | None:
+    """Lower is better; None for what is not used: RoCE v1 cannot leave its network segment."""
+    if port.link_layer == INFINIBAND:
+        return 1 if gid.index == 0 else None
+    if gid.kind != ROCE_V2:
+        return None
+    if gid.address.ipv4_mapped:
+        return 0
+    return 3 if gid.address.is_link_local else 2
+
+
+def _describe(port: Port, gid: Gid) -> str:
+    address = gid.address.ipv4_mapped or gid.address
+    return f"{gid.kind if port.link_layer == ETHERNET else INFINIBAND} address {address} (GID {gid.index})"
+
+
+def _read_port(device: Path, port: Path) -> Port:
+    numa_node = _read(device / "device" / "numa_node")
+    return Port(
+        device=device.name,
+        number=int(port.name),
+        active=_read(port / "state").startswith("4:"),
+        link_layer=_read(port / "link_layer"),
+        gigabits_per_s=float((_read(port / "rate") or "0").split()[0]),
+        numa_node=int(numa_node) if numa_node else -1,
+        lid=int(_read(port / "lid") or "0", 0),
+        gids=tuple(
+            Gid(int(gid.name), kind, address)
+            for gid in sorted((port / "gids").glob("*"), key=lambda path: int(path.name))
+            if (address := ipaddress.IPv6Address(_read(gid) or "::")) != ipaddress.IPv6Address("::")
+            if (kind := _read(port / "gid_attrs" / "types" / gid.name))
+        ),
+    )
+
+
+def _read(file: Path) -> str:
+    """The file's text; nothing if it is not there, or empty in the kernel's way (EINVAL)."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
