@@ -46,6 +46,7 @@ class EngineConfig:
             compute workers, else fixed.
         q_first, mini_batches: how q, k and v are sent, see ``Overlap``.
         plan_ahead: plan the next step of a lane while one runs.
+        trace: a file for what every worker did when, written when the engine ends; None: nothing is recorded.
         compute_cores, memory_cores: CPU list of each pool, as ``taskset`` takes it, shared out evenly among its
             workers; None: all cores that this process may use, for every worker.
     """
@@ -66,5 +67,6 @@ class EngineConfig:
     q_first: bool = False
     mini_batches: int = 1
     plan_ahead: bool = True
+    trace: str | None = None
     compute_cores: str | None = None
     memory_cores: str | None = None

@@ -68,6 +68,7 @@ class Lamina:
         q_first: bool = False,
         mini_batches: int = 1,
         plan_ahead: bool = True,
+        trace: str | None = None,
         compute_cores: str | None = None,
         memory_cores: str | None = None,
     ) -> None:
@@ -88,6 +89,7 @@ class Lamina:
             q_first=q_first,
             mini_batches=mini_batches,
             plan_ahead=plan_ahead,
+            trace=trace,
             compute_cores=compute_cores,
             memory_cores=memory_cores,
         )

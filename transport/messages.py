@@ -4,6 +4,7 @@ import msgspec
 
 from lamina.config import LoadFormat, Overlap
 from lamina.transport.channel import Layout
+from lamina.transport.timeline import Span
 from lamina.types import AttentionSpec, DType, Logprob, StepPlan
 
 
@@ -18,6 +19,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     rows: int
     overlap: Overlap
     eos_token_ids: list[int]
+    trace: bool
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
@@ -28,6 +30,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     capacity: int
     threads: int
     overlap: Overlap
+    trace: bool
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -58,7 +61,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: end now."""
+    """Engine to worker: end now; answered by Traced if ``trace`` was asked for."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +140,12 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
 
 
+class Traced(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine, its last message: what it did when."""
+
+    spans: list[Span]
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: it cannot go on. ``kind`` is the exception's class name; ``user`` marks a UserError."""
 
@@ -147,4 +156,6 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = ComputeSetup | MemorySetup | Register | Connect | Step | Stop
-ToEngine = Hello | LoadProgress | ModelLoaded | SlabReady | Registered | Connected | StepDone | SlabUsage | Failed
+ToEngine = (
+    Hello | LoadProgress | ModelLoaded | SlabReady | Registered | Connected | StepDone | SlabUsage | Traced | Failed
+)

@@ -23,6 +23,14 @@ def launch(
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory_bytes: options.KvBytes = None,
     threads: options.Threads = None,
+    lanes: options.Lanes = "auto",
+    pipelining: options.PipeliningName = "auto",
+    q_first: options.QFirst = False,
+    mini_batches: options.MiniBatches = 1,
+    plan_ahead: options.PlanAhead = True,
+    compute_cores: options.ComputeCores = None,
+    memory_cores: options.MemoryCores = None,
+    trace: options.Trace = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does. Ctrl-C or SIGTERM ends it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the way a server is meant to end
@@ -40,6 +48,14 @@ def launch(
             max_model_len=max_model_len,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             threads=threads,
+            lanes=options.as_lanes(lanes),
+            pipelining=pipelining,
+            q_first=q_first,
+            mini_batches=mini_batches,
+            plan_ahead=plan_ahead,
+            compute_cores=compute_cores,
+            memory_cores=memory_cores,
+            trace=trace,
         ) as lamina,
     ):
         serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))

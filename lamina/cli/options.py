@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from lamina.config import LoadFormat
-from lamina.errors import RequestError
-from lamina.types import SamplingParams
+from lamina.config import LoadFormat, Pipelining
+from lamina.errors import ConfigError, RequestError
+from lamina.types import DType, SamplingParams
 
 Model = Annotated[str | None, typer.Option(help="Hugging Face model directory. Default: the bundled small model.")]
 Compute = Annotated[str, typer.Option(help="Compute workers, kind:count joined by commas.")]
@@ -32,6 +32,29 @@ KvBytes = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. Default: each pool shares all cores.")]
+
+Lanes = Annotated[str, typer.Option(help="Batches in flight: auto, or a number.")]
+PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
+QFirst = Annotated[bool, typer.Option(help="Send q before k and v are computed.")]
+MiniBatches = Annotated[int, typer.Option(help="Pieces in which q is sent.")]
+PlanAhead = Annotated[bool, typer.Option(help="Plan the next step while one runs.")]
+ComputeCores = Annotated[str | None, typer.Option(help="CPU list of the compute workers, as 0-3,8. Default: all.")]
+MemoryCores = Annotated[str | None, typer.Option(help="CPU list of the memory workers. Default: all.")]
+Trace = Annotated[str | None, typer.Option(help="Write a timeline for Perfetto to this file at the end.")]
+
+
+def as_lanes(text: str) -> int | None:
+    """The number of lanes, None for auto. Raises ConfigError."""
+    if text == "auto":
+        return None
+    if not text.isdigit():
+        raise ConfigError(f"lanes is {text!r}; give auto or a number")
+    return int(text)
+
+
+def as_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> DType | Literal["auto"]:
+    """The element type of this name."""
+    return name if name == "auto" else DType(name)
 
 
 def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:

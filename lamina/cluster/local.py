@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -13,9 +15,10 @@ from lamina.cluster import pool, sizing
 from lamina.cluster.devices import find_devices, free_memory
 from lamina.config import EngineConfig
 from lamina.engine.bringup import bring_up
-from lamina.engine.engine import Engine
+from lamina.engine.engine import Engine, OnTrace
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
+from lamina.observe.trace import write_trace
 from lamina.transport.control import Bootstrap, ControlServer
 from lamina.transport.messages import LoadProgress
 
@@ -99,8 +102,15 @@ def _describe(code: int) -> str:
     return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit status {code}"
 
 
-def launch(config: EngineConfig, on_progress: Callable[[LoadProgress], None] | None = None) -> Engine:
+def launch(
+    config: EngineConfig,
+    on_progress: Callable[[LoadProgress], None] | None = None,
+    on_trace: OnTrace | None = None,
+) -> Engine:
     """Start the workers of ``config`` on this machine and return an engine that serves.
+
+    ``on_trace`` gets what every worker did when, by worker, when the engine ends; without it and without
+    ``config.trace`` nothing is recorded.
 
     Raises:
         ConfigError, ModelError: what the user can mend, before anything is started where possible.
@@ -112,7 +122,12 @@ def launch(config: EngineConfig, on_progress: Callable[[LoadProgress], None] | N
     limits = sizing.limits(config, model, len(computes))
     tokenizer = Tokenizer(model)
     available = frozenset(os.sched_getaffinity(0))
-    plan = sizing.cluster_plan(config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory)
+    receivers = [] if on_trace is None else [on_trace]
+    if config.trace is not None:
+        receivers.append(partial(write_trace, Path(config.trace)))
+    plan = sizing.cluster_plan(
+        config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
+    )
     control = ControlServer([*computes, *memories])
     workers = LocalWorkers()
     try:
@@ -126,7 +141,7 @@ def launch(config: EngineConfig, on_progress: Callable[[LoadProgress], None] | N
         raise
     if config.max_model_len is None:  # a request longer than a memory worker's slab could never be admitted
         limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, max(cluster.capacities.values())))
-    return Engine(config, model, tokenizer, limits, control, workers, cluster)
+    return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
 
 
 def _names(text: str, role: pool.Role) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What a configuration comes to on a given machine: limits, cores and threads, lanes, bytes of KV. Pure functions."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import get_args
 
 from lamina.config import MOST_MINI_BATCHES, EngineConfig, LoadFormat, Overlap, Pipelining
@@ -29,6 +30,8 @@ def check(config: EngineConfig) -> None:
     for name, choices in (("load_format", get_args(LoadFormat)), ("pipelining", get_args(Pipelining))):
         if getattr(config, name) not in choices:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; give {' or '.join(choices)}")
+    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
+        raise ConfigError(f"trace is {config.trace!r}, in a folder that does not exist; make it first")
     if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
         raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
 
@@ -112,8 +115,9 @@ def cluster_plan(
     memories: tuple[str, ...],
     available: Cores,
     free_bytes: Callable[[], int],
+    trace: bool,
 ) -> ClusterPlan:
-    """How to bring up these workers; ``free_bytes`` is asked once the weights are loaded."""
+    """How to bring up these workers; ``free_bytes`` is asked once the weights are loaded, ``trace``: they record."""
     bounds = limits(config, model, len(computes))
     compute_cores = worker_cores(config.compute_cores, len(computes), available)
     memory_cores = worker_cores(config.memory_cores, len(memories), available)
@@ -126,6 +130,7 @@ def cluster_plan(
         bounds.max_num_batched_tokens,
         Overlap(config.q_first, config.mini_batches),
         sorted(eos_token_ids),
+        trace,
     )
     shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
     return ClusterPlan(

@@ -12,6 +12,7 @@ from lamina.compute.runner import Rows, SliceRunner, pad
 from lamina.engine.pipeline import Pipeline
 from lamina.splitter import Crossing
 from lamina.transport.channel import Outbox
+from lamina.transport.timeline import Timeline
 from lamina.transport.wire import Array
 from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
 
@@ -31,6 +32,7 @@ class StepRun:
         links: LaneLinks,
         pipeline: Pipeline,
         replica: int,
+        timeline: Timeline,
     ) -> None:
         self.plan = plan
         self.tokens: list[int] = []
@@ -39,6 +41,7 @@ class StepRun:
         self._links = links
         self._pipeline = pipeline
         self._replica = replica
+        self._timeline = timeline
         self._own = [
             index
             for index in range(len(runner.attentions) + 1)
@@ -105,27 +108,39 @@ class StepRun:
         assert self._rows is not None
         attention = None
         if index:
+            begun = self._timeline.now()
             spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
             attention = self._exchange.gather(spec, self._chunks, sinks)
+            self._timeline.add("receive", self.plan.lane, begun)
         self._next += 1
-        if index == len(self._runner.attentions):
-            assert attention is not None
-            return (
-                self._runner.logits(self._rows, attention, self._context, self._chosen) if len(self._chosen) else None
-            )
-        self._run_inner(index, attention)
-        return None
+        if index < len(self._runner.attentions):
+            self._run_inner(index, attention)
+            return None
+        assert attention is not None
+        if not len(self._chosen):
+            return None
+        begun = self._timeline.now()
+        logits = self._runner.logits(self._rows, attention, self._context, self._chosen)
+        self._timeline.add("slice", self.plan.lane, begun)
+        return logits
 
     def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
         assert self._rows is not None
-        spec, exchange = self._runner.attentions[index], self._exchange
+        spec, exchange, timeline, lane = self._runner.attentions[index], self._exchange, self._timeline, self.plan.lane
+        begun = timeline.now()
         output = self._runner.run(
             index, self._rows, attention, self._context, lambda q: exchange.send_queries(index, spec, q)
         )
         assert output.q is not None and output.k is not None and output.v is not None
+        timeline.add("slice", lane, begun)
+        begun = timeline.now()
         exchange.send(index, spec, output.q, output.k, output.v)
+        timeline.add("send", lane, begun)
         self._context = output.context
-        self._chunks = exchange.attend_chunks(spec, output.q, output.k, output.v)
+        if exchange.local_rows:
+            begun = timeline.now()
+            self._chunks = exchange.attend_chunks(spec, output.q, output.k, output.v)
+            timeline.add("chunk attention", lane, begun)
         following = self._pipeline.replica(self.plan.lane, self.plan.turn + index + 1)
         if following != self._replica:
             self._send_context(self._links.contexts[following], self.plan.turn + index + 1)

@@ -34,9 +34,11 @@ from lamina.transport.messages import (
     StepDone,
     Stop,
     ToWorker,
+    Traced,
 )
 from lamina.transport.process import run_worker
 from lamina.transport.shm import ShmEndpoint
+from lamina.transport.timeline import Timeline
 from lamina.types import Admission, Segment, StepPlan
 
 CONNECT_TIMEOUT_S = 30.0
@@ -89,6 +91,7 @@ class ComputeWorker:
         self._sequences: dict[int, SequenceCopy] = {}
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
+        self._timeline = Timeline()
         self._running = True
 
     def run(self) -> None:
@@ -96,6 +99,8 @@ class ComputeWorker:
         self._set_up()
         while self._running:
             self._serve_once()
+        if self._timeline.enabled:
+            self._control.send(Traced(list(self._timeline.spans)))
 
     def close(self) -> None:
         """Leave the data plane. Idempotent."""
@@ -119,6 +124,7 @@ class ComputeWorker:
     def _load(self, setup: ComputeSetup) -> None:
         torch.set_num_threads(setup.threads)
         self._threads, self._overlap = setup.threads, setup.overlap
+        self._timeline = Timeline(setup.trace)
         self._eos_token_ids = setup.eos_token_ids
         place = directory.find(setup.model, weights=setup.load_format != "dummy")
         config = load_config(place)
@@ -171,7 +177,10 @@ class ComputeWorker:
         logits = step.run(self._drawn)
         self._remember(step)
         last = step.index < 0
+        drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.draws else None
+        if done is not None:
+            self._timeline.add("draw", step.plan.lane, drawing)
         lane.busy_s += time.monotonic() - begun
         if last:
             if done is not None:
@@ -209,7 +218,9 @@ class ComputeWorker:
             if not awaited:
                 self._handle(self._control.receive(IDLE_SLICE_S))
                 return
+            begun = self._timeline.now()
             lane, target = awaited[self._endpoint.wait([target for _, target in awaited], IDLE_SLICE_S)]
+            self._timeline.add("wait", lane.steps[0].plan.lane, begun)
             lane.awaited.remove(target)
         except DeadlineError as error:
             late = [lane for lane in active if lane.awaited and time.monotonic() - lane.since > REPLY_TIMEOUT_S]
@@ -245,7 +256,7 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(plan, self._segments, lane.links, self._dtype, self._overlap, self._threads, rows)
-        step = StepRun(plan, self._runner, exchange, lane.links, self._pipeline, self._replica)
+        step = StepRun(plan, self._runner, exchange, lane.links, self._pipeline, self._replica, self._timeline)
         if step.index < 0:  # more replicas than slices
             return
         lane.steps.append(step)

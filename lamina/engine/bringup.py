@@ -87,8 +87,8 @@ def bring_up(
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     capacity = _capacity(plan, loaded)
-    overlap = plan.compute_setup.overlap
-    setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, overlap)
+    asked = plan.compute_setup
+    setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
     control.send(plan.memories, setup)
     ready = gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     _connect(control, gather, plan, loaded)

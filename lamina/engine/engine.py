@@ -5,7 +5,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.config import EngineConfig
@@ -18,15 +18,19 @@ from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLos
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
-from lamina.transport.messages import Failed, SlabUsage, Step, StepDone, Stop, ToEngine
+from lamina.transport.messages import Failed, SlabUsage, Step, StepDone, Stop, ToEngine, Traced
+from lamina.transport.timeline import Span, Timeline
 from lamina.types import FinishReason, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
+
+OnTrace = Callable[[Mapping[str, list[Span]]], None]
 
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
 MAX_WAITING = 16384
+TRACE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ class Engine:
         control: ControlServer,
         workers: Workers,
         cluster: Cluster,
+        on_trace: Sequence[OnTrace] = (),
     ) -> None:
-        """Take over a cluster that is up; ``close`` ends it."""
+        """Take over a cluster that is up; ``close`` ends it, and then ``on_trace`` get what every worker did when."""
         self.config = config
         self.model_name = model.name
         self.tokenizer = tokenizer
@@ -80,6 +85,8 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=max(spec.kv_heads for spec in cluster.attentions),
         )
+        self._on_trace = on_trace
+        self._timeline = Timeline(bool(on_trace))
         self._tracked: dict[str, TrackedRequest] = {}
         adapts = config.lanes is None and cluster.pipeline.lanes > cluster.pipeline.replicas
         self._lanes = LaneChooser(cluster.pipeline) if adapts else None
@@ -178,15 +185,20 @@ class Engine:
 
     def _step(self) -> None:
         """One turn: what workers said, commands, new plans for free compute workers; callers hear of it last."""
-        for worker, message in self._control.receive(POLL_S):  # all that can change state wakes this wait
+        messages = list(self._control.receive(POLL_S))  # all that can change state wakes this wait
+        begun = self._timeline.now()
+        for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
         for lane in range(self.cluster.pipeline.lanes):
             while self._scheduler.in_flight(lane) < self._depth and self._launch(lane):
                 pass
+        self._timeline.add("plan", -1, begun)
+        begun = self._timeline.now()
         touched, self._touched = self._touched, {}
         for request_id, tracked in touched.items():
             self._publish(request_id, tracked)
+        self._timeline.add("tell callers", -1, begun)
         self._watch()
 
     def _run_commands(self) -> None:
@@ -298,8 +310,21 @@ class Engine:
             for request_id in list(self._tracked):
                 self._end_request(request_id, FinishReason.ERROR, reason)
             self._control.send([*self.cluster.computes, *self.cluster.capacities], Stop())
+            spans = self._collect_trace() if self._on_trace else {}
+            for receiver in self._on_trace:
+                receiver(spans)
         except TransportError as error:
             log.info("not every worker could be told to stop: %s", error)
         finally:
             self._workers.close()
             self._control.close()
+
+    def _collect_trace(self) -> dict[str, list[Span]]:
+        """Spans by worker, this thread's as those of "engine"; without those of workers that do not answer in time."""
+        spans = {"engine": list(self._timeline.spans)}
+        deadline = time.monotonic() + TRACE_TIMEOUT_S
+        while len(spans) <= len(self.cluster.computes) + len(self.cluster.capacities) and time.monotonic() < deadline:
+            for worker, message in self._control.receive(POLL_S):
+                if isinstance(message, Traced):
+                    spans[worker] = message.spans
+        return spans

@@ -27,9 +27,11 @@ from lamina.transport.messages import (
     Step,
     Stop,
     ToWorker,
+    Traced,
 )
 from lamina.transport.process import run_worker
 from lamina.transport.shm import ShmEndpoint
+from lamina.transport.timeline import Timeline
 from lamina.transport.wire import reply_number, request_number
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class MemoryWorker:
         self._lanes: list[Lane] = []
         self._running = True
         self._busy_s = 0.0
+        self._timeline = Timeline()
 
     def run(self) -> None:
         """Set up as the engine tells, then serve."""
@@ -75,6 +78,8 @@ class MemoryWorker:
                 self._serve_once()
             except PeerLostError as error:
                 self._forget(error.peer)
+        if self._timeline.enabled:
+            self._control.send(Traced(list(self._timeline.spans)))
 
     def close(self) -> None:
         """Leave the data plane. Idempotent."""
@@ -83,6 +88,7 @@ class MemoryWorker:
     def _set_up(self) -> None:
         setup = expect(self._control, MemorySetup)
         self._store = KvStore(self.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
+        self._timeline = Timeline(setup.trace)
         self._control.send(SlabReady(setup.capacity))
         register = expect(self._control, Register)
         arena = self._endpoint.register(register.nbytes, register.doorbells)
@@ -103,12 +109,14 @@ class MemoryWorker:
         if not self._peers:  # every compute worker is gone, and the engine ends without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
+        waiting = self._timeline.now()
         try:
             ready = self._endpoint.wait([(lane.request.doorbell, lane.sequence) for lane in self._order], IDLE_SLICE_S)
         except DeadlineError:
             self._read_control()
             return
         lane = self._order.pop(ready)
+        self._timeline.add("wait", lane.request.doorbell, waiting)
         self._order.append(lane)  # others come first
         deadline = time.monotonic() + PLAN_TIMEOUT_S
         while self._running and not lane.steps:  # the data overtook its plan
@@ -118,18 +126,21 @@ class MemoryWorker:
 
     def _serve_piece(self, lane: Lane) -> None:
         """Work on the next piece of a request; after the last one, answer."""
-        begun = time.monotonic()
+        begun, span = time.monotonic(), self._timeline.now()
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.layers[lane.layer].spec
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
             lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         self._store.serve(lane.layer, step, lane.piece, lane.request.view, lane.out, lane.lse)
+        self._timeline.add("attention", step.plan.lane, span)
         last = lane.piece == len(step.pieces) - 1
         if last:
+            span = self._timeline.now()
             turn = step.plan.turn + lane.layer
             reply = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
             reply.send([lane.out, lane.lse] if queries else [], reply_number(turn))
+            self._timeline.add("send", step.plan.lane, span)
         self._busy_s += time.monotonic() - begun
         self._advance(lane, last)
 

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import json
 import random
 import re
 import signal
@@ -52,6 +53,33 @@ def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
     assert [request for request, _ in rows] == ["0", "1", "2"]
     assert {worker for _, worker in rows} == {"memory0", "memory1"}
     assert done.stderr == ""
+
+
+def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) -> None:
+    place = tmp_path / "trace.json"
+    done = run("bench", "--batch", "3", "--context", "9", "--tokens", "24", "--lanes", "2", "--trace", str(place))
+    assert done.returncode == 0, done.stderr
+    for stage in (r"compute0 +│ slice", r"compute0 +│ send", r"compute0 +│ receive", r"memory0 +│ attention"):
+        assert re.search(stage + r" +│ +\d+\.\d{3} │ +\d+%", done.stdout)
+    assert re.search(r"\d+\.\d tokens/s\. The bottleneck is ", done.stdout)
+    events = json.loads(place.read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event.get("name") == "slice"} == {1, 2}  # both lanes
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--lanes", "many"), "give auto or a number"),
+        (("--compute", "cpu:2", "--lanes", "1"), "1 lanes cannot keep 2 replicas busy"),
+        (("--lanes", "3", "--pipelining", "rotational"), "runs 2 lanes on 1 replicas, not 3"),
+        (("--compute-cores", "0-x"), "give numbers and ranges"),
+        (("--memory-cores", "999"), "names [999]"),
+        (("--mini-batches", "16"), "give 1 to 15"),
+        (("--trace", "/nowhere/t.json"), "folder that does not exist"),
+    ],
+)
+def test_impossible_pipelines_are_refused_before_anything_starts(option: tuple[str, ...], said: str) -> None:
+    assert_refused(run("bench", *option), said)
 
 
 def test_a_prompt_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

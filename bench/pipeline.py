@@ -1,0 +1,154 @@
+"""What staggered pipelining and each overlap gain, with one compute worker on one core and one memory worker on another.
+
+    python bench/pipeline.py [--batch 32] [--rounds 3] [--model 250m] [--json FILE]
+
+First finds the context at which slices and attention of a step with one lane take equally long. There every variant
+decodes twice the batch in the same run, interleaved: one lane holds all of it, two lanes half each. "Idle" is the share
+of the time in which a worker neither computes nor sends.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_models import MODELS, model_directory
+from rich.console import Console
+from rich.table import Table
+
+from lamina import RequestOutput, SamplingParams
+from lamina.cluster.local import launch
+from lamina.config import EngineConfig
+from lamina.observe.trace import shares
+from lamina.transport.timeline import Span
+
+TIMEOUT_S = 600.0
+DECODED = 48
+WORKING = {"slice", "send", "receive", "draw", "attention", "chunk attention"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one lane": {"lanes": 1},
+    "two lanes, rotational": {"lanes": 2},
+    "two lanes, nothing planned ahead": {"lanes": 2, "plan_ahead": False},
+    "two lanes, q first": {"lanes": 2, "q_first": True},
+    "two lanes, mini-batches of 8": {"lanes": 2, "mini_batches": 8},
+    "one lane, q first": {"lanes": 1, "q_first": True},
+    "one lane, mini-batches of 8": {"lanes": 1, "mini_batches": 8},
+    "one lane, nothing planned ahead": {"lanes": 1, "plan_ahead": False},
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant: tokens per second, its ratio to one lane, and shares of idle time."""
+
+    variant: str
+    tokens_per_s: float
+    gain: float
+    compute_idle: float
+    memory_idle: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decode: tokens per second and the seconds that each (worker, stage) took, as shares of the time."""
+
+    tokens_per_s: float
+    parts: Mapping[tuple[str, str], float]
+
+    def idle(self, worker: str) -> float:
+        """Share of the time in which ``worker`` does nothing for a step."""
+        return 1.0 - sum(share for (name, stage), share in self.parts.items() if name == worker and stage in WORKING)
+
+
+def decode(path: str, batch: int, context: int, settings: Mapping[str, Any]) -> Run:
+    """Decode ``batch`` random prompts on cores 0 (compute) and 1 (memory)."""
+    cores = sorted(os.sched_getaffinity(0))
+    config = EngineConfig(
+        model=path,
+        load_format="dummy",
+        dtype="auto",
+        max_num_seqs=max(batch, 256),
+        compute_cores=str(cores[0]),
+        memory_cores=str(cores[-1]),
+        **settings,
+    )
+    spans: dict[str, list[Span]] = {}
+    engine = launch(config, None, spans.update)
+    arrivals: list[list[int]] = [[] for _ in range(batch)]
+    unfinished = set(range(batch))
+    done = threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        arrivals[int(output.request_id)].append(time.monotonic_ns())
+        if output.finished:
+            unfinished.discard(int(output.request_id))
+            if not unfinished:
+                done.set()
+
+    try:
+        draw = random.Random(context)
+        params = SamplingParams(temperature=0.0, max_tokens=DECODED, ignore_eos=True)
+        for index in range(batch):
+            engine.submit(str(index), [draw.randrange(3, 900) for _ in range(context)], params, on_output)
+        if not done.wait(TIMEOUT_S):
+            raise TimeoutError(f"{len(unfinished)} of {batch} requests did not end within {TIMEOUT_S:.0f} s")
+    finally:
+        engine.close()
+    begin, end = max(own[0] for own in arrivals), min(own[-1] for own in arrivals)
+    drawn = sum(begin < when <= end for own in arrivals for when in own)
+    parts = {(part.worker, part.stage): part.share for part in shares(spans, begin, end)}
+    return Run(drawn / ((end - begin) / 1e9), parts)
+
+
+def balanced_context(path: str, batch: int) -> int:
+    """Tokens at which one lane's attention takes as long as its slices: attention grows with them, slices do not."""
+    probe = 256
+    run = decode(path, batch, probe, {"lanes": 1})
+    ratio = run.parts["compute0", "slice"] / run.parts["memory0", "attention"]
+    return max(32, round((probe + DECODED / 2) * ratio - DECODED / 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="250m")
+    parser.add_argument("--batch", type=int, default=64, help="requests in all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with model_directory(args.model) as path:
+        context = balanced_context(str(path), args.batch)
+        runs: dict[str, list[Run]] = {name: [] for name in args.only}
+        for _ in range(args.rounds):
+            for name in args.only:
+                runs[name].append(decode(str(path), args.batch, context, VARIANTS[name]))
+    base = statistics.median(run.tokens_per_s for run in runs[args.only[0]])
+    results = [
+        Result(
+            name,
+            rate := statistics.median(run.tokens_per_s for run in own),
+            rate / base,
+            statistics.median(run.idle("compute0") for run in own),
+            statistics.median(run.idle("memory0") for run in own),
+        )
+        for name, own in runs.items()
+    ]
+    table = Table("variant", "tokens/s", f"over {args.only[0]}", "compute idle", "memory idle")
+    table.title = f"{args.batch} requests x {context} tokens, {args.model}"
+    for r in results:
+        cells = f"{r.tokens_per_s:.0f}", f"{r.gain:.2f}", f"{r.compute_idle:.0%}", f"{r.memory_idle:.0%}"
+        table.add_row(r.variant, *cells)
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps([{"context": context, **asdict(r)} for r in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Where the time of steps went: a timeline for Perfetto or chrome://tracing, and shares by worker and stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lamina.transport.timeline import Span
+
+IDLE = "wait"
+
+
+def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
+    """Write spans by worker in Chrome's trace format: one process a worker, one row a lane, microseconds."""
+    start = min((span.begin_ns for own in spans.values() for span in own), default=0)
+    events: list[dict[str, object]] = []
+    for pid, (worker, own) in enumerate(spans.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": worker}})
+        for lane in sorted({span.lane for span in own}):
+            name = "all lanes" if lane < 0 else f"lane {lane}"
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": lane + 1, "args": {"name": name}})
+        events += (
+            {
+                "ph": "X",
+                "name": span.stage,
+                "pid": pid,
+                "tid": span.lane + 1,
+                "ts": (span.begin_ns - start) / 1000,
+                "dur": (span.end_ns - span.begin_ns) / 1000,
+            }
+            for span in own
+        )
+    path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+@dataclass(frozen=True)
+class Share:
+    """How long one worker spent in one stage: seconds, and share of the time looked at."""
+
+    worker: str
+    stage: str
+    seconds: float
+    share: float
+
+
+def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[Share]:
+    """Time of every stage inside [begin_ns, end_ns), longest first by worker; "other" is what no span covers."""
+    total = (end_ns - begin_ns) / 1e9
+    result = []
+    for worker, own in spans.items():
+        seconds: dict[str, float] = {}
+        for span in own:
+            inside = (min(span.end_ns, end_ns) - max(span.begin_ns, begin_ns)) / 1e9
+            if inside > 0:
+                seconds[span.stage] = seconds.get(span.stage, 0.0) + inside
+        seconds["other"] = max(0.0, total - sum(seconds.values()))
+        ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
+        result += [Share(worker, stage, value, value / total) for stage, value in ordered]
+    return result
+
+
+def bottleneck(parts: Sequence[Share]) -> Share:
+    """The stage that takes most of the time: what would have to become faster first. Waiting is not work."""
+    return max((part for part in parts if part.stage not in (IDLE, "other")), key=lambda part: part.seconds)
