@@ -1,10 +1,10 @@
-"""What staggered pipelining and each overlap gain, with one compute worker on one core and one memory worker on another.
+"""What staggered pipelining and each overlap gain; one compute worker on one core, one memory worker on another.
 
-    python bench/pipeline.py [--batch 32] [--rounds 3] [--model 250m] [--json FILE]
+    python bench/pipeline.py [--batch 64] [--rounds 3] [--model 250m] [--json FILE]
 
 First finds the context at which slices and attention of a step with one lane take equally long. There every variant
-decodes twice the batch in the same run, interleaved: one lane holds all of it, two lanes half each. "Idle" is the share
-of the time in which a worker neither computes nor sends.
+decodes the same batch in the same run, interleaved: one lane holds all of it, two lanes half each. "Idle" is the share
+of the time in which a worker does nothing for a step.
 """
 
 import argparse
