@@ -27,9 +27,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lamina.kernels.attention import Array, SegmentTable, partial
+from lamina.kernels.attention import Array, partial
 from lamina.kernels.memory import allocate, read, read_rows
 from lamina.kernels.merge import merge
+from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 READ_BYTES = 256 * 1024 * 1024  # larger than any cache, and so it also empties them between calls

@@ -17,9 +17,10 @@ from offline import STEP_TOKENS, Cell, Generate, run
 
 from lamina.compute.exchange import Floats, as_numpy
 from lamina.compute.runner import Rows, SliceRunner, pad, padded
-from lamina.kernels.attention import SegmentTable, append, partial
+from lamina.kernels.attention import append, partial
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
+from lamina.kernels.segments import SegmentTable
 from lamina.memory.slab import Slab
 from lamina.models import directory, weights
 from lamina.models.config import load_config

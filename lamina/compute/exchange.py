@@ -9,8 +9,9 @@ import torch
 
 from lamina.compute.links import LaneLinks
 from lamina.config import Overlap
-from lamina.kernels.attention import SegmentTable, partial
+from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
+from lamina.kernels.segments import SegmentTable
 from lamina.transport.channel import Inbox, Outbox
 from lamina.transport.wire import (
     Array,

@@ -4,13 +4,13 @@ Arrays are C-contiguous numpy arrays; uint16 means bfloat16 bits. Shapes use R q
 key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module imports no torch.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lamina import _native
+from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 Path = _native.AttentionPath
@@ -19,27 +19,6 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 
 BEST_PATH = _native.attention_paths()[-1]
-
-
-@dataclass(frozen=True)
-class SegmentTable:
-    """S (sequence, segment) pairs: which query rows attend to which slots. Planned once per step, used by every layer.
-
-    Args:
-        query_offsets: int32 [S + 1], rows of q of each pair, contiguous.
-        query_start: int32 [S], position of the pair's first query row; its row i is at ``query_start + i``.
-        kv_offsets: int64 or int32 [S + 1], into ``slots``.
-        kv_start: int32 [S], position of the segment's first token.
-        slots: int32 [N], slab slot of each token, by ascending position.
-
-    Every call checks sizes, order and bounds against its q, k and v.
-    """
-
-    query_offsets: IntArray
-    query_start: IntArray
-    kv_offsets: npt.NDArray[np.int64] | IntArray
-    kv_start: IntArray
-    slots: IntArray
 
 
 def partial(

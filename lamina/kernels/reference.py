@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from lamina.kernels.attention import Array, FloatArray, SegmentTable
+from lamina.kernels.attention import Array, FloatArray
+from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.config import Overlap
-from lamina.kernels.attention import SegmentTable, append, partial
+from lamina.kernels.attention import append, partial
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
+from lamina.kernels.segments import SegmentTable
 from lamina.memory.slab import Slab
 from lamina.transport.wire import (
     NUMPY_DTYPE,

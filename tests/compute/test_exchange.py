@@ -16,7 +16,7 @@ from lamina.compute.links import LaneLinks
 from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.kernels import reference
-from lamina.kernels.attention import SegmentTable
+from lamina.kernels.segments import SegmentTable
 from lamina.memory.store import KvStore
 from lamina.transport.channel import Inbox, Layout, Outbox
 from lamina.transport.shm import ShmEndpoint

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lamina.kernels import reference
-from lamina.kernels.attention import Array, FloatArray, Path, SegmentTable
+from lamina.kernels.attention import Array, FloatArray, Path
+from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 KV_TYPES = ("float32", "float16", "bfloat16")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lamina.kernels.attention import SegmentTable
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
 from lamina.kernels.gpu.program import TRITON_NAMES, Backend, Constant, KvElement, Program
+from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 PAIR_WORDS, ITEM_WORDS = 8, 4

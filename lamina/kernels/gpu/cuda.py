@@ -10,11 +10,11 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from lamina.kernels.attention import SegmentTable
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.device import find, select
 from lamina.kernels.gpu.program import KvElement, Program
 from lamina.kernels.gpu.triton_compile import ALIGNMENT, Binary, compile_program
+from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
