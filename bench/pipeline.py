@@ -108,11 +108,16 @@ def decode(path: str, batch: int, context: int, settings: Mapping[str, Any]) -> 
 
 
 def balanced_context(path: str, batch: int) -> int:
-    """Tokens at which one lane's attention takes as long as its slices: attention grows with them, slices do not."""
-    probe = 256
-    run = decode(path, batch, probe, {"lanes": 1})
-    ratio = run.parts["compute0", "slice"] / run.parts["memory0", "attention"]
-    return max(32, round((probe + DECODED / 2) * ratio - DECODED / 2))
+    """Tokens at which one lane keeps memory worker and compute worker busy equally long.
+
+    What the compute worker does for a step hardly depends on them, attention is proportional to them.
+    """
+    context = 512
+    for _ in range(2):
+        run = decode(path, batch, context, {"lanes": 1})
+        ratio = (1.0 - run.idle("compute0")) / (1.0 - run.idle("memory0"))
+        context = max(32, round((context + DECODED / 2) * ratio - DECODED / 2))
+    return context
 
 
 def main() -> None:
