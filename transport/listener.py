@@ -204,8 +204,8 @@ class Listener:
             connection.setblocking(False)
             _tune(connection, self._silence_s)
             if len(self._waiting) >= MAX_WAITING:
-                connection.close()
                 self._count("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
+                connection.close()
                 return
             self._waiting[connection] = _Waiting(connection, self._secret, self._identity, self._admit)
             self._selector.register(connection, selectors.EVENT_READ, connection)

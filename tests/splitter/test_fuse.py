@@ -49,6 +49,7 @@ def test_everything_between_products_is_fused(name: str, dtype: DType, expected:
     found = operators(inner._main.graph)
     products = found.pop("_linear_pointwise.default", 0) + found.pop("linear.default", 0)
     assert products == 7
+    assert found.pop("_call") == 1  # tells of q
     assert found == expected
 
 
