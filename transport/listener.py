@@ -229,8 +229,8 @@ class Listener:
             return
         except (RefusedError, OSError) as error:
             self._forget(waiting)
-            connection.close()
             self._count(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
+            connection.close()
 
     def _forget(self, waiting: _Waiting) -> None:
         del self._waiting[waiting.connection]
@@ -240,8 +240,8 @@ class Listener:
         now = time.monotonic()
         for waiting in [waiting for waiting in self._waiting.values() if waiting.deadline < now]:
             self._forget(waiting)
-            waiting.connection.close()
             self._count("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
+            waiting.connection.close()
 
     def _count(self, verdict: str, reason: str) -> None:
         self.refused[verdict] += 1
