@@ -88,7 +88,7 @@ class Engine:
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._tracked: dict[str, TrackedRequest] = {}
-        adapts = config.lanes is None and cluster.pipeline.lanes > cluster.pipeline.replicas
+        adapts = config.lanes is None and cluster.pipeline.lanes > 1 and cluster.pipeline.interchangeable
         self._lanes = LaneChooser(cluster.pipeline) if adapts else None
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline

@@ -41,6 +41,11 @@ class Pipeline:
         """True if a lane's context travels from replica to replica."""
         return self.rotates and self.replicas > 1
 
+    @property
+    def interchangeable(self) -> bool:
+        """True if every lane runs on the same replicas, so that sequences may change from one lane to another."""
+        return len({self.replicas_of(lane) for lane in range(self.lanes)}) == 1
+
     def replica(self, lane: int, turn: int) -> int:
         """The replica that runs slice ``turn`` of ``lane``."""
         return (lane + turn) % self.replicas if self.rotates else lane % self.replicas

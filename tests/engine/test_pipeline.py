@@ -98,6 +98,16 @@ def test_a_lane_runs_only_on_its_replicas(pipeline: Pipeline, lane: int, turn: i
         assert pipeline.replica(lane, turn) == (lane + turn) % (pipeline.lanes - 1)
 
 
+@pytest.mark.parametrize(
+    ("lanes", "replicas", "rotates", "interchangeable"),
+    [(1, 1, False, True), (3, 1, False, True), (3, 2, True, True), (3, 2, False, False), (2, 2, False, False)],
+)
+def test_sequences_may_change_lanes_only_among_the_same_replicas(
+    lanes: int, replicas: int, rotates: bool, interchangeable: bool
+) -> None:
+    assert Pipeline(lanes, replicas, rotates).interchangeable is interchangeable
+
+
 @pytest.mark.parametrize(("lanes", "replicas", "rotates"), [(1, 2, False), (2, 0, False), (2, 2, True), (4, 2, True)])
 def test_impossible_pipelines_are_refused(lanes: int, replicas: int, rotates: bool) -> None:
     with pytest.raises(ValueError, match="lanes"):
