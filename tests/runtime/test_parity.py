@@ -1,5 +1,6 @@
 """The whole runtime against Hugging Face: processes, two memory workers, more requests than fit in one batch."""
 
+import os
 import random
 import threading
 from pathlib import Path
@@ -87,11 +88,13 @@ def test_several_compute_workers_share_slots_without_touching_each_others_tokens
     assert got == [greedy(reference, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
 
 
+CORES = [str(core) for core in sorted(os.sched_getaffinity(0))]
 SWITCHES: dict[str, dict[str, Any]] = {
     "nothing ahead": {"plan_ahead": False},
     "two lanes": {"lanes": 2},
     "lanes that stay": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed"},
     "lanes that rotate": {"compute": "cpu:2", "lanes": 3},
+    "lanes that change while running": {"compute_cores": CORES[0], "memory_cores": CORES[-1]},
     "q first": {"q_first": True},
     "mini-batches": {"mini_batches": 3},
     "everything": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2},
