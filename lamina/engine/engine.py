@@ -254,7 +254,7 @@ class Engine:
     def _complete(self, done: StepDone) -> None:
         plan, _ = self._in_flight.pop(done.step)
         self._steps += 1
-        drawn = self._scheduler.complete(plan.lane)
+        drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
             self._lanes.note_slices(done.rows, done.busy_s)
             self._scheduler.use_lanes(self._lanes.choose(len(drawn) * self._lanes.active))

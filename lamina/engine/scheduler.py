@@ -290,20 +290,23 @@ class Scheduler:
         draws = [completion.sequence for completion in group.alive] if last else []
         return SequenceStep(first.sequence, first.cached, group.request.prompt_token_ids[first.cached : stop], draws)
 
-    def complete(self, lane: int) -> dict[int, tuple[Group, Completion]]:
-        """The oldest step in flight in ``lane`` has run. Returns, by sequence, the completions that drew a token and
-        live.
+    def complete(self, lane: int, step: int | None = None) -> dict[int, tuple[Group, Completion]]:
+        """Step ``step`` of ``lane`` has run (None: the oldest in flight): one without sequences may overtake others.
+
+        Returns, by sequence, the completions that drew a token and live.
 
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
-        plan = self._in_flight[lane].popleft()
+        in_flight = self._in_flight[lane]
+        plan = in_flight[0] if step is None else next(plan for plan in in_flight if plan.step == step)
+        in_flight.remove(plan)
         drawn: dict[int, tuple[Group, Completion]] = {}
         groups: dict[int, Group] = {}
-        for step in plan.sequences:
-            group, _ = self._owners[step.sequence]
+        for part in plan.sequences:
+            group, _ = self._owners[part.sequence]
             group.in_flight -= 1
             groups[id(group)] = group
-            for sequence in step.draws:
+            for sequence in part.draws:
                 owner = self._owners[sequence]
                 owner[1].drawing -= 1
                 if not owner[1].finished:

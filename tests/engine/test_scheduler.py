@@ -146,6 +146,29 @@ def test_every_request_ends_and_every_slot_comes_back(
             assert cluster.lengths[str(index)] == [expected] * n
 
 
+def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind() -> None:
+    """A compute worker answers a plan that only releases at once, while the step before still runs."""
+    under_test = scheduler({"memory0": 100})
+    for name, tokens in (("short", 2), ("long", 3)):
+        under_test.add(request(name, 2, max_tokens=tokens))
+    plans = [under_test.plan(0), under_test.plan(0)]
+    last = plans[0]
+    for plan in plans:  # both draw twice, and "short" ends; meanwhile the last token of "long" is being drawn
+        assert plan is not None
+        behind = under_test.plan(0)
+        for group, completion in under_test.complete(0, plan.step).values():
+            completion.generated.append(7)
+            if len(completion.generated) == group.max_tokens:
+                under_test.finish(group, completion)
+        last = last if behind is None else behind
+    release = under_test.plan(0)
+    assert release is not None and release.released and not release.sequences
+    assert under_test.complete(0, release.step) == {}
+    assert last is not None
+    (drawn,) = under_test.complete(0, last.step).values()
+    assert drawn[0].request.request_id == "long"
+
+
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> None:
     under_test = scheduler({"memory0": 100})
     under_test.add(request("short", 2, max_tokens=9))
