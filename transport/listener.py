@@ -156,11 +156,13 @@ class Listener:
             listener's thread.
 
     Attributes:
-        refused: connections turned away, by verdict.
+        host, port: where it listens.
+        refused: connections turned away, by verdict; those let in that then sent what cannot be count as FRAME.
     """
 
     def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:
         self.refused: Counter[str] = Counter()
+        self.host = host
         self._name = name
         self._secret = secret
         self._identity = identity
@@ -204,7 +206,7 @@ class Listener:
             connection.setblocking(False)
             _tune(connection, self._silence_s)
             if len(self._waiting) >= MAX_WAITING:
-                self._count("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
+                self.count("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
                 connection.close()
                 return
             self._waiting[connection] = _Waiting(connection, self._secret, self._identity, self._admit)
@@ -229,7 +231,7 @@ class Listener:
             return
         except (RefusedError, OSError) as error:
             self._forget(waiting)
-            self._count(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
+            self.count(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
             connection.close()
 
     def _forget(self, waiting: _Waiting) -> None:
@@ -240,10 +242,11 @@ class Listener:
         now = time.monotonic()
         for waiting in [waiting for waiting in self._waiting.values() if waiting.deadline < now]:
             self._forget(waiting)
-            self._count("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
+            self.count("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
             waiting.connection.close()
 
-    def _count(self, verdict: str, reason: str) -> None:
+    def count(self, verdict: str, reason: str) -> None:
+        """Note a connection that was turned away, and log the first of its kind."""
         self.refused[verdict] += 1
         if self.refused[verdict] == 1:
             logger.warning("%s turned a connection away: %s (more of this kind are counted only)", self._name, reason)

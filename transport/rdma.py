@@ -10,12 +10,9 @@ pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it
 """
 
 import contextlib
-import os
-import secrets
 import select
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +23,13 @@ from lamina._native import Arena as NativeArena
 from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport import listener
-from lamina.transport.arena import MappedArena, create
+from lamina.transport.arena import OwnArena
 from lamina.transport.base import Part, Peer, check_range, deadline_error
-from lamina.transport.handshake import PROTOCOL, check_secret
+from lamina.transport.endpoint import ListeningEndpoint
 from lamina.transport.listener import Descriptor, Listener
 from lamina.transport.rdma_devices import choose, inventory
 from lamina.transport.rdma_queue import Device, Granted, Pair, QueuePair, Sender, part_nbytes
 
-SPIN_S = 20e-6
-SILENCE_S = 10.0
-STALL_S = 60.0
 SLICE_S = 0.02  # between looks at whether peers are alive
 LAST_WORDS_S = 0.05  # for what a peer wrote before it ended
 
@@ -71,90 +65,25 @@ class RdmaPeer:
 
 @dataclass(frozen=True)
 class _Own:
-    """What an endpoint has from register() to close()."""
-
-    identity: int
-    native: NativeArena
+    arena: OwnArena
     device: Device
     listener: Listener
     incoming: "list[tuple[socket.socket, QueuePair]]"
 
 
-class RdmaEndpoint:
-    """One worker's end of the data plane over RDMA.
+class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
+    """One worker's end of the data plane over RDMA; peers reach it at the RDMA port's own address by default.
 
-    Args:
-        name: how peers call this endpoint in their errors.
-        secret: what only the workers of one cluster know, at least 16 bytes.
-        host: address of this machine that peers can reach; by default the RDMA port's own IPv4 address.
-        spin_s: seconds a wait looks at its doorbells before it naps between looks. With a core of its own, spin always.
-        silence_s: seconds without a sign of life after which a peer counts as lost.
-        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
+    A wait that has spun in vain naps between looks. ``register`` raises TransportError if there is no pyverbs, no
+    usable device or not enough memory that may be locked.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        secret: bytes,
-        host: str | None = None,
-        spin_s: float = SPIN_S,
-        silence_s: float = SILENCE_S,
-        stall_s: float = STALL_S,
-    ) -> None:
-        check_secret(secret)
-        self.name = name
-        self._secret = secret
-        self._host = host
-        self._spin_s = spin_s
-        self._silence_s = silence_s
-        self._stall_s = stall_s
-        self._own: _Own | None = None
-        self._peers: list[RdmaPeer] = []
-
-    def register(self, nbytes: int, doorbells: int) -> MappedArena:
-        """Allocate the arena (once per endpoint), all doorbells 0, and let peers in from now on.
-
-        Raises TransportError if there is no pyverbs, no usable device or not enough memory that may be locked.
-        """
-        if self._own is not None:
-            raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
-        identity = secrets.randbits(64)
-        fd, native = create(self.name, nbytes, doorbells, identity)
-        os.close(fd)
-        choice = choose(inventory(), wanted=environment().rdma_device)
-        host = self._host or choice.host
-        if host is None:
-            raise TransportError(f"{choice.reason} has no IPv4 address for {self.name} to listen on; name a host")
-        device = Device(_verbs(), choice, native)
-        incoming: list[tuple[socket.socket, QueuePair]] = []
-        try:
-            admit = _admit_to(device, native, incoming)
-            listening = Listener(self.name, host, self._secret, identity, self._silence_s, admit)
-        except OSError as error:
-            device.close()
-            raise TransportError(
-                f"{self.name} cannot listen on {host}: {error}; give it an address of this machine"
-            ) from error
-        self._host = host
-        self._own = _Own(identity, native, device, listening, incoming)
-        return MappedArena(native)
-
-    def descriptor(self) -> bytes:
-        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
-        own = self._registered()
-        where = (self._host, own.listener.port, own.identity, own.native.nbytes, own.native.doorbells)
-        return msgspec.msgpack.encode(("rdma", PROTOCOL, self.name, *where))
+    transport = "rdma"
 
     @property
     def device(self) -> str:
         """The port in use, its address, and why it was chosen."""
         return self._registered().device.choice.reason
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Connections turned away so far, by kind."""
-        return self._registered().listener.refused
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
@@ -206,40 +135,43 @@ class RdmaEndpoint:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
         own = self._registered()
         deadline = time.monotonic() + timeout_s
-        index = own.native.watch(targets, min(timeout_s, SLICE_S), self._spin_s)
+        index = own.arena.native.watch(targets, min(timeout_s, SLICE_S), self._spin_s)
         while index is None:
             gone = self._find_gone(own)
-            index = own.native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
+            index = own.arena.native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
             if index is not None:
                 break
             if gone is not None:
                 raise PeerLostError(gone.name, gone.lost)
             left = deadline - time.monotonic()
             if left <= 0.0:
-                reached = [own.native.sequence(doorbell) for doorbell, _ in targets]
+                reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
                 raise deadline_error(self.name, targets, reached, timeout_s)
-            index = own.native.watch(targets, min(left, SLICE_S), 0.0)
+            index = own.arena.native.watch(targets, min(left, SLICE_S), 0.0)
         return index
 
-    def close(self) -> None:
-        """Leave, then give back all memory and handles. Idempotent. Views keep their memory."""
-        own, self._own = self._own, None
-        if own is None:
-            return
+    def _open(self, arena: OwnArena) -> _Own:
+        choice = choose(inventory(), wanted=environment().rdma_device)
+        host = self._host or choice.host
+        if host is None:
+            raise TransportError(f"{choice.reason} has no IPv4 address for {self.name} to listen on; name a host")
+        device = Device(_verbs(), choice, arena.native)
+        incoming: list[tuple[socket.socket, QueuePair]] = []
+        try:
+            return _Own(arena, device, self._listen(arena, host, _admit_to(device, arena.native, incoming)), incoming)
+        except TransportError:
+            device.close()
+            raise
+
+    def _leave(self, own: _Own) -> None:
         own.listener.close()
         for peer in self._peers:
             peer.sender.close()
             peer.connection.close()
-        self._peers.clear()
         for connection, pair in own.incoming:
             pair.close()
             connection.close()
         own.device.close()
-
-    def _registered(self) -> _Own:
-        if self._own is None:
-            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
-        return self._own
 
     def _connected(self, peer: Peer) -> RdmaPeer:
         if not isinstance(peer, RdmaPeer) or peer not in self._peers:

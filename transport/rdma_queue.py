@@ -1,7 +1,6 @@
 """Queue pairs of an RDMA device, and the memory that messages are sent from. ``verbs`` are the modules of pyverbs."""
 
 import contextlib
-import os
 import secrets
 import time
 from collections import deque
@@ -14,7 +13,7 @@ import numpy as np
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport.arena import create
+from lamina.transport.arena import allocate
 from lamina.transport.base import Part
 from lamina.transport.rdma_devices import INFINIBAND, Choice
 
@@ -150,8 +149,8 @@ class Sender:
         self._queue = pair.queue
         enums = device.verbs.enums
         self._done, self._signalled = enums.IBV_WC_SUCCESS, enums.IBV_SEND_SIGNALED
-        fd, self._staging = create(peer, STAGING_NBYTES, 1, 0)
-        os.close(fd)
+        self._staging_file = allocate(peer, STAGING_NBYTES, 1)
+        self._staging = self._staging_file.native
         self._view = memoryview(self._staging)
         self._memory = device.registered(self._staging.data_address, STAGING_NBYTES, enums.IBV_ACCESS_LOCAL_WRITE)
         self._address = self._staging.data_address
@@ -199,6 +198,7 @@ class Sender:
                 self.collect()
         self._pair.close()
         self._memory.close()
+        self._staging_file.close()
 
     def _stage(self, parts: Sequence[Part], nbytes: int, stall_s: float) -> int:
         """Copy parts into free staging, with room for a sequence number behind them; where they are."""

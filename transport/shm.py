@@ -6,7 +6,6 @@ native (``native/transport``).
 
 import contextlib
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +14,11 @@ import msgspec
 from lamina._native import Arena as NativeArena
 from lamina._native import ShmWaiter
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport.arena import MEMFD_NAME, MappedArena, create
+from lamina.transport.arena import MEMFD_NAME, OwnArena
 from lamina.transport.base import Part, Peer, deadline_error
+from lamina.transport.endpoint import SPIN_S, ArenaEndpoint
 
 PROTOCOL = 1
-
-# About what a futex wake costs: a wait takes at most twice as long as with the better choice of spinning and sleeping.
-SPIN_S = 20e-6
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):
@@ -59,15 +56,11 @@ class ShmPeer:
 
 @dataclass(frozen=True)
 class _Own:
-    """What an endpoint has from register() to close()."""
-
-    fd: int
-    identity: int
-    native: NativeArena
+    arena: OwnArena
     waiter: ShmWaiter
 
 
-class ShmEndpoint:
+class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
     """One worker's end of the data plane in shared memory. Implements ``transport.base.Endpoint``.
 
     Args:
@@ -76,25 +69,14 @@ class ShmEndpoint:
     """
 
     def __init__(self, name: str, *, spin_s: float = SPIN_S) -> None:
-        self.name = name
+        super().__init__(name)
         self._spin_s = spin_s
-        self._own: _Own | None = None
-        self._peers: list[ShmPeer] = []  # in the waiter's order
-
-    def register(self, nbytes: int, doorbells: int) -> MappedArena:
-        """Allocate the arena (once per endpoint), all doorbells 0."""
-        if self._own is not None:
-            raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
-        identity = secrets.randbits(64)
-        fd, native = create(self.name, nbytes, doorbells, identity)
-        self._own = _Own(fd, identity, native, ShmWaiter(native))
-        return MappedArena(native)
 
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
-        own = self._registered()
+        arena = self._registered().arena
         pid = os.getpid()
-        return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), own.fd, own.identity))
+        return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), arena.fd, arena.identity))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
         """Open a peer's arena for writing; needs no time. Raises TransportError, PeerLostError."""
@@ -151,27 +133,19 @@ class ShmEndpoint:
         try:
             return own.waiter.wait(targets, timeout_s, self._spin_s)
         except TimeoutError:
-            reached = [own.native.sequence(doorbell) for doorbell, _ in targets]
+            reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None
         except ConnectionResetError as gone:
             raise _lost(self._peers[gone.args[0]]) from None
 
-    def close(self) -> None:
-        """Tell peers, then give back all memory and handles. Idempotent. Views keep their memory."""
-        if self._own is None:
-            return
-        self._own.native.mark_gone()
+    def _open(self, arena: OwnArena) -> _Own:
+        return _Own(arena, ShmWaiter(arena.native))
+
+    def _leave(self, own: _Own) -> None:
+        own.arena.native.mark_gone()
         for peer in self._peers:
             peer.native.nudge()
             os.close(peer.pidfd)
-        self._peers.clear()
-        os.close(self._own.fd)
-        self._own = None
-
-    def _registered(self) -> _Own:
-        if self._own is None:
-            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
-        return self._own
 
     def _connected(self, peer: Peer) -> ShmPeer:
         if not isinstance(peer, ShmPeer) or peer not in self._peers:

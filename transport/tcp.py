@@ -8,32 +8,25 @@ in meanwhile. A message is handed to the kernel before ``post`` returns.
 """
 
 import logging
-import os
 import secrets
 import socket
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from lamina._native import Arena as NativeArena
 from lamina._native import TcpEndpoint as NativeEndpoint
 from lamina._native import TcpSender
 from lamina.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
-from lamina.transport.arena import MappedArena, create
+from lamina.transport.arena import OwnArena
 from lamina.transport.base import Part, Peer, deadline_error
-from lamina.transport.handshake import PROTOCOL, check_secret
+from lamina.transport.endpoint import ListeningEndpoint
 from lamina.transport.listener import RETRY_S, Admit, Descriptor, Listener
 
 logger = logging.getLogger(__name__)
 
-SPIN_S = 20e-6  # as long as it takes to be woken: at most twice the time of the better choice
-SILENCE_S = 10.0
-STALL_S = 60.0
+LOOPBACK = "127.0.0.1"
 ATTEMPT_S = 1.0  # for one connection to be made again
 MIN_ATTEMPT_S = 0.1  # also when a wait has no time left: to know whether the peer is gone
 
@@ -57,84 +50,26 @@ class TcpPeer:
 
 @dataclass(frozen=True)
 class _Own:
-    """What an endpoint has from register() to close()."""
-
-    identity: int
-    native: NativeArena
+    arena: OwnArena
     streams: NativeEndpoint
     listener: Listener
 
+    def refuse(self, reason: str) -> None:
+        """A stream was closed for a frame that cannot be."""
+        self.listener.count("FRAME", reason)
 
-class TcpEndpoint:
-    """One worker's end of the data plane over TCP.
 
-    Args:
-        name: how peers call this endpoint in their errors.
-        secret: what only the workers of one cluster know, at least 16 bytes.
-        host: address of this machine that peers can reach; the port is the system's choice.
-        spin_s: seconds a wait looks at its connections before it sleeps. Spin longer only if a core is free for it.
-        silence_s: seconds without a sign of life after which a connection counts as lost, and as long again to make
-            another one before the peer counts as lost.
-        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
-    """
+class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
+    """One worker's end of the data plane over TCP; it listens on this machine alone unless it is given a host."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        secret: bytes,
-        host: str = "127.0.0.1",
-        spin_s: float = SPIN_S,
-        silence_s: float = SILENCE_S,
-        stall_s: float = STALL_S,
-    ) -> None:
-        check_secret(secret)
-        self.name = name
-        self._secret = secret
-        self._host = host
-        self._spin_s = spin_s
-        self._silence_s = silence_s
-        self._stall_s = stall_s
-        self._own: _Own | None = None
-        self._peers: list[TcpPeer] = []
-        self._refused_streams = 0
-
-    def register(self, nbytes: int, doorbells: int) -> MappedArena:
-        """Allocate the arena (once per endpoint), all doorbells 0, and let peers in from now on."""
-        if self._own is not None:
-            raise TransportError(f"endpoint {self.name} has an arena of {self._own.native.nbytes} bytes already")
-        identity = secrets.randbits(64)
-        fd, native = create(self.name, nbytes, doorbells, identity)
-        os.close(fd)
-        streams = NativeEndpoint(native)
-        try:
-            listening = Listener(self.name, self._host, self._secret, identity, self._silence_s, _admit_to(streams))
-        except OSError as error:
-            streams.close()
-            raise TransportError(
-                f"{self.name} cannot listen on {self._host}: {error}; give it an address of this machine"
-            ) from error
-        self._own = _Own(identity, native, streams, listening)
-        return MappedArena(native)
-
-    def descriptor(self) -> bytes:
-        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
-        own = self._registered()
-        where = (self._host, own.listener.port, own.identity, own.native.nbytes, own.native.doorbells)
-        return msgspec.msgpack.encode(Descriptor("tcp", PROTOCOL, self.name, *where))
-
-    @property
-    def refused(self) -> Counter[str]:
-        """What was turned away so far, by kind: connections, and streams with a frame that cannot be."""
-        own = self._registered()
-        return own.listener.refused + Counter(FRAME=self._refused_streams)
+    transport = "tcp"
 
     def connect(self, descriptor: bytes, timeout_s: float) -> TcpPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
         own = self._registered()
         where = listener.decode(descriptor, "tcp")
         stream = secrets.randbits(64)
-        request = _REQUEST.pack(stream, own.identity, True)
+        request = _REQUEST.pack(stream, own.arena.identity, True)
         connection, _ = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
         peer = TcpPeer(
             where, stream, own.streams.connect(connection.detach(), where.identity, where.nbytes, where.doorbells)
@@ -178,24 +113,22 @@ class TcpEndpoint:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
         own = self._registered()
         try:
-            return own.streams.wait(targets, timeout_s, self._spin_s, self._mend, self._note_refusal)
+            return own.streams.wait(targets, timeout_s, self._spin_s, self._mend, own.refuse)
         except TimeoutError:
-            reached = [own.native.sequence(doorbell) for doorbell, _ in targets]
+            reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None
 
-    def close(self) -> None:
-        """Leave, then give back all memory and handles. Idempotent. Views keep their memory."""
-        if self._own is None:
-            return
-        self._own.listener.close()
-        self._own.streams.close()
-        self._peers.clear()
-        self._own = None
+    def _open(self, arena: OwnArena) -> _Own:
+        streams = NativeEndpoint(arena.native)
+        try:
+            return _Own(arena, streams, self._listen(arena, self._host or LOOPBACK, _admit_to(streams)))
+        except TransportError:
+            streams.close()
+            raise
 
-    def _registered(self) -> _Own:
-        if self._own is None:
-            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
-        return self._own
+    def _leave(self, own: _Own) -> None:
+        own.listener.close()
+        own.streams.close()
 
     def _connected(self, peer: Peer) -> TcpPeer:
         if not isinstance(peer, TcpPeer) or peer not in self._peers:
@@ -216,7 +149,7 @@ class TcpEndpoint:
         deadline = peer.broken_since + self._silence_s
         timeout_s = min(max(seconds, MIN_ATTEMPT_S), ATTEMPT_S, max(deadline - now, MIN_ATTEMPT_S))
         try:
-            request = _REQUEST.pack(peer.stream, self._registered().identity, False)
+            request = _REQUEST.pack(peer.stream, self._registered().arena.identity, False)
             connection, answer = listener.attempt(peer.where, self._secret, request, timeout_s, self._silence_s)
             with connection:
                 (position,) = _ANSWER.unpack(answer)
@@ -243,11 +176,6 @@ class TcpEndpoint:
     def _stalled(self, peer: TcpPeer) -> PeerLostError:
         self._lose(peer, f"it has taken in nothing of a message for {self._stall_s:g} s")
         return PeerLostError(peer.name, peer.lost)
-
-    def _note_refusal(self, reason: str) -> None:
-        self._refused_streams += 1
-        if self._refused_streams == 1:
-            logger.warning("%s closed a stream: %s (more of this kind are counted only)", self.name, reason)
 
 
 def _admit_to(streams: NativeEndpoint) -> Admit:

@@ -1,0 +1,150 @@
+"""What the endpoints of real transports have in common: an arena of this process, peers, and how both are found."""
+
+import abc
+from collections import Counter
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from lamina.errors import TransportError
+from lamina.transport.arena import MappedArena, OwnArena, allocate
+from lamina.transport.base import Peer
+from lamina.transport.handshake import PROTOCOL, check_secret
+from lamina.transport.listener import Admit, Descriptor, Listener
+
+SPIN_S = 20e-6  # about what it costs to be woken: at most twice the time of the better choice of spinning and sleeping
+SILENCE_S = 10.0
+STALL_S = 60.0
+
+
+class Own(Protocol):
+    """What an endpoint has from ``register`` to ``close``."""
+
+    @property
+    def arena(self) -> OwnArena:
+        """The arena that peers write into."""
+        ...
+
+
+class ListeningOwn(Own, Protocol):
+    """The same, of an endpoint that lets peers in at a port."""
+
+    @property
+    def listener(self) -> Listener:
+        """Who lets them in."""
+        ...
+
+
+OwnT = TypeVar("OwnT", bound=Own)
+ListeningOwnT = TypeVar("ListeningOwnT", bound=ListeningOwn)
+PeerT = TypeVar("PeerT", bound=Peer)
+
+
+class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
+    """Half of ``transport.base.Endpoint``: arenas and peers. A closed endpoint may register again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._own: OwnT | None = None
+        self._allocated: OwnArena | None = None
+        self._peers: list[PeerT] = []
+
+    def register(self, nbytes: int, doorbells: int) -> MappedArena:
+        """Allocate the arena (once per endpoint), all doorbells 0, and let peers in from now on."""
+        self._check_unregistered()
+        arena = allocate(self.name, nbytes, doorbells)
+        try:
+            self.adopt(arena)
+        except BaseException:
+            arena.close()
+            raise
+        self._allocated = arena
+        return MappedArena(arena.native)
+
+    def adopt(self, arena: OwnArena) -> None:
+        """Let peers into an arena that several endpoints of this process share; it must stay open until ``close``."""
+        self._check_unregistered()
+        self._own = self._open(arena)
+
+    def close(self) -> None:
+        """Leave, then give back all memory and handles. Idempotent. Views keep their memory."""
+        own, self._own = self._own, None
+        if own is None:
+            return
+        self._leave(own)
+        self._peers.clear()
+        if self._allocated is not None:
+            self._allocated.close()
+            self._allocated = None
+
+    @abc.abstractmethod
+    def _open(self, arena: OwnArena) -> OwnT:
+        """Everything that peers need to write into the arena."""
+
+    @abc.abstractmethod
+    def _leave(self, own: OwnT) -> None:
+        """Give back what ``_open`` made, and the peers."""
+
+    def _check_unregistered(self) -> None:
+        if self._own is not None:
+            nbytes = self._own.arena.native.nbytes
+            raise TransportError(f"endpoint {self.name} has an arena of {nbytes} bytes already")
+
+    def _registered(self) -> OwnT:
+        if self._own is None:
+            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
+        return self._own
+
+
+class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
+    """An endpoint that peers reach at a host and a port, where both sides prove that they know the cluster's secret.
+
+    Args:
+        name: how peers call this endpoint in their errors.
+        secret: what only the workers of one cluster know, at least 16 bytes.
+        host: address of this machine that peers can reach, the port is the system's choice; None: the transport's own.
+        spin_s: seconds a wait looks for messages before it sleeps. Spin longer only if a core is free for it.
+        silence_s: seconds without a sign of life after which a connection counts as lost; and, where it can be made
+            again, as long again to do so before the peer counts as lost.
+        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
+    """
+
+    transport: ClassVar[str]
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        secret: bytes,
+        host: str | None = None,
+        spin_s: float = SPIN_S,
+        silence_s: float = SILENCE_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        check_secret(secret)
+        super().__init__(name)
+        self._secret = secret
+        self._host = host
+        self._spin_s = spin_s
+        self._silence_s = silence_s
+        self._stall_s = stall_s
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
+        own = self._registered()
+        native = own.arena.native
+        where = (own.listener.host, own.listener.port, own.arena.identity, native.nbytes, native.doorbells)
+        return msgspec.msgpack.encode(Descriptor(self.transport, PROTOCOL, self.name, *where))
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections turned away so far, by kind."""
+        return Counter(self._registered().listener.refused)
+
+    def _listen(self, arena: OwnArena, host: str, admit: Admit) -> Listener:
+        try:
+            return Listener(self.name, host, self._secret, arena.identity, self._silence_s, admit)
+        except OSError as error:
+            raise TransportError(
+                f"{self.name} cannot listen on {host}: {error}; give it an address of this machine"
+            ) from error
