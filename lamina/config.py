@@ -24,6 +24,7 @@ class Overlap:
 MOST_MINI_BATCHES = 15
 
 Pipelining = Literal["auto", "fixed", "rotational"]
+TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class EngineConfig:
             compute workers, else fixed.
         q_first, mini_batches: how q, k and v are sent, see ``Overlap``.
         plan_ahead: plan the next step of a lane while one runs.
+        transport: of the data between workers; "auto" is shared memory on one host, else RDMA where it proves itself,
+            else TCP. One asked for by name is used or nothing is.
         trace: a file for what every worker did when, written when the engine ends; None: nothing is recorded.
         compute_cores, memory_cores: CPU list of each pool, as ``taskset`` takes it, shared out evenly among its
             workers; None: all cores that this process may use, for every worker.
@@ -67,6 +70,7 @@ class EngineConfig:
     q_first: bool = False
     mini_batches: int = 1
     plan_ahead: bool = True
+    transport: TransportName = "auto"
     trace: str | None = None
     compute_cores: str | None = None
     memory_cores: str | None = None

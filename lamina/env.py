@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 
 @dataclass(frozen=True)
 class Environment:

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Literal, Self, cast
 
 from lamina.cluster.local import launch
-from lamina.config import EngineConfig, LoadFormat, Pipelining
+from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName
 from lamina.engine.prompts import Message, Prompt, as_prompts, chat_prompt
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.errors import ConfigError, RequestError
@@ -68,6 +68,7 @@ class Lamina:
         q_first: bool = False,
         mini_batches: int = 1,
         plan_ahead: bool = True,
+        transport: TransportName = "auto",
         trace: str | None = None,
         compute_cores: str | None = None,
         memory_cores: str | None = None,
@@ -89,6 +90,7 @@ class Lamina:
             q_first=q_first,
             mini_batches=mini_batches,
             plan_ahead=plan_ahead,
+            transport=transport,
             trace=trace,
             compute_cores=compute_cores,
             memory_cores=memory_cores,

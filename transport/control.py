@@ -6,6 +6,8 @@ The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender
 import logging
 import math
 import os
+import secrets
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     engine_key: bytes
     public_key: bytes
     secret_key: bytes
+    data_secret: bytes
     parent_pid: int
 
     def __repr__(self) -> str:
@@ -65,6 +68,7 @@ class ControlServer:
     """The engine's end. One thread at a time may use it."""
 
     def __init__(self, workers: Sequence[str], parent_pid: int | None = None) -> None:
+        self._data_secret = secrets.token_bytes(32)
         self._context = zmq.Context()
         self._keys = _IssuedKeys()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -93,7 +97,7 @@ class ControlServer:
     def _issue(self, name: str, address: str, engine_key: bytes, parent_pid: int) -> Bootstrap:
         public, secret = zmq.curve_keypair()
         self._keys.workers[public] = name
-        return Bootstrap(name, address, engine_key, public, secret, parent_pid)
+        return Bootstrap(name, address, engine_key, public, secret, self._data_secret, parent_pid)
 
     def send(self, workers: Sequence[str], message: ToWorker) -> None:
         """Send one message to several workers; encoded once."""
@@ -140,10 +144,16 @@ class ControlServer:
 
 
 class ControlClient:
-    """A worker's end. One thread owns it."""
+    """A worker's end. One thread owns it.
+
+    Attributes:
+        data_secret: what proves on the data plane that a worker is of this cluster.
+        local_address: this machine's, where it is reached by those that the engine's machine reaches.
+    """
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self.name = bootstrap.name
+        self.data_secret = bootstrap.data_secret
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.identity = bootstrap.name.encode()
@@ -152,6 +162,7 @@ class ControlClient:
         self._socket.linger = 2000  # a last Failed must still leave
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.connect(bootstrap.address)
+        self.local_address = _local_address(bootstrap.address)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -180,6 +191,15 @@ class ControlClient:
         """Flush what was sent (at most 2 s) and close."""
         self._socket.close()
         self._context.term()
+
+
+def _local_address(address: str) -> str:
+    """The address of this machine that packets to tcp://host:port leave from."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        local: str = probe.getsockname()[0]
+    return local
 
 
 def _milliseconds(timeout_s: float) -> int:

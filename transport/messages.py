@@ -4,6 +4,7 @@ import msgspec
 
 from lamina.config import LoadFormat, Overlap
 from lamina.transport.channel import Layout
+from lamina.transport.choice import Offer, Transport
 from lamina.transport.timeline import Span
 from lamina.types import AttentionSpec, DType, Logprob, StepPlan
 
@@ -34,14 +35,27 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make an arena of this size; answered by Registered."""
+    """Engine to worker: make an arena of this size for peers of all ``workers``, and let them in by these transports;
+    answered by Registered."""
 
     nbytes: int
     doorbells: int
+    workers: list[str]
+    transports: list[Transport]
+
+
+class Link(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: connect to these peers (transport and descriptor, by name) and prove it; answered by Linked.
+
+    ``round`` counts up from 1: pairs that could not prove a link are linked again in the next one.
+    """
+
+    round: int
+    peers: dict[str, tuple[Transport, bytes]]
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: open the arenas of these peers; answered by Connected.
+    """Engine to worker: all links stand, this is what they are for; answered by Connected.
 
     A worker's number is its place in ``computes`` or ``memories``, which name all of a pool. ``rotates`` says how lanes
     move, see ``lamina.engine.pipeline``.
@@ -49,7 +63,6 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
     computes: list[str]
     memories: list[str]
-    descriptors: dict[str, bytes]
     layout: Layout
     rotates: bool
 
@@ -65,7 +78,9 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: started."""
+    """Worker to engine: started, on this ``host`` (see ``transport.shm``)."""
+
+    host: str
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
@@ -96,13 +111,19 @@ class SlabReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the arena exists; peers connect with this descriptor."""
+    """Worker to engine: the arena exists; peers connect as offered."""
 
-    descriptor: bytes
+    offer: Offer
+
+
+class Linked(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: done; why not, for peers with which it could not exchange proofs."""
+
+    failures: dict[str, str]
 
 
 class Connected(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: all channels are open."""
+    """Worker to engine: ready for steps."""
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
@@ -155,7 +176,17 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
-ToWorker = ComputeSetup | MemorySetup | Register | Connect | Step | Stop
+ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Stop
 ToEngine = (
-    Hello | LoadProgress | ModelLoaded | SlabReady | Registered | Connected | StepDone | SlabUsage | Traced | Failed
+    Hello
+    | LoadProgress
+    | ModelLoaded
+    | SlabReady
+    | Registered
+    | Linked
+    | Connected
+    | StepDone
+    | SlabUsage
+    | Traced
+    | Failed
 )

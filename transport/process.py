@@ -12,10 +12,11 @@ from typing import Protocol
 
 import msgspec
 
-from lamina.env import environment
+from lamina.env import LOG_FORMAT, environment
 from lamina.errors import UserError
 from lamina.transport.control import Bootstrap, ControlClient
 from lamina.transport.messages import Failed, Hello
+from lamina.transport.shm import host
 
 
 class Worker(Protocol):
@@ -35,14 +36,14 @@ def run_worker(make: Callable[[ControlClient], Worker]) -> None:
 
     The process ends with its engine, however the engine ends.
     """
-    logging.basicConfig(level=environment().log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine says when to stop
     bootstrap = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
     exit_with(bootstrap.parent_pid)
     control = ControlClient(bootstrap)
     worker = make(control)
     try:
-        control.send(Hello())
+        control.send(Hello(host()))
         worker.run()
     except Exception as error:
         control.send(Failed(type(error).__name__, str(error), isinstance(error, UserError), traceback.format_exc()))

@@ -42,6 +42,12 @@ def _start_time(pid: int) -> int:
     return int(after_name.split()[19])  # field 22 of proc(5), the 20th after the name
 
 
+def host() -> str:
+    """The same for processes that may open each other's arenas: one boot of one machine, one PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 class ShmPeer:
     """A mapped remote arena and a handle on its process."""
 

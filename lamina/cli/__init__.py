@@ -1,5 +1,6 @@
 """The `lamina` command. Commands import what they need when they run, so that help and errors come at once."""
 
+import logging
 import signal
 import sys
 from typing import Annotated, NoReturn
@@ -9,6 +10,7 @@ import typer
 from lamina import __version__
 from lamina.cli import bench, chat, doctor, generate, launch, plan, split
 from lamina.cli.console import print_error
+from lamina.env import LOG_FORMAT, environment
 from lamina.errors import LaminaError, UserError
 
 app = typer.Typer(
@@ -39,7 +41,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass  # the callback above has done it
+    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
 
 
 def main() -> NoReturn:

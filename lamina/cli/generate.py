@@ -28,6 +28,7 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory_bytes: options.KvBytes = None,
     threads: options.Threads = None,
+    transport: options.Transport = "auto",
 ) -> None:
     """Continue one or several texts."""
     texts = prompts or [_standard_input()]
@@ -46,6 +47,7 @@ def generate(
         max_model_len=max_model_len,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         threads=threads,
+        transport=transport,
     ) as lamina:
         loaded = time.perf_counter()
         outputs = lamina.generate(texts, params)

@@ -28,6 +28,7 @@ def launch(
     q_first: options.QFirst = False,
     mini_batches: options.MiniBatches = 1,
     plan_ahead: options.PlanAhead = True,
+    transport: options.Transport = "auto",
     compute_cores: options.ComputeCores = None,
     memory_cores: options.MemoryCores = None,
     trace: options.Trace = None,
@@ -53,6 +54,7 @@ def launch(
             q_first=q_first,
             mini_batches=mini_batches,
             plan_ahead=plan_ahead,
+            transport=transport,
             compute_cores=compute_cores,
             memory_cores=memory_cores,
             trace=trace,
@@ -63,6 +65,7 @@ def launch(
 
 def _ready(engine: "Engine", url: str) -> None:
     from lamina.cli.console import output, print_text
+    from lamina.transport.choice import summary
 
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
@@ -70,7 +73,8 @@ def _ready(engine: "Engine", url: str) -> None:
         f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
         f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens a request\n"
         f"  compute  {engine.config.compute}\n"
-        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n\n"
+        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
+        f"  network  {', '.join(summary(engine.cluster.links))}\n\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
     )

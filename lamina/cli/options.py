@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lamina.config import LoadFormat, Pipelining
+from lamina.config import LoadFormat, Pipelining, TransportName
 from lamina.errors import ConfigError, RequestError
 from lamina.types import DType, SamplingParams
 
@@ -37,6 +37,9 @@ Lanes = Annotated[str, typer.Option(help="Batches in flight: auto, or a number."
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
 QFirst = Annotated[bool, typer.Option(help="Send q before k and v are computed.")]
 MiniBatches = Annotated[int, typer.Option(help="Pieces in which q is sent.")]
+Transport = Annotated[
+    TransportName, typer.Option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp.")
+]
 PlanAhead = Annotated[bool, typer.Option(help="Plan the next step while one runs.")]
 ComputeCores = Annotated[str | None, typer.Option(help="CPU list of the compute workers, as 0-3,8. Default: all.")]
 MemoryCores = Annotated[str | None, typer.Option(help="CPU list of the memory workers. Default: all.")]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from lamina.config import MOST_MINI_BATCHES, EngineConfig, LoadFormat, Overlap, Pipelining
+from lamina.config import MOST_MINI_BATCHES, EngineConfig, LoadFormat, Overlap, Pipelining, TransportName
 from lamina.engine.bringup import ClusterPlan
 from lamina.engine.pipeline import Pipeline
 from lamina.engine.scheduler import Limits
@@ -27,7 +27,8 @@ def check(config: EngineConfig) -> None:
             f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}; every "
             f"sequence needs a row of its own in a step, so give max_num_batched_tokens at least {config.max_num_seqs}"
         )
-    for name, choices in (("load_format", get_args(LoadFormat)), ("pipelining", get_args(Pipelining))):
+    for name, values in (("load_format", LoadFormat), ("pipelining", Pipelining), ("transport", TransportName)):
+        choices = get_args(values)
         if getattr(config, name) not in choices:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; give {' or '.join(choices)}")
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
@@ -142,6 +143,7 @@ def cluster_plan(
         kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
         most_useful_tokens=bounds.max_num_seqs * bounds.max_model_len,
         pipeline=pipeline(config, len(computes), shared),
+        transport=config.transport,
         shared_cores=shared,
     )
 

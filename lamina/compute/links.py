@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.engine.pipeline import Pipeline
-from lamina.transport.base import Arena, Endpoint, Peer
+from lamina.transport.base import Arena
 from lamina.transport.channel import Inbox, Outbox
+from lamina.transport.links import Links
 from lamina.transport.messages import Connect
 
 
@@ -24,23 +25,20 @@ class LaneLinks:
     contexts: Mapping[int, Outbox]
 
 
-def lane_links(endpoint: Endpoint, arena: Arena, peers: Mapping[str, Peer], connect: Connect) -> list[LaneLinks]:
-    """The slots of every lane, by its number. ``peers`` holds all of ``connect.descriptors``."""
+def lane_links(own: str, links: Links, arena: Arena, connect: Connect) -> list[LaneLinks]:
+    """The slots of every lane, by its number, for compute worker ``own``."""
     layout = connect.layout
+    others = {number: name for number, name in enumerate(connect.computes) if layout.context_nbytes and name != own}
 
-    def links(lane: int) -> LaneLinks:
+    def of_lane(lane: int) -> LaneLinks:
         return LaneLinks(
-            {name: Outbox(endpoint, peers[name], layout.request(lane)) for name in connect.memories},
+            {name: links.outbox(name, layout.request(lane)) for name in connect.memories},
             {name: Inbox(arena, layout.reply(lane, number)) for number, name in enumerate(connect.memories)},
             Inbox(arena, layout.context(lane)) if layout.context_nbytes else None,
-            {
-                number: Outbox(endpoint, peers[name], layout.context(lane))
-                for number, name in enumerate(connect.computes)
-                if layout.context_nbytes and name in peers
-            },
+            {number: links.outbox(name, layout.context(lane)) for number, name in others.items()},
         )
 
-    return [links(lane) for lane in range(layout.lanes)]
+    return [of_lane(lane) for lane in range(layout.lanes)]
 
 
 def pipeline_of(connect: Connect) -> Pipeline:

@@ -22,14 +22,12 @@ from lamina.models import directory, weights
 from lamina.models.config import load_config, resolve_dtype
 from lamina.splitter import split
 from lamina.transport.control import ControlClient, expect
+from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
     ComputeSetup,
-    Connect,
     Connected,
     LoadProgress,
     ModelLoaded,
-    Register,
-    Registered,
     Step,
     StepDone,
     Stop,
@@ -37,11 +35,9 @@ from lamina.transport.messages import (
     Traced,
 )
 from lamina.transport.process import run_worker
-from lamina.transport.shm import ShmEndpoint
 from lamina.transport.timeline import Timeline
 from lamina.types import Admission, Segment, StepPlan
 
-CONNECT_TIMEOUT_S = 30.0
 REPLY_TIMEOUT_S = 120.0
 IDLE_SLICE_S = 1.0
 
@@ -85,7 +81,7 @@ class ComputeWorker:
     def __init__(self, control: ControlClient) -> None:
         self.name = control.name
         self._control = control
-        self._endpoint = ShmEndpoint(control.name)
+        self._links = Links(control.name, control.data_secret, control.local_address)
         self._lanes: list[Lane] = []
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
@@ -104,21 +100,15 @@ class ComputeWorker:
 
     def close(self) -> None:
         """Leave the data plane. Idempotent."""
-        self._endpoint.close()
+        self._links.close()
 
     def _set_up(self) -> None:
         self._load(expect(self._control, ComputeSetup))
-        register = expect(self._control, Register)
-        arena = self._endpoint.register(register.nbytes, register.doorbells)
-        self._control.send(Registered(self._endpoint.descriptor()))
-        connect = expect(self._control, Connect)
-        peers = {
-            name: self._endpoint.connect(descriptor, CONNECT_TIMEOUT_S)
-            for name, descriptor in connect.descriptors.items()
-        }
+        arena, connect = set_up_links(self._links, self._control)
+        self._wait = self._links.settle()
         self._pipeline = pipeline_of(connect)
         self._replica = connect.computes.index(self.name)
-        self._lanes = [Lane(links) for links in lane_links(self._endpoint, arena, peers, connect)]
+        self._lanes = [Lane(links) for links in lane_links(self.name, self._links, arena, connect)]
         self._control.send(Connected())
 
     def _load(self, setup: ComputeSetup) -> None:
@@ -197,7 +187,7 @@ class ComputeWorker:
     def _is_ready(self, lane: Lane) -> bool:
         while lane.awaited:
             try:
-                lane.awaited.pop(self._endpoint.wait(lane.awaited, 0.0))
+                lane.awaited.pop(self._wait(lane.awaited, 0.0))
             except DeadlineError:
                 return False
         return True
@@ -219,7 +209,7 @@ class ComputeWorker:
                 self._handle(self._control.receive(IDLE_SLICE_S))
                 return
             begun = self._timeline.now()
-            lane, target = awaited[self._endpoint.wait([target for _, target in awaited], IDLE_SLICE_S)]
+            lane, target = awaited[self._wait([target for _, target in awaited], IDLE_SLICE_S)]
             self._timeline.add("wait", lane.steps[0].plan.lane, begun)
             lane.awaited.remove(target)
         except DeadlineError as error:

@@ -1,20 +1,21 @@
 """From started worker processes to a cluster that can run steps, over the control plane alone."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
-from lamina import errors
+from lamina.config import TransportName
+from lamina.engine.gather import Gather, Workers
+from lamina.engine.linking import link
 from lamina.engine.pipeline import Pipeline
-from lamina.errors import ConfigError, DeadlineError, WorkerError
+from lamina.errors import ConfigError
 from lamina.transport.channel import Layout
+from lamina.transport.choice import Choice, Offer, candidates
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import (
     ComputeSetup,
     Connect,
     Connected,
-    Failed,
     Hello,
     LoadProgress,
     MemorySetup,
@@ -22,7 +23,6 @@ from lamina.transport.messages import (
     Register,
     Registered,
     SlabReady,
-    ToEngine,
 )
 from lamina.transport.wire import reply_nbytes, request_nbytes
 from lamina.types import AttentionSpec, DType
@@ -30,21 +30,6 @@ from lamina.types import AttentionSpec, DType
 START_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 60.0
-POLL_S = 0.2
-
-MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Connected)
-
-
-class Workers(Protocol):
-    """Worker processes, wherever they run."""
-
-    def ended(self) -> Mapping[str, str]:
-        """Workers that are gone, with what is known of why."""
-        ...
-
-    def close(self) -> None:
-        """End all workers. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +43,7 @@ class ClusterPlan:
     kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
     most_useful_tokens: int  # more slots than this in one worker could never be used
     pipeline: Pipeline
+    transport: TransportName
     cores: Mapping[str, frozenset[int]]  # of each worker
     shared_cores: bool  # both pools run on the same
 
@@ -72,6 +58,7 @@ class Cluster:
     dtype: DType
     parameters: int
     pipeline: Pipeline
+    links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
 
 
 def bring_up(
@@ -79,11 +66,11 @@ def bring_up(
 ) -> Cluster:
     """Load the model, make slabs and arenas, connect every compute worker with every memory worker.
 
-    Raises the worker's own UserError if a user can mend it, else WorkerError or DeadlineError.
+    Raises the worker's own UserError if a user can mend it, else TransportError, WorkerError or DeadlineError.
     """
-    gather = _Gather(control, workers, on_progress)
+    gather = Gather(control, workers, on_progress)
     everyone = (*plan.computes, *plan.memories)
-    gather.all(Hello, everyone, START_TIMEOUT_S)
+    greetings = gather.all(Hello, everyone, START_TIMEOUT_S)
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     capacity = _capacity(plan, loaded)
@@ -91,7 +78,7 @@ def bring_up(
     setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
     control.send(plan.memories, setup)
     ready = gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
-    _connect(control, gather, plan, loaded)
+    links = _connect(control, gather, plan, loaded, {hello.host for hello in greetings.values()})
     return Cluster(
         plan.computes,
         {name: message.capacity for name, message in ready.items()},
@@ -99,6 +86,7 @@ def bring_up(
         loaded.dtype,
         loaded.parameters,
         plan.pipeline,
+        links,
     )
 
 
@@ -114,7 +102,9 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return min(capacity, plan.most_useful_tokens)
 
 
-def _connect(control: ControlServer, gather: "_Gather", plan: ClusterPlan, loaded: ModelLoaded) -> None:
+def _connect(
+    control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str]
+) -> dict[tuple[str, str], Choice]:
     rows = plan.compute_setup.rows
     layout = Layout(
         lanes=plan.pipeline.lanes,
@@ -123,62 +113,18 @@ def _connect(control: ControlServer, gather: "_Gather", plan: ClusterPlan, loade
         reply_nbytes=reply_nbytes(loaded.attentions, rows),
         context_nbytes=loaded.context_nbytes if plan.pipeline.moves else 0,
     )
-    descriptors: dict[str, bytes] = {}
-    for group, arena in ((plan.computes, layout.compute_arena), (plan.memories, layout.memory_arena)):
-        control.send(group, Register(*arena))
-        registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
-        descriptors |= {name: message.descriptor for name, message in registered.items()}
     computes, memories = list(plan.computes), list(plan.memories)
-    for name in (*computes, *memories):
-        named = computes if name in memories else [*memories, *(computes if plan.pipeline.moves else [])]
-        peers = {peer: descriptors[peer] for peer in named if peer != name}
-        control.send([name], Connect(computes, memories, peers, layout, plan.pipeline.rotates))
-    gather.all(Connected, (*computes, *memories), CONNECT_TIMEOUT_S)
-
-
-class _Gather:
-    """Collects one answer from each of several workers, noticing failures and deaths meanwhile."""
-
-    def __init__(self, control: ControlServer, workers: Workers, on_progress: Callable[[LoadProgress], None]) -> None:
-        self._control = control
-        self._workers = workers
-        self._on_progress = on_progress
-
-    def all(self, kind: type[MessageT], names: Sequence[str], timeout_s: float) -> dict[str, MessageT]:
-        answers: dict[str, MessageT] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(answers) < len(names):
-            for worker, message in self._control.receive(POLL_S):
-                if isinstance(message, kind):
-                    answers[worker] = message
-                else:
-                    self._handle(worker, message)
-            missing = [name for name in names if name not in answers]
-            if ended := self._workers.ended():
-                self._drain()
-                raise WorkerError(*next(iter(ended.items())))
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s; "
-                    f"is the machine overloaded, or out of memory? LAMINA_LOG_LEVEL=INFO shows what workers do"
-                )
-        return answers
-
-    def _drain(self) -> None:
-        """A worker that ended may have said why just before."""
-        for worker, message in self._control.receive(POLL_S):
-            self._handle(worker, message)
-
-    def _handle(self, worker: str, message: ToEngine) -> None:
-        if isinstance(message, Failed):
-            raise failure(worker, message)
-        if isinstance(message, LoadProgress):
-            self._on_progress(message)
-
-
-def failure(worker: str, message: Failed) -> errors.LaminaError:
-    """The exception a worker's last words stand for: its own UserError, else a WorkerError."""
-    kind = getattr(errors, message.kind, None)
-    if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
-        return kind(message.message)
-    return WorkerError(worker, f"{message.kind}: {message.message}\n{message.traceback}")
+    everyone = [*computes, *memories]
+    transports = list(candidates(plan.transport, hosts))
+    offers: dict[str, Offer] = {}
+    for group, (nbytes, doorbells) in ((computes, layout.compute_arena), (memories, layout.memory_arena)):
+        control.send(group, Register(nbytes, doorbells, everyone, transports))
+        registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
+        offers |= {name: message.offer for name, message in registered.items()}
+    pairs = list(itertools.product(computes, memories))
+    if plan.pipeline.moves:
+        pairs += itertools.combinations(computes, 2)
+    links = link(control, gather, plan.transport, offers, pairs)
+    control.send(everyone, Connect(computes, memories, layout, plan.pipeline.rotates))
+    gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
+    return links

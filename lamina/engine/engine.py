@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.config import EngineConfig
-from lamina.engine.bringup import Cluster, Workers, failure
+from lamina.engine.bringup import Cluster
+from lamina.engine.gather import Workers, failure
 from lamina.engine.lanes import LaneChooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler

@@ -16,12 +16,10 @@ from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.store import Floats, KvStore, StepTables
 from lamina.transport.channel import Inbox, Outbox
 from lamina.transport.control import ControlClient, expect
+from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
-    Connect,
     Connected,
     MemorySetup,
-    Register,
-    Registered,
     SlabReady,
     SlabUsage,
     Step,
@@ -30,7 +28,6 @@ from lamina.transport.messages import (
     Traced,
 )
 from lamina.transport.process import run_worker
-from lamina.transport.shm import ShmEndpoint
 from lamina.transport.timeline import Timeline
 from lamina.transport.wire import reply_number, request_number
 
@@ -38,7 +35,6 @@ log = logging.getLogger(__name__)
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 PLAN_TIMEOUT_S = 30.0
-CONNECT_TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -64,7 +60,7 @@ class MemoryWorker:
     def __init__(self, control: ControlClient) -> None:
         self.name = control.name
         self._control = control
-        self._endpoint = ShmEndpoint(control.name)
+        self._links = Links(control.name, control.data_secret, control.local_address)
         self._lanes: list[Lane] = []
         self._running = True
         self._busy_s = 0.0
@@ -83,24 +79,20 @@ class MemoryWorker:
 
     def close(self) -> None:
         """Leave the data plane. Idempotent."""
-        self._endpoint.close()
+        self._links.close()
 
     def _set_up(self) -> None:
         setup = expect(self._control, MemorySetup)
         self._store = KvStore(self.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
         self._timeline = Timeline(setup.trace)
         self._control.send(SlabReady(setup.capacity))
-        register = expect(self._control, Register)
-        arena = self._endpoint.register(register.nbytes, register.doorbells)
-        self._control.send(Registered(self._endpoint.descriptor()))
-        connect = expect(self._control, Connect)
+        arena, connect = set_up_links(self._links, self._control)
+        self._wait = self._links.settle()
         self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
-        self._peers = {
-            name: self._endpoint.connect(connect.descriptors[name], CONNECT_TIMEOUT_S) for name in connect.computes
-        }
+        self._peers = set(connect.computes)
         own = connect.memories.index(self.name)
         for lane in range(connect.layout.lanes):
-            replies = [Outbox(self._endpoint, peer, connect.layout.reply(lane, own)) for peer in self._peers.values()]
+            replies = [self._links.outbox(name, connect.layout.reply(lane, own)) for name in connect.computes]
             self._lanes.append(Lane(Inbox(arena, connect.layout.request(lane)), replies))
         self._order = list(self._lanes)  # the lane served last comes last
         self._control.send(Connected())
@@ -111,7 +103,7 @@ class MemoryWorker:
             return
         waiting = self._timeline.now()
         try:
-            ready = self._endpoint.wait([(lane.request.doorbell, lane.sequence) for lane in self._order], IDLE_SLICE_S)
+            ready = self._wait([(lane.request.doorbell, lane.sequence) for lane in self._order], IDLE_SLICE_S)
         except DeadlineError:
             self._read_control()
             return
@@ -173,8 +165,8 @@ class MemoryWorker:
     def _forget(self, compute: str) -> None:
         """A compute worker is gone: the engine decides what becomes of the requests it ran."""
         log.info("%s: compute worker %s is gone", self.name, compute)
-        if (peer := self._peers.pop(compute, None)) is not None:
-            self._endpoint.disconnect(peer)
+        self._peers.discard(compute)
+        self._links.disconnect(compute)
 
 
 def main() -> None:

@@ -98,6 +98,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "q first": {"q_first": True},
     "mini-batches": {"mini_batches": 3},
     "everything": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2},
+    "TCP": {"transport": "tcp"},
+    "lanes that stay, over TCP": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed", "transport": "tcp"},
+    "everything over TCP": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2, "transport": "tcp"},
 }
 
 

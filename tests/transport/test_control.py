@@ -36,7 +36,7 @@ def test_a_key_that_was_not_issued_is_refused(server: ControlServer) -> None:
     stranger = ControlClient(
         msgspec.structs.replace(server.bootstraps["compute0"], public_key=public, secret_key=secret)
     )
-    stranger.send(Hello())
+    stranger.send(Hello("here"))
     assert received(server) == []
     with pytest.raises(TransportError, match="cannot reach worker compute0"):
         server.send(["compute0"], Stop())
@@ -45,7 +45,7 @@ def test_a_key_that_was_not_issued_is_refused(server: ControlServer) -> None:
 
 def test_a_worker_cannot_speak_under_another_workers_name(server: ControlServer) -> None:
     impostor = ControlClient(msgspec.structs.replace(server.bootstraps["memory0"], name="compute0"))
-    impostor.send(Hello())
+    impostor.send(Hello("here"))
     assert received(server) == []
     impostor.close()
 

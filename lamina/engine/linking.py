@@ -1,0 +1,66 @@
+"""Links between workers: a transport for every pair, proved by the two of them, before the cluster counts on it."""
+
+import logging
+from collections.abc import Collection, Mapping
+
+from lamina.config import TransportName
+from lamina.engine.gather import Gather
+from lamina.errors import TransportError
+from lamina.transport.choice import Choice, Offer, Transport, choose
+from lamina.transport.control import ControlServer
+from lamina.transport.messages import Link, Linked
+
+log = logging.getLogger(__name__)
+
+LINK_TIMEOUT_S = 120.0
+
+Pair = tuple[str, str]
+
+
+def link(
+    control: ControlServer, gather: Gather, wanted: TransportName, offers: Mapping[str, Offer], pairs: Collection[Pair]
+) -> dict[Pair, Choice]:
+    """Link every pair; one whose proof fails is linked again by what comes next, if ``wanted`` leaves a choice.
+
+    Raises TransportError naming the pair and every obstacle if nothing is left to try.
+    """
+    chosen: dict[Pair, Choice] = {}
+    failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in pairs}
+    pending, round_ = set(pairs), 0
+    while pending:
+        round_ += 1
+        for pair in pending:
+            chosen[pair] = _choose(wanted, offers, pair, failures[pair])
+        workers = sorted({name for pair in pending for name in pair})
+        for name in workers:
+            control.send([name], Link(round_, _ways(name, {pair: chosen[pair] for pair in pending}, offers)))
+        linked = gather.all(Linked, workers, LINK_TIMEOUT_S)
+        failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
+        for pair, reason in failed.items():
+            failures[pair][chosen[pair].transport] = reason
+            log.warning("%s and %s are not linked by %s: %s", *pair, chosen[pair].transport, reason)
+        pending = set(failed)
+    for pair, choice in chosen.items():
+        log.info("%s and %s are linked by %s: %s", *pair, choice.transport, choice.reason)
+    return chosen
+
+
+def _choose(
+    wanted: TransportName, offers: Mapping[str, Offer], pair: Pair, failures: Mapping[Transport, str]
+) -> Choice:
+    try:
+        return choose(wanted, offers[pair[0]], offers[pair[1]], failures)
+    except TransportError as error:
+        raise TransportError(f"{pair[0]} and {pair[1]} cannot be linked: {error}") from error
+
+
+def _ways(name: str, chosen: Mapping[Pair, Choice], offers: Mapping[str, Offer]) -> dict[str, tuple[Transport, bytes]]:
+    """How worker ``name`` is to reach the others of its pairs."""
+    peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
+    return {peer: (transport, offers[peer].descriptors[transport]) for peer, transport in peers.items()}
+
+
+def _failure(pair: Pair, linked: Mapping[str, Linked]) -> str | None:
+    """Why the two did not prove their link to each other."""
+    near, far = pair
+    return linked[near].failures.get(far) or linked[far].failures.get(near)
