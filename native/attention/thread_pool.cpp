@@ -22,7 +22,7 @@ void pause() {
 }
 
 // Returns once `value` differs from `old`, spinning first.
-template <class T> T wait_for_change(const std::atomic<T> &value, T old) {
+uint32_t wait_for_change(const std::atomic<uint32_t> &value, uint32_t old) {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     while (value.load(std::memory_order_acquire) == old) {
         pause();
@@ -50,37 +50,51 @@ public:
 
     void run(int threads, int64_t count, const std::function<void(int64_t)> &body) {
         const std::lock_guard lock(callers_);
-        const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
-        while (static_cast<int>(helpers_.size()) < helpers)
-            helpers_.emplace_back(&ThreadPool::help, this, static_cast<int>(helpers_.size()),
-                                  generation_.load());
+        const auto helpers = static_cast<size_t>(std::min<int64_t>(threads, count)) - 1;
+        while (helpers_.size() < helpers)
+            helpers_.emplace_back(&ThreadPool::help, this, static_cast<int>(helpers_.size()), loop_.load());
         body_ = &body;
         count_ = count;
-        wanted_ = helpers;
-        next_.store(0, std::memory_order_relaxed);
-        busy_.store(static_cast<int>(helpers_.size()), std::memory_order_relaxed);
-        generation_.fetch_add(1, std::memory_order_release);
-        generation_.notify_all();
-        work();
-        for (int busy = busy_.load(std::memory_order_acquire); busy != 0;
-             busy = wait_for_change(busy_, busy)) {
+        wanted_ = static_cast<int>(helpers);
+        done_.store(0, std::memory_order_relaxed);
+        const uint32_t loop = loop_.load(std::memory_order_relaxed) + 1;
+        open_.store(ticket(loop, count), std::memory_order_release);
+        loop_.store(loop, std::memory_order_release);
+        loop_.notify_all();
+        work(loop);
+        const auto all = static_cast<uint32_t>(count);
+        for (uint32_t done = done_.load(std::memory_order_acquire); done != all;
+             done = wait_for_change(done_, done)) {
         }
     }
 
 private:
+    // A loop's number with how many of its indices nobody has taken yet.
+    static uint64_t ticket(uint32_t loop, int64_t left) {
+        return static_cast<uint64_t>(loop) << 32 | static_cast<uint32_t>(left);
+    }
+
     void help(int index, uint32_t seen) {
         for (;;) {
-            seen = wait_for_change(generation_, seen);
+            seen = wait_for_change(loop_, seen);
             if (index < wanted_)
-                work();
-            if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1)
-                busy_.notify_one();
+                work(seen);
         }
     }
 
-    void work() {
-        for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;)
-            (*body_)(i);
+    // A helper may come late, when the loop has ended and another has begun: it takes nothing then, and
+    // nobody waits for it. Who holds an index keeps its loop, and so body_ and count_, as they are.
+    void work(uint32_t loop) {
+        for (uint64_t open = open_.load(std::memory_order_acquire);
+             open >> 32 == loop && static_cast<uint32_t>(open) != 0;) {
+            if (!open_.compare_exchange_weak(open, open - 1, std::memory_order_acq_rel))
+                continue;
+            const auto count = static_cast<uint32_t>(count_);
+            (*body_)(count - static_cast<uint32_t>(open));
+            if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count)
+                done_.notify_one();
+            open = open_.load(std::memory_order_acquire);
+        }
     }
 
     const pid_t process_ = getpid();
@@ -88,10 +102,10 @@ private:
     std::vector<std::thread> helpers_;
     const std::function<void(int64_t)> *body_ = nullptr;
     int64_t count_ = 0;
-    int wanted_ = 0; // helpers that take part in the current loop
-    alignas(64) std::atomic<uint32_t> generation_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    std::atomic<int> wanted_{0}; // helpers that take part in the current loop
+    alignas(64) std::atomic<uint32_t> loop_{0};
+    alignas(64) std::atomic<uint64_t> open_{0};
+    alignas(64) std::atomic<uint32_t> done_{0};
 };
 
 } // namespace
