@@ -1,4 +1,4 @@
-"""Native attention, elementwise kernels and transport of Lamina: types of the compiled module."""
+"""Native attention, dense kernels and transport of Lamina: types of the compiled module."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -102,6 +102,24 @@ def gate(
     width: int,
     threads: int,
     path: AttentionPath,
+    /,
+) -> None: ...
+
+# -- linear layers: see native/include/lamina/linear.h; tensors are given by address, strides in elements
+
+def linear_available() -> bool: ...
+def linear_packed_pairs(outputs: int, inputs: int, /) -> int: ...
+def linear_pack(weight: int, outputs: int, inputs: int, packed: int, threads: int, /) -> None: ...
+def linear(
+    x: int,
+    x_stride: int,
+    packed: int,
+    bias: int,
+    out: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    threads: int,
     /,
 ) -> None: ...
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lamina import _native
 from lamina._native import Activation, ElementType
+from lamina.splitter.linear import evenly_spaced_rows
 
 ELEMENT_TYPES = {
     torch.float32: ElementType.FLOAT32,
@@ -77,20 +78,11 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> Tensor:
 
 def gate(x: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(x) * up, of one shape [..., N]; ``activation`` is a key of ``ACTIVATIONS``."""
-    x, x_stride = _evenly_spaced_rows(x)
-    up, up_stride = _evenly_spaced_rows(up)
+    x, x_stride = evenly_spaced_rows(x)
+    up, up_stride = evenly_spaced_rows(up)
     out = torch.empty(x.shape, dtype=x.dtype)
     width = x.shape[-1]
     kind = (ELEMENT_TYPES[x.dtype], ACTIVATIONS[activation])
     source = (x.data_ptr(), x_stride, up.data_ptr(), up_stride)
     _native.gate(*kind, *source, out.data_ptr(), x.numel() // width, width, torch.get_num_threads(), _PATH)
     return out
-
-
-def _evenly_spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x, or a contiguous copy of it, and the elements from one row to the next."""
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    if x.dim() == 3 and x.shape[0] == 1 and x.stride(2) == 1:  # part of a wider product
-        return x, x.stride(1)
-    return x.contiguous(), x.shape[-1]

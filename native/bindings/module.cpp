@@ -3,13 +3,15 @@
 
 void register_attention(nanobind::module_ &module);
 void register_elementwise(nanobind::module_ &module);
+void register_linear(nanobind::module_ &module);
 void register_transport(nanobind::module_ &module);
 void register_tcp(nanobind::module_ &module);
 
 NB_MODULE(_native, module) {
-    module.doc() = "Native attention, elementwise kernels and transport of Lamina.";
+    module.doc() = "Native attention, dense kernels and transport of Lamina.";
     register_attention(module);
     register_elementwise(module);
+    register_linear(module);
     register_transport(module);
     register_tcp(module);
 }

@@ -1,5 +1,7 @@
-// Shares the rows of a task among threads: OpenMP's, which are those of the matrix products before and after.
+// Shares the rows of a task among threads.
 #include "kernels.h"
+
+#include "lamina/thread_pool.h"
 
 #include <algorithm>
 
@@ -29,9 +31,9 @@ void run(void (*kernel)(const Task &, int64_t, int64_t), const Task &task, int64
         std::clamp<int64_t>(std::min<int64_t>(threads, worthwhile), 1, std::max<int64_t>(1, task.rows));
     if (parts == 1)
         return kernel(task, 0, task.rows);
-#pragma omp parallel for num_threads(static_cast<int>(parts)) schedule(static, 1)
-    for (int64_t part = 0; part < parts; ++part)
+    parallel_for(threads, parts, [&](int64_t part) {
         kernel(task, task.rows * part / parts, task.rows * (part + 1) / parts);
+    });
 }
 
 } // namespace

@@ -1,0 +1,35 @@
+// Linear layers on bfloat16: rows times a weight that was packed once. At the few rows of a decode step the
+// time is that of reading the weight. Plain pointers; nothing here knows Python or a framework.
+#pragma once
+
+#include <cstdint>
+
+namespace lamina::linear {
+
+// Whether this processor multiplies pairs of bfloat16 in one instruction.
+bool available();
+
+// A weight [outputs, inputs] cut into panels of kPanel outputs: [outputs / kPanel][inputs / 2][kPanel] pairs
+// of neighbouring inputs, the last panel filled up with zeros. inputs is even.
+constexpr int64_t kPanel = 32;
+
+constexpr int64_t packed_pairs(int64_t outputs, int64_t inputs) {
+    return (outputs + kPanel - 1) / kPanel * kPanel * (inputs / 2);
+}
+
+// packed: packed_pairs(outputs, inputs) pairs, 64-byte aligned. weight: bfloat16 [outputs, inputs].
+void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *packed, int threads);
+
+// out = x * weight^T + bias, summed in float32 and rounded once to bfloat16.
+struct Linear {
+    const uint16_t *x; // [rows, inputs], elements of a row next to each other
+    int64_t x_stride;
+    const uint32_t *packed;
+    const uint16_t *bias; // [outputs], or null
+    uint16_t *out;        // [rows, outputs], contiguous
+    int64_t rows, inputs, outputs;
+};
+
+void multiply(const Linear &task, int threads);
+
+} // namespace lamina::linear
