@@ -4,11 +4,11 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lamina.cli import options
+from lamina.cli import cost_report, options
 from lamina.errors import LaminaError
 from lamina.types import RequestOutput, SamplingParams
 
@@ -20,6 +20,10 @@ TIMEOUT_S = 900.0
 
 
 def bench(
+    suite: Annotated[
+        Literal["decode", "cost"],
+        typer.Argument(help="decode measures this machine; cost writes the papers' numbers beside ours as HTML."),
+    ] = "decode",
     batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")] = 512,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request draws.")] = 64,
@@ -40,6 +44,9 @@ def bench(
     trace: options.Trace = None,
 ) -> None:
     """Decode a batch of random prompts and say where the time went."""
+    if suite == "cost":
+        cost_report.write()
+        return
     from lamina.cluster.local import launch
     from lamina.config import EngineConfig
     from lamina.observe.progress import loading_progress

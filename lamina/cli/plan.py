@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,7 +119,7 @@ def _duration(flag: str, text: str | None) -> float | None:
 
 
 def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
-    from lamina.plan.advice import beyond, pareto, recommend, refusal
+    from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
 
     plans = [found for pools in candidates if (found := planner.evaluate(pools)) is not None]
     if not plans:
@@ -130,21 +131,22 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
     from rich.console import Console
 
     from lamina.cli.console import output, print_text
-    from lamina.cluster.pool import CPU, GPUS
 
     # A pipe has no width of its own: give the table what it needs.
     wide = output() if output().is_terminal else Console(width=120, highlight=False)
     wide.print(_table(planner, front, best, len(plans)))
     print_text("Recommended\n", style="bold")
     print_text(f"  {launch_line(best, model)}\n")
-    if unknown := [kind for kind in _typed_kinds(best) if kind not in (CPU, *GPUS)]:
-        print_text(f"  (lamina launch runs no workers on {' or '.join(unknown)} so far.)\n", style="dim")
+    if missing := _not_launched(best):
+        print_text(f"  (lamina launch does not run {' or '.join(missing)} so far.)\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; the "
         f"mean prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
         f"  Waits for {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
         f"network {best.network_busy:.0%}); batch bounded by: {best.limit.value}.\n"
     )
+    if against := alone(planner, best):
+        print_text(f"  {against}\n")
     for line in beyond(planner, best):
         print_text(f"  {line}\n", style="dim")
 
@@ -152,10 +154,23 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 def launch_line(plan: "Plan", model: str) -> str:
     """The command that starts these pools."""
     compute, memory = _typed_kinds(plan)
+    pools = plan.pools
+    pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
     return (
-        f"lamina launch --model {model} --compute {compute}:{plan.pools.compute_workers} "
-        f"--memory {memory}:{plan.pools.memory_workers}"
+        f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
+        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
     )
+
+
+def _not_launched(plan: "Plan") -> list[str]:
+    """What of a plan no flag of `lamina launch` asks for yet, or asks for in vain."""
+    from lamina.cluster.pool import CPU
+    from lamina.plan.planner import Partition
+
+    pools = plan.pools
+    missing = [f"workers on {kind}" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
+    missing += ["tensor parallelism"] if pools.tensor_parallel > 1 else []
+    return missing + (["head-level partition"] if pools.partition is Partition.HEAD else [])
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:
@@ -213,12 +228,12 @@ def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
 
 
 def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) -> dict[str, Any]:
-    from lamina.plan.advice import beyond
+    from lamina.plan.advice import alone, beyond
 
     return {
         "model": planner.shape.name,
         "workload": vars(planner.workload),
-        "recommended": {**_plan_dict(best, model), "beyond": beyond(planner, best)},
+        "recommended": {**_plan_dict(best, model), "alone": alone(planner, best), "beyond": beyond(planner, best)},
         "front": [_plan_dict(one, model) for one in front],
     }
 

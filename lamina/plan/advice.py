@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from lamina.errors import ConfigError
-from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
+from lamina.plan import homogeneous
+from lamina.plan.planner import TENSOR_PARALLEL, Goals, Partition, Plan, Planner, Pools
+from lamina.plan.workload import paged
 
 SAME_COST = 0.02
 """Plans whose cost differs by less than this share are equally cheap; the smaller one is recommended."""
@@ -62,6 +64,31 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
             cost = "" if dearer is None else f", {dearer:+.0%} cost per token"
             lines.append(f"{what}: {faster:+.0%} tokens/s{cost}; waits for {found.bottleneck.value}")
     return lines
+
+
+def alone(planner: Planner, plan: Plan) -> str | None:
+    """What the plan's hourly cost buys in compute devices alone, serving as everybody does: the answer to "against
+    what?". None if the model does not fit them or keeps no SLO there."""
+    kind, goals = plan.pools.compute, planner.goals
+    hourly = kind.owned_usd_per_hour if goals.owned else kind.usd_per_hour
+    if not hourly:
+        return None
+    count = max(1, round(plan.usd_per_hour / hourly))
+    model = planner.models[kind.kind]
+    groups = [degree for degree in TENSOR_PARALLEL if count % degree == 0 and planner.shape.kv_heads % degree == 0]
+    speeds = {
+        degree: count // degree * found.tokens_s
+        for degree in groups
+        if (found := homogeneous.evaluate(model, degree, paged(planner.workload), goals.tbt_s))
+    }
+    if not speeds:
+        return None
+    best = max(speeds, key=speeds.__getitem__)
+    usd_per_million = count * hourly / 3600 / speeds[best] * 1e6
+    return (
+        f"{count} {kind.kind} alone (${count * hourly:.2f}/h, tensor parallelism {best}): {speeds[best]:.0f} tokens/s, "
+        f"${usd_per_million:.2f} a million out; this plan: {plan.tokens_s / speeds[best] - 1:+.0%} tokens/s"
+    )
 
 
 def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:

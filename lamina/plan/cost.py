@@ -204,11 +204,19 @@ class CostModel:
         return np.asarray(busy + self.fits.pointwise.launch_s * (np.asarray(rows) > 0))
 
     def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
+        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones.
+
+        Bound by arithmetic or, for small chunks, by reading the keys and values of both.
+        """
         chunk, prefix = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
-        pairs = chunk * (prefix + chunk / 2)
-        flops = 4 * pairs * self.shape.query_heads * self.shape.head_size / tensor_parallel
-        return self.fits.pointwise.launch_s + flops / (CHUNK_ATTENTION_SHARE * self.hardware.flops[self.shape.dtype])
+        shape, device = self.shape, self.hardware
+        flops = 4 * chunk * (prefix + chunk / 2) * shape.query_heads * shape.head_size / tensor_parallel
+        read = 2 * (prefix + chunk) * shape.kv_heads * shape.head_size * shape.dtype.itemsize / tensor_parallel
+        busy = np.maximum(
+            flops / (CHUNK_ATTENTION_SHARE * device.flops[shape.dtype]),
+            read / (ATTENTION_MEMORY_SHARE * device.memory_bytes_s),
+        )
+        return np.asarray(self.fits.pointwise.launch_s + busy)
 
     def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:
         """Seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""

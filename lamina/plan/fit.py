@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 
 from lamina.plan import hardware
 from lamina.plan.cost import GEMMS, POINTWISE, CollectiveFit, CostModel, Fits, PointwiseFit, TransferFit
-from lamina.plan.gemm import Floats, GemmFit
+from lamina.plan.gemm import TILES, Floats, GemmFit
 from lamina.plan.measurements import Series, read_network, read_operators
 from lamina.plan.models import KNOWN
 from lamina.plan.store import PACKAGED, Fit, ProfileStore, Sample
@@ -35,20 +35,29 @@ LOSS_SCALE = 0.05
 
 START = Fits(
     gemm=GemmFit(
-        peak_share=0.9,
-        sustained_share=0.7,
-        sustained_after_s=2e-4,
-        memory_share=0.9,
+        share_256x128=0.61,
+        share_128x256=0.78,
+        share_128x128=1.0,
+        share_256x64=0.73,
+        share_64x256=0.51,
+        share_128x64=0.82,
+        share_64x128=0.8,
+        share_64x64=0.7,
+        share_32x128=0.5,
+        share_32x64=0.38,
+        sustained_share=0.78,
+        sustained_after_s=0.00016,
+        memory_share=0.97,
         reach=1.7,
-        activation_weight=1.7,
-        cache_share=1.0,
-        overlap=2.0,
-        quantisation=0.5,
-        choice=4.0,
-        launch_s=2e-6,
-        tile_s=1e-6,
-        split_s=2e-6,
-        split_traffic=0.5,
+        activation_weight=1.8,
+        cache_share=2.0,
+        overlap=2.5,
+        quantisation=0.43,
+        choice=5.5,
+        launch_s=1.8e-06,
+        tile_s=1.2e-06,
+        split_s=2.5e-06,
+        split_traffic=0.41,
     ),
     pointwise=PointwiseFit(
         launch_s=3e-6,
@@ -60,7 +69,10 @@ START = Fits(
     all_reduce=CollectiveFit(latency_s=3e-5, hop_s=1e-6, link_share=0.5),
     send_recv=TransferFit(latency_s=1e-5, link_share=0.7),
 )
-CEILINGS = {"peak_share": 1.0, "sustained_share": 1.0, "memory_share": 1.0, "quantisation": 1.0, "link_share": 1.0}
+CEILINGS = {
+    **{f"share_{rows}x{columns}": 1.0 for rows, columns in TILES},
+    **dict.fromkeys(("sustained_share", "memory_share", "quantisation", "link_share"), 1.0),
+}
 """What a parameter may not exceed, being a share of a limit. Pointwise operators may: the cache serves small ones."""
 
 STARTS = 4
@@ -95,7 +107,7 @@ def fit_part(name: str, start: Fits, series: list[Series], predict: Prediction, 
             loss="soft_l1",
             f_scale=LOSS_SCALE,
             diff_step=2e-3,
-            max_nfev=40,
+            max_nfev=80,
         )
         for one in firsts
     ]

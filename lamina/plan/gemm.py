@@ -4,7 +4,7 @@ A library computes ``[M, K] x [K, N]`` by a kernel that gives every tile of the 
 few tile shapes (and splits of K) this module adds up what such a kernel needs; the time of the product is a mean over
 the kernels that favours the fast ones, because the library's choice is good but not always the best.
 
-The same fourteen numbers, ``GemmFit``, serve every device: only the catalogue entry differs.
+The same numbers, ``GemmFit``, serve every device: only the catalogue entry differs.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class GemmFit:
     """What ``lamina.plan.fit`` fits to measured matrix products. Shares are of the catalogue's peak.
 
     Attributes:
-        peak_share: of a processor's FLOP/s while it works on a tile.
+        share_AxB: of a processor's FLOP/s while it works on a tile of A rows and B columns (``TILES``).
         sustained_share: of the device's FLOP/s that its power allows for long.
         sustained_after_s: products much longer than this run at the sustained rate.
         memory_share: of the memory bandwidth. reach: the processors' part of it, in even shares, that one can use.
@@ -62,7 +62,16 @@ class GemmFit:
         split_traffic: float32 passes over the output for every part of K.
     """
 
-    peak_share: float
+    share_256x128: float
+    share_128x256: float
+    share_128x128: float
+    share_256x64: float
+    share_64x256: float
+    share_128x64: float
+    share_64x128: float
+    share_64x64: float
+    share_32x128: float
+    share_32x64: float
     sustained_share: float
     sustained_after_s: float
     memory_share: float
@@ -108,7 +117,8 @@ def _kernel_seconds(
         fit.quantisation * np.ceil(tiles / processors) + (1 - fit.quantisation) * tiles / processors,
     )
     steps = np.ceil(k / parts / DEPTH) * DEPTH
-    flops_s = hardware.flops[dtype] / processors * fit.peak_share
+    tile_share: float = getattr(fit, f"share_{tile[0]}x{tile[1]}")
+    flops_s = hardware.flops[dtype] / processors * tile_share
     compute = waves * (2 * tile[0] * tile[1] * steps / flops_s + fit.tile_s)
     moved = (n * k + fit.activation_weight * (m * k + m * n)) * dtype.itemsize
     share = np.minimum(1, np.minimum(tiles, processors) / processors * fit.reach)

@@ -172,6 +172,15 @@ class Planner:
         rows = self._rows(pools)
         return float(self._terms(pools, rows).max(axis=0).min()) if len(rows) else math.inf
 
+    def curve(self, pools: Pools) -> list[tuple[int, float]]:
+        """(batch, tokens drawn per second) of every batch that fits, whatever the goals; empty if nothing fits."""
+        rows = self._rows(pools)
+        if not len(rows):
+            return []
+        batches = rows * pools.lanes
+        speeds = batches / self._terms(pools, rows).max(axis=0)
+        return [(int(batch), float(speed)) for batch, speed in zip(batches, speeds, strict=True)]
+
     def _rows(self, pools: Pools) -> Floats:
         """Batches per lane to try: up to what the KV of the memory pool holds; none if weights or KV do not fit."""
         if not self.models[pools.compute.kind].weights_fit(pools.tensor_parallel):
@@ -255,8 +264,7 @@ def layouts(
     """Every layout on at most so many workers of each kind."""
     for (kind, most), (memory_kind, most_memory) in product(compute, memory):
         for tensor_parallel, replicas in _groups(shape, most):
-            lane_counts = (1, 2) if replicas == 1 else (replicas + 1,)
-            for workers, lanes, partition in product(range(1, most_memory + 1), lane_counts, Partition):
+            for workers, lanes, partition in product(range(1, most_memory + 1), _lanes(replicas), Partition):
                 if partition is Partition.HEAD and (workers == 1 or shape.kv_heads % workers):
                     continue
                 yield Pools(
@@ -268,6 +276,11 @@ def layouts(
                     lanes=lanes,
                     partition=partition,
                 )
+
+
+def _lanes(replicas: int) -> list[int]:
+    """Batches in flight worth trying: one more than replicas, which rotates, and one to three on each, fixed."""
+    return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
 
 
 def _groups(shape: ModelShape, most: int) -> Iterator[tuple[int, int]]:

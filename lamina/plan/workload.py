@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -62,6 +62,11 @@ def of_trace(file: Path) -> Workload:
         reserved=float((outputs * (prompts + outputs)).sum() / steps),
         longest=int((prompts + outputs).max()),
     )
+
+
+def paged(served: Workload) -> Workload:
+    """The same requests where KV is allocated as it grows: a sequence holds what is cached, not its whole length."""
+    return replace(served, reserved=served.live)
 
 
 def read_trace(file: Path) -> Iterator[TracedRequest]:

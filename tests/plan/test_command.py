@@ -4,11 +4,16 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click import Context
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from lamina.cli import app
+from lamina.cli.options import as_lanes
+from lamina.engine.pipeline import Pipeline
 from lamina.errors import UserError
 from lamina.plan import hardware, measure
 
@@ -26,6 +31,39 @@ def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
     assert "lamina launch --model Llama-3-70B --compute h100:2 --memory h20:4" in printed
     assert "Waits for compute" in printed
     assert "8 h20 instead of 4:" in printed
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """What the real command line makes of `lamina launch ...`, which it does not run."""
+    words = shlex.split(line)
+    assert words[:2] == ["lamina", "launch"]
+    root = get_command(app)
+    launch = root.get_command(Context(root), "launch")  # type: ignore[attr-defined]
+    found: dict[str, Any] = launch.make_context("launch", words[2:]).params
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compute", "memory"),
+    [
+        (f"{PAIR} --budget 44.24", "h100:2", "h20:4"),
+        ("--model LLaMA-7B --compute a100:3 --memory rtx3090:9 --context 512", "a100:3", "rtx3090:9"),
+    ],
+)
+def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str, memory: str) -> None:
+    result = json.loads(plan(f"{arguments} --json"))
+    for one in (result["recommended"], *result["front"]):
+        settings = parsed(one["launch"])
+        assert settings["model"] == result["model"]
+        assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
+        assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
+        assert as_lanes(settings["lanes"]) == one["lanes"]
+        # The runtime's own pipeline takes these lanes in this order.
+        Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
+    printed = plan(arguments)
+    launched = next(line.strip() for line in printed.splitlines() if line.strip().startswith("lamina launch"))
+    assert launched == result["recommended"]["launch"]
+    assert "does not run workers on" in printed
 
 
 def test_json_holds_the_front_with_the_units_in_its_names() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError
-from lamina.plan import hardware, models, workload
-from lamina.plan.advice import beyond, pareto, recommend, refusal
+from lamina.plan import hardware, homogeneous, models, workload
+from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
 from lamina.plan.cost import ROUND_TRIP_S, CostModel, Fits
 from lamina.plan.planner import Bottleneck, Goals, Limit, Partition, Plan, Planner, Pools, layouts
 
@@ -65,7 +66,7 @@ def drawn(seed: int) -> tuple[Pools, int]:
     replicas = draw.randint(1, 4)
     seen = pools(
         replicas=replicas,
-        lanes=draw.choice([1, 2]) if replicas == 1 else replicas + 1,
+        lanes=draw.choice([replicas, replicas + 1, 2 * replicas]),
         tensor_parallel=draw.choice([2, 4]),
         memory=CATALOGUE[draw.choice(["h20", "rtx4090", "a100"])],
         memory_workers=draw.choice([6, 9, 16]),
@@ -178,7 +179,9 @@ def test_layouts_divide_heads_and_weights() -> None:
     found = list(layouts(shape, [(CATALOGUE["a100"], 8)], [(CATALOGUE["rtx3090"], 16)]))
     assert {one.tensor_parallel for one in found} == {1, 2, 4}
     assert {one.memory_workers for one in found if one.partition is Partition.HEAD} == {2, 4, 13}
-    assert all(one.lanes == one.replicas + 1 or (one.replicas, one.lanes) == (1, 1) for one in found)
+    # Every replica has a lane, and no layout is one that the runtime's own pipeline refuses.
+    assert {(one.replicas, one.lanes) for one in found} >= {(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6)}
+    assert all(Pipeline(one.lanes, one.replicas, one.lanes == one.replicas + 1) for one in found)
     assert all(one.compute_workers <= 8 for one in found)
     assert len(set(found)) == len(found)
 
@@ -202,3 +205,24 @@ def test_traces(tmp_path: Path) -> None:
     azure.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"is no trace \(KeyError: 'TIMESTAMP'\)"):
         workload.of_trace(azure)
+
+
+def test_what_the_same_money_buys_alone() -> None:
+    """Four H100 in one group, by hand: weights and KV share their memory, steps add up."""
+    model = planner(goals=Goals(usd_per_hour=4 * 11.06))
+    plan = model.evaluate(pools())
+    assert plan is not None
+    printed = alone(model, plan)
+    assert printed is not None and printed.startswith("4 h100 alone ($44.24/h, tensor parallelism 4): ")
+    cost = model.models["h100"]
+    batch = math.floor((4 * 72e9 - LLAMA3.weight_bytes) / (CHAT.live * LLAMA3.kv_bytes_per_token))
+    assert homogeneous.capacity(cost, 4, workload.paged(CHAT)) == batch
+    attention = 80 * float(cost.attention_seconds(batch * CHAT.live / 4, batch))
+    seconds = float(cost.pass_seconds(batch, 4)) + attention
+    assert homogeneous.step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
+    found = homogeneous.evaluate(cost, 4, workload.paged(CHAT))
+    assert found is not None and found.tokens_s == pytest.approx(batch / seconds, rel=0.02)
+    assert f"{found.tokens_s:.0f} tokens/s" in printed
+    strict = homogeneous.evaluate(cost, 4, CHAT, longest_tbt_s=0.03)
+    assert strict is not None and strict.tbt_s <= 0.03 and strict.batch < batch
+    assert homogeneous.evaluate(cost, 1, CHAT) is None  # 141 GB of weights on 80 GB

@@ -1,0 +1,163 @@
+"""The report: sections of prose, tables and figures in one HTML file that loads nothing else."""
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from published import Comparison, Number
+
+COLOURS = ("#2f7ed8", "#e07b00", "#1f9d6b", "#b04fc4", "#d1495b", "#8a8d91")
+"""Legible on white and on near-black alike."""
+
+INK = "#010203"
+"""Stands for the page's own text colour in a figure."""
+
+rcParams.update(
+    {
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "lamina",  # the same figure is the same file
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.25,
+        "legend.frameon": False,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 4,
+        **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
+        "axes.labelcolor": INK,
+        "axes.edgecolor": INK,
+    }
+)
+
+
+@dataclass
+class Section:
+    """One heading of the report, in the order its parts were added. ``data`` holds the numbers as JSON takes them."""
+
+    title: str
+    paper: str
+    parts: list[str] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    data: dict[str, object] = field(default_factory=dict)
+
+    def text(self, paragraph: str) -> None:
+        """Add a paragraph."""
+        self.parts.append(f"<p>{escape(paragraph)}</p>")
+
+    def table(self, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Add a table of text; all columns but the first are set to the right unless they hold sentences."""
+        body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
+        heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+        self.parts.append(
+            f"<div class=wide><table><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def compare(self, caption: str, rows: Sequence[Comparison]) -> None:
+        """Add published numbers beside ours."""
+        self.table(
+            caption,
+            ("quantity", "unit", "published", "ours", "ratio", "where they differ", "published in"),
+            (
+                (r.what, r.unit, show(r.published), show(r.ours), r.ratio, "" if r.agrees else r.why, r.source)
+                for r in rows
+            ),
+        )
+        self.data[caption] = [
+            {"what": r.what, "unit": r.unit, "published": r.published, "ours": r.ours, "ratio": r.ratio} for r in rows
+        ]
+
+    def figure(self, name: str, caption: str, drawing: Figure) -> None:
+        """Add a figure under ``name``, its file name if figures are written one by one."""
+        self.figures[name] = drawing
+        image = svg(drawing, name)
+        self.parts.append(f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>")
+
+
+def axes(columns: int = 1, height: float = 3.3, width: float | None = None) -> tuple[Figure, list[Axes]]:
+    """A figure with so many plots beside each other."""
+    drawing = Figure(figsize=(width or (6.2 if columns == 1 else 4.6 * columns), height), layout="constrained")
+    return drawing, [drawing.add_subplot(1, columns, index + 1) for index in range(columns)]
+
+
+def legend_above(axis: Axes, columns: int) -> None:
+    """Put the legend above the plot, where it covers nothing."""
+    axis.legend(fontsize=8, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def svg(drawing: Figure, name: str) -> str:
+    """The figure as an SVG element that takes the page's text colour; identifiers get ``name`` before them."""
+    buffer = io.StringIO()
+    drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    image = buffer.getvalue()
+    image = image[image.index("<svg") :].replace(INK, "currentColor")
+    prefix = re.sub(r"\W", "", name)
+    for pattern in (r'(\bid=")', r"(url\(#)", r'(href="#)'):
+        image = re.sub(pattern, rf"\g<1>{prefix}-", image)
+    for size in ("width", "height"):  # the view box and the page decide
+        image = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", image, count=1)
+    return image
+
+
+def show(number: Number) -> str:
+    """Three digits of a number, or of both ends of a band."""
+    if isinstance(number, tuple):
+        return f"{show(number[0])} to {show(number[1])}"
+    if number and abs(number) >= 1000:
+        return f"{number:,.0f}".replace(",", "\u202f")
+    return f"{number:.3g}"
+
+
+def html(title: str, introduction: Sequence[str], sections: Sequence[Section]) -> str:
+    """The whole page."""
+    links = "".join(f'<li><a href="#s{i}">{escape(one.title)}</a></li>' for i, one in enumerate(sections))
+    bodies = "".join(
+        f'<section id="s{i}"><h2>{escape(one.title)}</h2><p class=paper>{escape(one.paper)}</p>{"".join(one.parts)}'
+        "</section>"
+        for i, one in enumerate(sections)
+    )
+    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in introduction)
+    return (
+        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><main>'
+        f"<h1>{escape(title)}</h1>{paragraphs}<ul>{links}</ul>{bodies}</main></body></html>\n"
+    )
+
+
+_SENTENCE = 24
+"""Cells longer than this are prose."""
+
+
+def _cell(value: str) -> str:
+    kind = "" if len(value) <= _SENTENCE else " class=prose"
+    return f"<td{kind}>{escape(value)}</td>"
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --back: #fff; --soft: #667; --line: #d5d9de; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e3e6ea; --back: #14171b; --soft: #9aa3ad; --line: #353b43; } }
+body { margin: 0; background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 62rem; margin: auto; padding: 2rem 1rem 4rem; }
+h1 { line-height: 1.2; } h2 { margin: 3rem 0 0; }
+a { color: inherit; }
+.paper, figcaption, caption { color: var(--soft); font-size: .9rem; } .paper { margin: .2rem 0 1rem; }
+caption { text-align: left; padding: .4rem 0; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th:first-child, td:first-child, .prose { text-align: left; } .prose { min-width: 14rem; }
+th { text-align: right; font-weight: 600; }
+figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; color: var(--ink); }
+"""

@@ -1,0 +1,61 @@
+"""What the papers print (``published.toml``) and how a number of ours is set beside it."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "published.toml"
+SAME = 0.1
+"""Numbers within this share of each other agree."""
+
+Number = float | tuple[float, float]
+
+
+def load() -> dict[str, Any]:
+    """The published numbers by paper."""
+    return tomllib.loads(FILE.read_text())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One published number, or band, beside ours, or the band of ours.
+
+    Attributes:
+        what: the quantity. unit: of both. source: where the paper prints it.
+        why: one sentence, shown where the two differ.
+    """
+
+    what: str
+    unit: str
+    source: str
+    published: Number
+    ours: Number
+    why: str = ""
+
+    @property
+    def ratio(self) -> str:
+        """Ours over the published one; of bands, both ends."""
+        if isinstance(self.published, tuple) and isinstance(self.ours, tuple):
+            return f"{self.ours[0] / self.published[0]:.2f}, {self.ours[1] / self.published[1]:.2f}"
+        if isinstance(self.published, tuple):
+            inside = self.published[0] <= _single(self.ours) <= self.published[1]
+            nearest = min(self.published, key=lambda end: abs(end - _single(self.ours)))
+            return "inside" if inside else f"{_single(self.ours) / nearest:.2f}"
+        if isinstance(self.ours, tuple):
+            return f"{self.ours[0] / self.published:.2f} to {self.ours[1] / self.published:.2f}"
+        return f"{self.ours / self.published:.2f}"
+
+    @property
+    def agrees(self) -> bool:
+        """Both the same within ``SAME``, or ours inside the published band."""
+        if isinstance(self.published, tuple):
+            ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
+            return self.published[0] * (1 - SAME) <= ends[0] and ends[1] <= self.published[1] * (1 + SAME)
+        ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
+        return all(abs(end / self.published - 1) <= SAME for end in ends)
+
+
+def _single(number: Number) -> float:
+    assert not isinstance(number, tuple)
+    return number

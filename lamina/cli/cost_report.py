@@ -1,0 +1,30 @@
+"""`lamina bench cost`: the papers' numbers beside ours, by the suite that comes with the source tree."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from lamina.errors import ConfigError, LaminaError
+
+SUITE = Path(__file__).parents[2] / "bench" / "cost" / "report.py"
+REPORT = Path("lamina-cost.html")
+TIMEOUT_S = 600.0
+
+
+def write() -> None:
+    """Write REPORT into the current directory.
+
+    Raises:
+        ConfigError: this is no source tree, or matplotlib is missing.
+        LaminaError: the suite failed.
+    """
+    if not SUITE.is_file():
+        raise ConfigError(
+            f"the cost suite is not installed with the package: there is no {SUITE}. Run it from a checkout"
+        )
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the cost suite draws with matplotlib, which is not installed: pip install 'lamina[bench]'")
+    done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise LaminaError(f"{SUITE} failed with status {done.returncode}; its message is above")

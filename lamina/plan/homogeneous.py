@@ -1,0 +1,55 @@
+"""What the same model costs without two pools: tensor parallelism, continuous batching and paged KV on one kind.
+
+The baseline of the Lamina papers. Every device holds its share of the weights and, in what is left, its share of the KV
+heads; a step of B sequences takes
+
+    TBT = M(B) + L A(B)
+
+with the M and A of the planner (``docs/cost-model.md``): nothing overlaps, nothing crosses a network, and the engine
+itself costs nothing, which favours the baseline.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lamina.plan.cost import CostModel
+from lamina.plan.planner import MOST_ROWS
+from lamina.plan.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homogeneous:
+    """One group at its best batch: the batch, seconds between tokens, tokens drawn per second."""
+
+    batch: int
+    tbt_s: float
+    tokens_s: float
+
+
+def capacity(model: CostModel, devices: int, workload: Workload) -> int:
+    """Sequences whose KV fits beside the weights of one tensor-parallel group; 0 if the weights do not fit."""
+    free = devices * model.usable_bytes - model.shape.weight_bytes
+    return max(0, math.floor(free / (workload.reserved * model.shape.kv_bytes_per_token)))
+
+
+def step_seconds(model: CostModel, devices: int, batch: int, live: float) -> float:
+    """Seconds of one decode step of ``batch`` sequences of ``live`` cached tokens on a group of ``devices``."""
+    attention = model.attention_seconds(batch * live, batch, 1 / devices)
+    return float(model.pass_seconds(batch, devices) + model.shape.layers * attention)
+
+
+def evaluate(
+    model: CostModel, devices: int, workload: Workload, longest_tbt_s: float | None = None
+) -> Homogeneous | None:
+    """The group at the batch that draws most within ``longest_tbt_s``; None if weights or one sequence do not fit."""
+    most = min(capacity(model, devices, workload), MOST_ROWS)
+    best: Homogeneous | None = None
+    for batch in np.unique(np.round(np.geomspace(1, most, 64)).astype(int)).tolist() if most else []:
+        seconds = step_seconds(model, devices, batch, workload.live)
+        if longest_tbt_s is not None and seconds > longest_tbt_s:
+            break
+        if best is None or batch / seconds > best.tokens_s:
+            best = Homogeneous(batch=batch, tbt_s=seconds, tokens_s=batch / seconds)
+    return best

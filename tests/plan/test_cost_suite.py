@@ -1,0 +1,89 @@
+"""The cost suite: every section beside its paper, one file that loads nothing, and what the papers claim in words."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lamina.cli import app, cost_report
+from lamina.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """The report and its numbers."""
+    place = tmp_path_factory.mktemp("cost")
+    command = [sys.executable, cost_report.SUITE, "--out", place / "r.html", "--json", place / "r.json"]
+    subprocess.run(command, check=True, timeout=240)
+    return (place / "r.html").read_text(), json.loads((place / "r.json").read_text())
+
+
+def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(own for name, own in numbers.items() if title in name)
+    return found
+
+
+def test_one_file_that_loads_nothing(made: tuple[str, dict[str, Any]]) -> None:
+    page, numbers = made
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|url\((?!#)', page)
+    assert page.count("<svg") >= 9 and page.count("<h2>") == len(numbers) == 10
+    identifiers = re.findall(r'\bid="([^"]+)"', page)
+    assert len(set(identifiers)) == len(identifiers)
+    # Text takes the page's colour in light and dark: none of it is black.
+    assert "#010203" not in page and "fill: #000" not in page
+
+
+def test_table_3_is_ordered_as_published(made: tuple[str, dict[str, Any]]) -> None:
+    cells = section(made[1], "Table 3")["table_3"]
+    assert len(cells) == 12
+    assert [(c["published_gb_s"]) for c in cells if c["model"] == "LLaMA-65B"] == [7.55, 11.78, 13.92, 15.90]
+    by_model = {m: [c for c in cells if c["model"] == m] for m in ("LLaMA-13B", "LLaMA-33B", "LLaMA-65B")}
+    for own in by_model.values():
+        assert [c["gb_s"] for c in own] == sorted(c["gb_s"] for c in own)
+        assert [c["utilisation"] for c in own] == sorted(c["utilisation"] for c in own)
+    for same_batch in zip(*by_model.values(), strict=True):
+        assert [c["gb_s"] for c in same_batch] == sorted(c["gb_s"] for c in same_batch)
+        assert [c["utilisation"] for c in same_batch] == sorted((c["utilisation"] for c in same_batch), reverse=True)
+    for cell in cells:
+        # 4 e d B L bytes in the time that 2 N B operations take at this use of peak (section 4.2).
+        ratio = cell["utilisation"] / cell["published_utilisation"]
+        assert cell["gb_s"] / cell["published_gb_s"] == pytest.approx(ratio)
+    published = [c["published_utilisation"] for c in by_model["LLaMA-13B"]]
+    assert (published[0], published[-1]) == (pytest.approx(0.25, abs=0.01), pytest.approx(0.51, abs=0.01))
+
+
+def test_offloading_pays_per_dollar_in_the_published_magnitude(made: tuple[str, dict[str, Any]]) -> None:
+    rows = {
+        row["what"]: row["ours"]
+        for row in section(made[1], "Figures 12")[
+            "Figure 12 and 13, lowest and highest over both models and contexts of 512 to 4096"
+        ]
+    }
+    low, high = rows["throughput per dollar over vLLM's"]
+    assert 1.48 < low < high < 12.1 * 1.1
+    low, high = rows["two lanes over one, batches above 128"]
+    assert 1.0 < low < high < 1.8
+
+
+def test_longer_contexts_gain_more(made: tuple[str, dict[str, Any]]) -> None:
+    gains = section(made[1], "Figure 1:")["gains"]
+    assert all(long > short > 1 for short, long in zip(gains["512"], gains["4096"], strict=True))
+    equal = section(made[1], "equal cost")["gains"]
+    assert len(equal) == 12
+    assert equal["Llama-3-70B, Kimi-Conv"] > equal["Llama-3-70B, Azure-Conv"]
+
+
+def test_the_creditor_helps_until_its_room_is_used(made: tuple[str, dict[str, Any]]) -> None:
+    rows = {row["what"]: row["ours"] for row in section(made[1], "debtor")["Both together"]}
+    assert 1.1 < rows["best over nothing moved"] < 1.6
+
+
+def test_a_package_without_the_suite_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cost_report, "SUITE", tmp_path / "report.py")
+    with pytest.raises(UserError, match="Run it from a checkout"):
+        CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
