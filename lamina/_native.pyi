@@ -1,4 +1,4 @@
-"""Native attention, dense kernels and transport of Lamina: types of the compiled module."""
+"""Native attention, dense kernels, transport and simulation of Lamina: types of the compiled module."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -284,3 +284,52 @@ class TcpEndpoint:
 
     def close(self) -> None:
         """Close all sockets. Idempotent."""
+
+# -- simulation: see native/include/lamina/virtual_cluster.h
+
+class VirtualCluster:
+    """Compute and memory workers in virtual time: when the slices and attentions of steps begin and end."""
+
+    def __init__(self, replicas: int, memories: int, lanes: int, latency_s: float, recorded: int = 0) -> None: ...
+    def submit(
+        self,
+        lane: int,
+        now_s: float,
+        number: int,
+        replicas: Sequence[int],
+        tick: int,
+        ticks: int,
+        first_s: float,
+        inner_s: float,
+        last_s: float,
+        chunks_s: float,
+        send_s: float,
+        receive_s: float,
+        context_s: float,
+        workers: NDArray[Any],
+        shares: NDArray[Any],
+        /,
+    ) -> None:
+        """The lane's next step, behind those it has.
+
+        ``workers`` [W] int64 names memory workers; ``shares`` [3, W] float64 are their seconds for one attention:
+        receiving, attending, sending. Raises ValueError.
+        """
+
+    def advance(self, until_s: float, /) -> tuple[float, int, int, float] | None:
+        """Play on until a step ends: (time, lane, number, busy_s); None if none ends up to ``until_s``."""
+
+    def slow_replica(self, replica: int, factor: float, /) -> None:
+        """Slices that begin from now on take ``factor`` times as long."""
+
+    def slow_memory(self, memory: int, factor: float, /) -> None:
+        """Attentions that begin from now on take ``factor`` times as long."""
+
+    def replica_work(self, replica: int, /) -> tuple[float, float, float]:
+        """Seconds so far in which it computed, and in which its network card sent and received."""
+
+    def memory_work(self, memory: int, /) -> tuple[float, float, float]:
+        """Seconds so far in which it attended, and in which its network card sent and received."""
+
+    def spans(self) -> list[tuple[str, int, int, float, float]]:
+        """What was recorded last: (stage, worker, lane, begin_s, end_s)."""

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from lamina import __version__
-from lamina.cli import bench, chat, doctor, generate, launch, plan, split
+from lamina.cli import bench, chat, doctor, generate, launch, plan, simulate, split
 from lamina.cli.console import print_error
 from lamina.env import LOG_FORMAT, environment
 from lamina.errors import LaminaError, UserError
@@ -25,6 +25,7 @@ app.command()(chat.chat)
 app.command()(launch.launch)
 app.command()(split.split)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 

@@ -119,7 +119,6 @@ def launch(
     sizing.check(config)
     model = directory.find(config.model, weights=config.load_format != "dummy")
     computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
-    limits = sizing.limits(config, model, len(computes))
     tokenizer = Tokenizer(model)
     available = frozenset(os.sched_getaffinity(0))
     receivers = [] if on_trace is None else [on_trace]
@@ -128,6 +127,7 @@ def launch(
     plan = sizing.cluster_plan(
         config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
     )
+    limits = sizing.limits(config, model, plan.pipeline)
     control = ControlServer([*computes, *memories])
     workers = LocalWorkers()
     try:

@@ -37,7 +37,7 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
 
 
-def limits(config: EngineConfig, model: ModelDirectory, computes: int) -> Limits:
+def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:
     """Bounds of steps and requests before the size of the slabs is known. Raises ConfigError."""
     longest = model.max_model_len
     wanted = longest if config.max_model_len is None else config.max_model_len
@@ -47,8 +47,15 @@ def limits(config: EngineConfig, model: ModelDirectory, computes: int) -> Limits
         raise ConfigError(f"max_model_len is {wanted}; give at least 2, one prompt token and one drawn")
     if longest is not None and wanted > longest:
         raise ConfigError(f"max_model_len is {wanted}; {model.name} was made for at most {longest} tokens")
-    sequences = min(config.max_num_seqs * computes, config.max_num_batched_tokens)  # one lane must be able to take all
-    return Limits(sequences, config.max_num_batched_tokens, wanted)
+    return Limits(most_sequences(config, pipeline), config.max_num_batched_tokens, wanted)
+
+
+def most_sequences(config: EngineConfig, pipeline: Pipeline) -> int:
+    """Sequences that all lanes together may decode at once; each needs a row of its own in its lane's step."""
+    rows = config.max_num_batched_tokens
+    if not pipeline.interchangeable:
+        rows *= pipeline.lanes  # else one lane must be able to take all
+    return min(config.max_num_seqs * pipeline.replicas, rows)
 
 
 def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
@@ -119,9 +126,11 @@ def cluster_plan(
     trace: bool,
 ) -> ClusterPlan:
     """How to bring up these workers; ``free_bytes`` is asked once the weights are loaded, ``trace``: they record."""
-    bounds = limits(config, model, len(computes))
     compute_cores = worker_cores(config.compute_cores, len(computes), available)
     memory_cores = worker_cores(config.memory_cores, len(memories), available)
+    shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
+    order = pipeline(config, len(computes), shared)
+    bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),
         None if config.dtype == "auto" else config.dtype,
@@ -133,7 +142,6 @@ def cluster_plan(
         sorted(eos_token_ids),
         trace,
     )
-    shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
     return ClusterPlan(
         computes=computes,
         memories=memories,
@@ -142,7 +150,7 @@ def cluster_plan(
         memory_threads=_threads(config, memory_cores),
         kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
         most_useful_tokens=bounds.max_num_seqs * bounds.max_model_len,
-        pipeline=pipeline(config, len(computes), shared),
+        pipeline=order,
         transport=config.transport,
         shared_cores=shared,
     )

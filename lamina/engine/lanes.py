@@ -36,9 +36,14 @@ class LaneChooser:
         """A memory worker has spent ``seconds`` on attention so far."""
         self._attention[worker] = seconds
 
+    @property
+    def due(self) -> bool:
+        """True when ``choose`` looks at the times anew."""
+        return self._steps >= STEPS_BETWEEN_CHANGES
+
     def choose(self, sequences: int) -> int:
         """Lanes to use for so many sequences: looked at anew every few steps, else the number in use."""
-        if self._steps < STEPS_BETWEEN_CHANGES or not sequences:
+        if not self.due or not sequences:
             return self.active
         rounds = self._steps / self.active
         before = self._attention_before

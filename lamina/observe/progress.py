@@ -37,6 +37,16 @@ def loading_progress(console: Console | None = None) -> Iterator[Callable[[LoadP
         yield show
 
 
+@contextmanager
+def counting_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over ``total`` things; yields what is told how many are done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
 class BatchProgress:
     """Requests finished and tokens per second of one offline batch."""
 

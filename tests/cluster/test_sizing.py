@@ -7,8 +7,11 @@ import pytest
 
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
+from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.models import directory
+
+ONE = Pipeline(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,7 @@ def test_the_defaults_pass() -> None:
 @pytest.mark.parametrize(("wanted", "says"), [(1025, "at most 1024"), (1, "at least 2"), (0, "at least 2")])
 def test_context_lengths_the_bundled_model_cannot_have(wanted: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        sizing.limits(EngineConfig(max_model_len=wanted), directory.find(None), 1)
+        sizing.limits(EngineConfig(max_model_len=wanted), directory.find(None), ONE)
 
 
 def test_a_model_that_states_no_context_length_asks_for_one() -> None:
@@ -42,8 +45,8 @@ def test_a_model_that_states_no_context_length_asks_for_one() -> None:
     silent = {key: value for key, value in bundled.config.items() if key != "max_position_embeddings"}
     model = dataclasses.replace(bundled, config=silent)
     with pytest.raises(ConfigError, match="give max_model_len"):
-        sizing.limits(EngineConfig(), model, 1)
-    assert sizing.limits(EngineConfig(max_model_len=77), model, 1).max_model_len == 77
+        sizing.limits(EngineConfig(), model, ONE)
+    assert sizing.limits(EngineConfig(max_model_len=77), model, ONE).max_model_len == 77
 
 
 def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None:
@@ -51,3 +54,10 @@ def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None
     assert sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=400), 2, 800) == 400
     with pytest.raises(ConfigError, match="401 for each of 2 memory workers; 800 bytes are free"):
         sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=401), 2, 800)
+
+
+def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
+    config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=1024)
+    assert sizing.most_sequences(config, Pipeline(3, 2, rotates=True)) == 512
+    assert sizing.most_sequences(config, Pipeline(9, 8, rotates=True)) == 1024  # one lane may have to take all
+    assert sizing.most_sequences(config, Pipeline(16, 8)) == 2048

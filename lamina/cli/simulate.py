@@ -1,0 +1,169 @@
+"""`lamina simulate`: a trace on pools nobody has rented yet, under the runtime's own scheduler and a virtual clock."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from lamina.cli import options
+from lamina.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lamina.plan.hardware import Catalogue, Hardware
+    from lamina.plan.simulation import Arrivals, Deployment, Result
+
+SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggregated"]
+
+
+def simulate(
+    model: Annotated[str, typer.Option(help="Model directory, config.json, or a name such as Llama-2-13B.")],
+    compute: Annotated[str, typer.Option(help="Compute workers, kind:count; with --system disaggregated: prefill.")],
+    trace: Annotated[Path, typer.Option(help="Azure CSV or Mooncake .jsonl: what arrives when.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory workers, kind:count; with --system disaggregated: decode.")
+    ] = None,
+    system: Annotated[SystemName, typer.Option(help="What serves.")] = "lamina",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that hold one copy of the weights.")] = 1,
+    lanes: options.Lanes = "auto",
+    pipelining: options.PipeliningName = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that a copy of the weights decodes at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Rows of one step.")] = 2048,
+    rate_scale: Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")] = 1.0,
+    draw: Annotated[
+        int | None, typer.Option(min=1, help="Draw so many requests from the trace's lengths, arriving at random.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of --draw.")] = 0,
+    fail: Annotated[list[str] | None, typer.Option(help="Lose a worker, as memory:3@120s. Repeatable.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="Slow a worker, as compute:0@60s:2x. Repeatable.")] = None,
+    hardware: Annotated[Path | None, typer.Option(help="TOML file of kinds and prices of your own.")] = None,
+    requests: Annotated[Path | None, typer.Option(help="Write metrics of every request: .csv or .parquet.")] = None,
+    trace_out: Annotated[Path | None, typer.Option(help="Write the last spans of workers, for Perfetto.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Serve a trace on pools nobody has rented yet."""
+    from lamina.observe.progress import counting_progress
+    from lamina.observe.trace import write_trace
+    from lamina.plan import hardware as catalogue_of
+    from lamina.plan import models
+    from lamina.plan import simulation as sim
+    from lamina.transport.timeline import MOST_SPANS
+
+    if requests is not None:
+        sim.check_requests_file(requests)
+    if trace_out is not None and system != "lamina":
+        raise ConfigError(f"--trace-out shows what Lamina's workers do; there are none in --system {system}")
+    catalogue = catalogue_of.load(hardware)
+    kind, workers = _pool("--compute", compute, catalogue)
+    memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory else (None, 0)
+    deployment = sim.Deployment(
+        model=models.find(model),
+        compute=kind,
+        compute_workers=workers,
+        memory=memory_kind,
+        memory_workers=memory_workers,
+        tensor_parallel=tensor_parallel,
+        lanes=options.as_lanes(lanes),
+        pipelining=pipelining,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    arrivals = _arrivals(trace, rate_scale, draw, seed)
+    faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]
+    with counting_progress("Requests", len(arrivals)) as on_progress:
+        result = sim.simulate(
+            deployment, arrivals, sim.System(system), faults, MOST_SPANS if trace_out else 0, on_progress
+        )
+    if requests is not None:
+        sim.write_requests(requests, result.log)
+    if trace_out is not None:
+        write_trace(trace_out, result.spans)
+    _print(result, deployment, trace, as_json)
+
+
+def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]":
+    entries = catalogue.pool(text, 1)
+    if len(entries) != 1:
+        raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds; a simulated pool has one, such as a100:2")
+    return entries[0]
+
+
+def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int) -> "Arrivals":
+    from lamina.plan import simulation as sim
+    from lamina.plan.workload import read_trace
+
+    requests = read_trace(trace)
+    return sim.replay(requests, rate_scale) if draw is None else sim.draw(requests, draw, seed, rate_scale)
+
+
+def _print(result: "Result", deployment: "Deployment", trace: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_dict(result, deployment, trace), indent=2))
+        return
+    from rich.console import Console
+
+    from lamina.cli.console import output
+
+    # A pipe has no width of its own: give the table what it needs.
+    wide = output() if output().is_terminal else Console(width=120, highlight=False)
+    for table in (_summary(result, deployment, trace), _pools(result)):
+        wide.print(table)
+    if (decisions := result.decisions) is not None and decisions.steps:
+        seconds = sum(decisions.seconds.values())
+        wide.print(
+            f"The engine's decisions took {seconds / decisions.steps * 1e6:.0f} us a step of "
+            f"{decisions.rows / decisions.steps:.0f} sequences on this machine: {seconds / result.seconds:.1%} of one "
+            "core, were it to serve this.",
+            style="dim",
+            soft_wrap=True,
+        )
+
+
+def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from lamina.plan.simulation import State
+
+    table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
+    table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
+    table.add_row("throughput", f"{result.tokens_s:.0f} tokens/s drawn, {result.requests_s:.2f} requests/s")
+    for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
+        shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
+        table.add_row(name, ", ".join(shown))
+    table.add_row(
+        "cost", f"${result.usd_per_million_out:.2f} per million tokens drawn, at ${result.usd_per_hour:.2f} an hour"
+    )
+    table.add_row("bottleneck", result.bottleneck)
+    if result.preempted:
+        table.add_row("preempted", f"{result.preempted} times: KV lost and computed anew")
+    return table
+
+
+def _pools(result: "Result") -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("pool", no_wrap=True)
+    for heading in ("busy, mean", "busiest worker", "busiest network card"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for pool in result.pools:
+        shares = (f"{share:.1%}" for share in (pool.busy, pool.busiest, pool.network))
+        table.add_row(f"{pool.name} {pool.kind}:{pool.workers}", *shares)
+    return table
+
+
+def _as_dict(result: "Result", deployment: "Deployment", trace: Path) -> dict[str, Any]:
+    settings = ("tensor_parallel", "lanes", "pipelining", "max_num_seqs", "max_num_batched_tokens")
+    return {
+        "model": deployment.model.name,
+        "trace": trace.name,
+        **{name: getattr(deployment, name) for name in settings},
+        **result.summary(),
+    }

@@ -1,0 +1,63 @@
+"""What arrives when: a trace as it is, faster or slower, or requests drawn from a trace's lengths."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.errors import ConfigError
+from lamina.plan.gemm import Floats
+from lamina.plan.workload import TracedRequest
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Requests in the order in which they arrive: arrays of one length.
+
+    Attributes:
+        arrival_s: since the first one, not falling. prompt, output: tokens, at least 1.
+    """
+
+    arrival_s: Floats
+    prompt: Ints
+    output: Ints
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0) -> Arrivals:
+    """A trace's requests, arriving ``rate_scale`` times as fast. Raises ConfigError for a scale not above 0."""
+    _check(rate_scale)
+    requests = sorted(trace, key=lambda request: request.arrival_s)
+    return Arrivals(
+        np.array([request.arrival_s for request in requests], np.float64) / rate_scale,
+        np.array([request.prompt for request in requests], np.int64),
+        np.array([request.output for request in requests], np.int64),
+    )
+
+
+def draw(trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: float = 1.0) -> Arrivals:
+    """``count`` requests whose lengths (prompt with its answer) are drawn from a trace's.
+
+    They arrive at random (a Poisson process) at ``rate_scale`` times the trace's mean rate. Raises ConfigError for a
+    scale not above 0, or a trace that gives no rate.
+    """
+    _check(rate_scale)
+    requests = list(trace)
+    first, last = (pick(request.arrival_s for request in requests) for pick in (min, max))
+    if last <= first:
+        raise ConfigError("the trace's requests all arrive at once: it gives no rate to draw requests at")
+    random = np.random.default_rng(seed)
+    chosen = random.integers(len(requests), size=count)
+    gaps = random.exponential((last - first) / (len(requests) - 1) / rate_scale, size=count)
+    prompts, outputs = (np.array([getattr(r, name) for r in requests], np.int64) for name in ("prompt", "output"))
+    return Arrivals(np.cumsum(gaps) - gaps[0], prompts[chosen], outputs[chosen])
+
+
+def _check(rate_scale: float) -> None:
+    if not 0 < rate_scale < float("inf"):
+        raise ConfigError(f"the rate scale is {rate_scale}; give a number above 0, 1 for the trace's own rate")

@@ -1,0 +1,78 @@
+"""What is simulated: a model on two pools, with the runtime's settings."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lamina.config import Pipelining
+from lamina.errors import ConfigError
+from lamina.plan.cost import CostModel, Fits
+from lamina.plan.hardware import Hardware
+from lamina.plan.models import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model on ``compute_workers`` devices and, where the system has a second pool, ``memory_workers`` more.
+
+    Attributes:
+        compute, memory: what a worker of each pool runs on.
+        tensor_parallel: devices that hold one copy of the weights together. The runtime itself has no tensor
+            parallelism yet: with more than 1 the compute pool is one that it is to have.
+        lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
+            mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+    """
+
+    model: ModelShape
+    compute: Hardware
+    compute_workers: int
+    memory: Hardware | None = None
+    memory_workers: int = 0
+    tensor_parallel: int = 1
+    lanes: int | None = None
+    pipelining: Pipelining = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
+        pools = [("compute", self.compute_workers)] + ([("memory", self.memory_workers)] if self.memory else [])
+        for role, workers in pools:
+            if role == "compute" and workers % self.tensor_parallel:
+                raise ConfigError(
+                    f"{workers} {role} workers do not divide into groups of {self.tensor_parallel}; give a multiple, "
+                    "or another degree of tensor parallelism"
+                )
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights in the compute pool."""
+        return self.compute_workers // self.tensor_parallel
+
+    @cached_property
+    def compute_cost(self) -> CostModel:
+        """Of one compute worker."""
+        return CostModel(self.model, self.compute, Fits.load(self.compute.kind))
+
+    @cached_property
+    def memory_cost(self) -> CostModel:
+        """Of one memory worker. Raises ConfigError if there is no such pool."""
+        if self.memory is None or self.memory_workers < 1:
+            raise ConfigError("this system has two pools; give --memory KIND:COUNT as well")
+        return CostModel(self.model, self.memory, Fits.load(self.memory.kind))
+
+    @property
+    def usd_per_hour(self) -> float:
+        """What both pools cost, as the catalogue says."""
+        memory = self.memory.usd_per_hour * self.memory_workers if self.memory else 0.0
+        return self.compute.usd_per_hour * self.compute_workers + memory
+
+    def require_weights(self, cost: CostModel) -> None:
+        """Raises ConfigError if a copy of the weights does not fit the devices it is spread over."""
+        tp = self.tensor_parallel
+        if not cost.weights_fit(tp):
+            raise ConfigError(
+                f"{self.model.name} has {self.model.weight_bytes / 1e9:.0f} GB of weights; {tp} {cost.hardware.kind} "
+                f"hold {tp * cost.usable_bytes / 1e9:.0f} GB. Give a larger --tensor-parallel or another kind"
+            )

@@ -1,0 +1,295 @@
+"""The runtime under a virtual clock: its own Scheduler, Placement, Pipeline and LaneChooser; its workers are models.
+
+``Simulation`` does what ``Engine._step`` does: it takes in what workers say, plans steps for lanes that have fewer than
+two in flight, and hears of drawn tokens. Tokens have no value here; a request ends when it has drawn as many as it is
+said to. Decisions take no virtual time (``Result.decisions`` says what they cost in real time); the control plane has
+no latency. Every one of a worker's slowness and every message between the pools is the virtual cluster's.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from lamina import _native
+from lamina.cluster import sizing
+from lamina.config import EngineConfig
+from lamina.engine.lanes import LaneChooser
+from lamina.engine.placement import Placement
+from lamina.engine.scheduler import Limits, Scheduler
+from lamina.errors import RequestError
+from lamina.plan.simulation.arrivals import Arrivals
+from lamina.plan.simulation.deployment import Deployment
+from lamina.plan.simulation.faults import Fault
+from lamina.plan.simulation.result import Decisions, PoolUse, RequestLog, Result, State
+from lamina.plan.simulation.step_times import StepModel
+from lamina.transport.timeline import Span
+from lamina.types import Request, SamplingParams, StepPlan
+
+DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead
+MOST_WAITING = 16384  # with the scheduler; others wait outside, in order, which decides nothing and saves their prompts
+
+
+class _Live:
+    """A request with the scheduler."""
+
+    __slots__ = ("drawn", "index", "last_s", "longest_gap_s", "output")
+
+    def __init__(self, index: int, output: int) -> None:
+        self.index = index
+        self.output = output
+        self.drawn = 0
+        self.last_s = 0.0
+        self.longest_gap_s = 0.0
+
+
+class Simulation:
+    """One run. ``run`` is called once."""
+
+    def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
+        """Raises ConfigError for what cannot be."""
+        self._deployment = deployment
+        self._arrivals = arrivals
+        self._faults = sorted(faults, key=lambda fault: fault.at_s)
+        deployment.require_weights(deployment.compute_cost)
+        self._model = StepModel(deployment)
+        self._config = EngineConfig(
+            lanes=deployment.lanes,
+            pipelining=deployment.pipelining,
+            max_num_seqs=deployment.max_num_seqs,
+            max_num_batched_tokens=deployment.max_num_batched_tokens,
+        )
+        sizing.check(self._config)
+        self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=False)
+        self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
+        self._numbers = {name: index for index, name in enumerate(self._memories)}
+        self._scheduler = self._make_scheduler()
+        adapts = deployment.lanes is None and self._pipeline.lanes > 1 and self._pipeline.interchangeable
+        self._lanes = LaneChooser(self._pipeline) if adapts else None
+        self._cluster = _native.VirtualCluster(
+            deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
+        )
+        self._replicas = self._orders()
+        self._log = RequestLog(arrivals)
+        self._live: dict[int, _Live] = {}  # by sequence
+        self._homes: dict[int, int] = {}
+        self._rows: dict[int, int] = {}  # by step in flight
+        self._steps = 0
+        self._next = 0  # of the arrivals
+        self._next_fault = 0
+        self._dead = False
+        self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
+
+    def _make_scheduler(self) -> Scheduler:
+        deployment, shape = self._deployment, self._deployment.model
+        longest = int((self._arrivals.prompt + self._arrivals.output).max(initial=2))
+        capacity = deployment.memory_cost.kv_tokens
+        sequences = sizing.most_sequences(self._config, self._pipeline)
+        return Scheduler(
+            Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
+            Placement(dict.fromkeys(self._memories, capacity)),
+            self._pipeline.lanes,
+            attentions=shape.layers,
+            kv_heads=shape.kv_heads,
+        )
+
+    def _orders(self) -> list[list[list[int]]]:
+        """By lane and by the turn a step begins with: the replicas of its slices, in order, as the Pipeline says."""
+        pipeline, slices = self._pipeline, self._deployment.model.layers + 1
+        period = pipeline.replicas if pipeline.moves else 1
+        return [
+            [[pipeline.replica(lane, turn + k) for k in range(slices)] for turn in range(period)]
+            for lane in range(pipeline.lanes)
+        ]
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
+        """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
+        now, turns = 0.0, 0
+        while self._log.ended < len(self._arrivals):
+            finished = self._cluster.advance(self._next_from_outside())
+            if finished is not None:
+                now, lane, step, busy = finished
+                self._complete(now, lane, step, busy)
+            else:
+                now = self._next_from_outside()
+                assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
+                self._happen(now)
+            self._launch(now)
+            turns += 1
+            if on_progress is not None and turns % 256 == 0:
+                on_progress(self._log.ended)
+        return self._result(now)
+
+    def _next_from_outside(self) -> float:
+        """When the next request may come in, or fault happens."""
+        arrival = fault = math.inf
+        if self._next < len(self._arrivals) and self._scheduler.waiting < MOST_WAITING:
+            arrival = float(self._arrivals.arrival_s[self._next])
+        if self._next_fault < len(self._faults):
+            fault = self._faults[self._next_fault].at_s
+        return min(arrival, fault)
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def _happen(self, now: float) -> None:
+        while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
+            self._strike(self._faults[self._next_fault], now)
+            self._next_fault += 1
+        arrivals = self._arrivals
+        while (
+            self._next < len(arrivals)
+            and arrivals.arrival_s[self._next] <= now
+            and self._scheduler.waiting < MOST_WAITING
+            and not self._dead
+        ):
+            self._arrive(self._next)
+            self._next += 1
+
+    def _arrive(self, index: int) -> None:
+        prompt, output = int(self._arrivals.prompt[index]), int(self._arrivals.output[index])
+        request = Request(str(index), None, [0] * prompt, SamplingParams(max_tokens=output))
+        begun = time.perf_counter()
+        try:
+            group = self._scheduler.add(request)
+        except RequestError:
+            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]), 0, 0.0)
+            return
+        self._decisions.seconds["add"] += time.perf_counter() - begun
+        self._live[group.completions[0].sequence] = _Live(index, output)
+
+    def _strike(self, fault: Fault, now: float) -> None:
+        if fault.factor is None:
+            self._die(now)
+        elif fault.role == "compute":
+            self._cluster.slow_replica(fault.worker // self._deployment.tensor_parallel, fault.factor)
+        else:
+            self._cluster.slow_memory(fault.worker, fault.factor)
+
+    def _die(self, now: float) -> None:
+        """A lost worker ends every request with an error, and the engine: what comes later is refused."""
+        self._dead = True
+        for live in self._live.values():
+            self._log.end(live.index, State.ERROR, now, live.drawn, live.longest_gap_s)
+        for index in range(self._next, len(self._arrivals)):
+            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]), 0, 0.0)
+        self._live.clear()
+
+    # -- the engine's turn --------------------------------------------------------------------------------------
+
+    def _complete(self, now: float, lane: int, step: int, busy_s: float) -> None:
+        begun = time.perf_counter()
+        drawn = self._scheduler.complete(lane, step)
+        self._decisions.seconds["complete"] += time.perf_counter() - begun
+        rows = self._rows.pop(step)
+        if self._lanes is not None:
+            self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
+        live, before = self._live, []
+        for sequence, (group, completion) in drawn.items():
+            completion.generated.append(0)
+            own = live[sequence]
+            if own.drawn:
+                gap = now - own.last_s
+                before.append(gap)
+                own.longest_gap_s = max(own.longest_gap_s, gap)
+            else:
+                self._log.first_s[own.index] = now
+            own.last_s = now
+            own.drawn += 1
+            if own.drawn == own.output:
+                self._scheduler.finish(group, completion)
+                self._log.end(own.index, State.FINISHED, now, own.drawn, own.longest_gap_s)
+                del live[sequence]
+        self._log.gaps.update(Counter(before))
+
+    def _choose_lanes(self, chooser: LaneChooser, rows: int, drawn: int, busy_s: float) -> None:
+        chooser.note_slices(rows, busy_s)
+        if chooser.due:
+            for index, name in enumerate(self._memories):
+                chooser.note_attention(name, self._cluster.memory_work(index)[0])
+        self._scheduler.use_lanes(chooser.choose(drawn * chooser.active))
+
+    def _launch(self, now: float) -> None:
+        """All the steps that lanes may have in flight begin; those without sequences are done at once."""
+        if self._dead:
+            return
+        begun = time.perf_counter()
+        scheduler = self._scheduler
+        planned: list[StepPlan] = []
+        for lane in range(self._pipeline.lanes):
+            while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
+                planned.append(plan)
+        self._decisions.seconds["plan"] += time.perf_counter() - begun
+        empty = [plan for plan in planned if not plan.sequences]
+        for plan in planned:
+            self._submit(plan, now)
+        for plan in empty:
+            scheduler.complete(plan.lane, plan.step)
+        if empty:
+            self._launch(now)
+
+    def _submit(self, plan: StepPlan, now: float) -> None:
+        for sequence in plan.released:
+            del self._homes[sequence]
+        for admission in plan.admitted:
+            self._homes[admission.sequence] = self._numbers[admission.segments[0].worker]
+        if not plan.sequences:
+            return
+        self._steps += 1
+        self._decisions.rows += len(plan.sequences)
+        times = self._model.times(plan.sequences, self._homes)
+        self._rows[plan.step] = times.rows
+        orders = self._replicas[plan.lane]
+        tick = self._pipeline.tick(plan.lane, plan.turn)
+        self._cluster.submit(
+            plan.lane,
+            now,
+            plan.step,
+            orders[plan.turn % len(orders)],
+            tick,
+            self._pipeline.tick(plan.lane, plan.turn + 1) - tick,
+            times.first_s,
+            times.inner_s,
+            times.last_s,
+            times.chunks_s,
+            times.send_s,
+            times.receive_s,
+            times.context_s,
+            times.workers,
+            times.shares,
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _result(self, now: float) -> Result:
+        deployment = self._deployment
+        self._decisions.steps = self._steps
+        replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
+        memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
+        assert deployment.memory is not None
+        return Result(
+            system="lamina",
+            log=self._log,
+            seconds=now,
+            pools=(
+                _use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now),
+                _use("memory", deployment.memory.kind, deployment.memory_workers, memories, now),
+            ),
+            usd_per_hour=deployment.usd_per_hour,
+            steps=self._steps,
+            decisions=self._decisions,
+            spans=self._spans(),
+        )
+
+    def _spans(self) -> dict[str, list[Span]]:
+        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._deployment.replicas)}
+        spans |= {name: [] for name in self._memories}
+        for stage, worker, lane, begin, end in self._cluster.spans():
+            name = self._memories[worker] if stage == "attention" else f"compute{worker}"
+            spans[name].append(Span(stage, lane, round(begin * 1e9), round(end * 1e9)))
+        return spans
+
+
+def _use(name: str, kind: str, workers: int, work: list[tuple[float, float, float]], seconds: float) -> PoolUse:
+    busy = [own[0] / seconds for own in work] if seconds else [0.0]
+    network = max((max(own[1:]) / seconds for own in work), default=0.0) if seconds else 0.0
+    return PoolUse(name, kind, workers, sum(busy) / len(busy), max(busy), network)

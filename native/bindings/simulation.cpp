@@ -1,0 +1,95 @@
+// lamina._native: VirtualCluster.
+#include "lamina/virtual_cluster.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+namespace nb = nanobind;
+using namespace lamina;
+
+namespace {
+
+using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Seconds = nb::ndarray<const double, nb::shape<3, -1>, nb::c_contig, nb::device::cpu>;
+
+void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_t number,
+            const std::vector<std::size_t> &replicas, std::int64_t tick, std::int64_t ticks, double first_s,
+            double inner_s, double last_s, double chunks_s, double send_s, double receive_s, double context_s,
+            Indices workers, Seconds shares) {
+    const std::size_t count = workers.shape(0);
+    if (shares.shape(1) != count)
+        throw std::invalid_argument("workers and shares differ in length");
+    VirtualStep step{.number = number,
+                     .replicas = replicas,
+                     .tick = tick,
+                     .ticks = ticks,
+                     .first_s = first_s,
+                     .inner_s = inner_s,
+                     .last_s = last_s,
+                     .chunks_s = chunks_s,
+                     .send_s = send_s,
+                     .receive_s = receive_s,
+                     .context_s = context_s,
+                     .shares = {}};
+    step.shares.reserve(count);
+    for (std::size_t i = 0; i < count; ++i)
+        step.shares.push_back(
+            {static_cast<std::size_t>(workers(i)), shares(0, i), shares(1, i), shares(2, i)});
+    cluster.submit(lane, now_s, std::move(step));
+}
+
+nb::object advance(VirtualCluster &cluster, double until_s) {
+    const auto finished = cluster.advance(until_s);
+    if (!finished)
+        return nb::none();
+    return nb::make_tuple(finished->time_s, finished->lane, finished->number, finished->busy_s);
+}
+
+const char *name(Stage stage) {
+    switch (stage) {
+    case Stage::Slice:
+        return "slice";
+    case Stage::ChunkAttention:
+        return "chunk attention";
+    case Stage::Attention:
+        return "attention";
+    }
+    throw std::logic_error("no such stage");
+}
+
+using Span = std::tuple<std::string, std::size_t, std::size_t, double, double>;
+
+std::vector<Span> spans(const VirtualCluster &cluster) {
+    std::vector<Span> result;
+    for (const VirtualSpan &span : cluster.spans())
+        result.emplace_back(name(span.stage), span.worker, span.lane, span.begin_s, span.end_s);
+    return result;
+}
+
+nb::tuple as_tuple(const Work &work) {
+    return nb::make_tuple(work.busy_s, work.send_s, work.receive_s);
+}
+
+} // namespace
+
+void register_simulation(nb::module_ &module) {
+    nb::class_<VirtualCluster>(module, "VirtualCluster")
+        .def(nb::init<std::size_t, std::size_t, std::size_t, double, std::size_t>(), nb::arg("replicas"),
+             nb::arg("memories"), nb::arg("lanes"), nb::arg("latency_s"), nb::arg("recorded") = 0)
+        .def("submit", &submit)
+        .def("advance", &advance)
+        .def("slow_replica", &VirtualCluster::slow_replica)
+        .def("slow_memory", &VirtualCluster::slow_memory)
+        .def("replica_work", [](const VirtualCluster &cluster,
+                                std::size_t index) { return as_tuple(cluster.replica_work(index)); })
+        .def("memory_work", [](const VirtualCluster &cluster,
+                               std::size_t index) { return as_tuple(cluster.memory_work(index)); })
+        .def("spans", &spans);
+}

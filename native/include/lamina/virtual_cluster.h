@@ -1,0 +1,137 @@
+// Compute and memory workers in virtual time: when the slices and attentions of steps begin and end. What
+// runs where and in which order is given with each step; only durations are modelled. Nothing here knows
+// Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <queue>
+#include <vector>
+
+namespace lamina {
+
+// One memory worker's part in each attention of a step, in seconds: its network card takes in, it attends,
+// its card gives back.
+struct Share {
+    std::size_t worker;
+    double receive_s, attention_s, send_s;
+};
+
+// One step of one lane: slices 0 .. n with an attention after each but the last. Times are in seconds.
+struct VirtualStep {
+    std::int64_t number;
+    std::vector<std::size_t> replicas; // [n + 1]: who runs slice k
+    std::int64_t tick, ticks;          // when slice 0 is due, and how much later each slice is
+    double first_s, inner_s, last_s;   // slices 0, 1 .. n - 1 and n
+    double chunks_s;          // attention of prompt chunks to themselves, on the replica after a slice
+    double send_s, receive_s; // the replica's network card: to all memory workers, from all of them
+    double context_s;         // what travels to another replica
+    std::vector<Share> shares;
+};
+
+struct Finished {
+    double time_s;
+    std::size_t lane;
+    std::int64_t number;
+    double busy_s; // in its slices
+};
+
+enum class Stage { Slice, ChunkAttention, Attention };
+
+struct VirtualSpan {
+    Stage stage;
+    std::size_t worker, lane;
+    double begin_s, end_s;
+};
+
+// What one worker has worked so far.
+struct Work {
+    double busy_s = 0;                // in slices and attention
+    double send_s = 0, receive_s = 0; // of its network card, each way
+};
+
+class VirtualCluster {
+public:
+    // latency_s: of every message, besides the time it occupies network cards. recorded: spans kept at most.
+    VirtualCluster(std::size_t replicas, std::size_t memories, std::size_t lanes, double latency_s,
+                   std::size_t recorded);
+
+    // The lane's next step, behind those it has. Throws std::invalid_argument for a step that cannot be run.
+    void submit(std::size_t lane, double now_s, VirtualStep step);
+
+    // Plays on to the end of the next step, or to until_s if none ends before.
+    std::optional<Finished> advance(double until_s);
+
+    // What begins from now on takes `factor` times as long.
+    void slow_replica(std::size_t replica, double factor) { replicas_.at(replica).factor = factor; }
+    void slow_memory(std::size_t memory, double factor) { memories_.at(memory).factor = factor; }
+
+    Work replica_work(std::size_t replica) const { return replicas_.at(replica).work; }
+    Work memory_work(std::size_t memory) const { return memories_.at(memory).work; }
+    const std::deque<VirtualSpan> &spans() const { return spans_; }
+
+private:
+    enum class Kind { Ready, SliceEnd, Free, Arrived };
+
+    struct Event {
+        double time_s;
+        std::uint64_t order; // of two events at one time, the one that was known first
+        Kind kind;
+        std::size_t index; // of a lane, or of a replica that becomes free
+        bool operator>(const Event &other) const {
+            return time_s != other.time_s ? time_s > other.time_s : order > other.order;
+        }
+    };
+
+    struct Due {
+        std::int64_t tick;
+        std::size_t lane;
+        bool operator>(const Due &other) const {
+            return tick != other.tick ? tick > other.tick : lane > other.lane;
+        }
+    };
+
+    template <class T> using Earliest = std::priority_queue<T, std::vector<T>, std::greater<T>>;
+
+    struct Replica {
+        Earliest<Due> due; // slices that could run
+        bool busy = false;
+        double sent_s = 0, received_s = 0; // until when its network card is busy, each way
+        double factor = 1;
+        Work work;
+    };
+
+    struct Memory {
+        double received_s = 0, attended_s = 0, sent_s = 0;
+        double factor = 1;
+        Work work;
+    };
+
+    struct Lane {
+        std::deque<VirtualStep> steps;
+        std::size_t slice = 0;
+        double context_s = 0; // when the context of the next slice is where it is needed
+        double busy_s = 0;
+    };
+
+    void push(double time_s, Kind kind, std::size_t index);
+    void ready(std::size_t lane);
+    void begin_slice(std::size_t replica, double now_s);
+    std::optional<Finished> end_slice(std::size_t lane, double now_s);
+    void send(Lane &lane, std::size_t index, double now_s);
+    void attend(std::size_t lane, double now_s);
+    void record(Stage stage, std::size_t worker, std::size_t lane, double begin_s, double end_s);
+
+    std::vector<Replica> replicas_;
+    std::vector<Memory> memories_;
+    std::vector<Lane> lanes_;
+    double latency_s_;
+    std::size_t recorded_;
+    Earliest<Event> events_;
+    std::uint64_t order_ = 0;
+    std::deque<VirtualSpan> spans_;
+};
+
+} // namespace lamina

@@ -1,0 +1,163 @@
+#include "lamina/virtual_cluster.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace lamina {
+
+VirtualCluster::VirtualCluster(std::size_t replicas, std::size_t memories, std::size_t lanes,
+                               double latency_s, std::size_t recorded)
+    : replicas_(replicas), memories_(memories), lanes_(lanes), latency_s_(latency_s), recorded_(recorded) {}
+
+void VirtualCluster::submit(std::size_t lane, double now_s, VirtualStep step) {
+    if (step.replicas.size() < 2)
+        throw std::invalid_argument("a step needs two slices at least, with an attention between them");
+    for (const std::size_t replica : step.replicas)
+        if (replica >= replicas_.size())
+            throw std::invalid_argument("a step names a replica that does not exist");
+    for (const Share &share : step.shares)
+        if (share.worker >= memories_.size())
+            throw std::invalid_argument("a step names a memory worker that does not exist");
+    Lane &own = lanes_.at(lane);
+    own.steps.push_back(std::move(step));
+    if (own.steps.size() == 1)
+        push(now_s, Kind::Ready, lane);
+}
+
+std::optional<Finished> VirtualCluster::advance(double until_s) {
+    while (!events_.empty() && events_.top().time_s <= until_s) {
+        const Event event = events_.top();
+        events_.pop();
+        switch (event.kind) {
+        case Kind::Ready: {
+            const Lane &lane = lanes_[event.index];
+            ready(event.index);
+            begin_slice(lane.steps.front().replicas[lane.slice], event.time_s);
+            break;
+        }
+        case Kind::SliceEnd:
+            if (const auto finished = end_slice(event.index, event.time_s))
+                return finished;
+            break;
+        case Kind::Free:
+            replicas_[event.index].busy = false;
+            begin_slice(event.index, event.time_s);
+            break;
+        case Kind::Arrived:
+            attend(event.index, event.time_s);
+            break;
+        }
+    }
+    return std::nullopt;
+}
+
+void VirtualCluster::push(double time_s, Kind kind, std::size_t index) {
+    events_.push({time_s, order_++, kind, index});
+}
+
+void VirtualCluster::ready(std::size_t lane) {
+    const Lane &own = lanes_[lane];
+    const VirtualStep &step = own.steps.front();
+    const auto tick = step.tick + step.ticks * static_cast<std::int64_t>(own.slice);
+    replicas_[step.replicas[own.slice]].due.push({tick, lane});
+}
+
+void VirtualCluster::begin_slice(std::size_t replica, double now_s) {
+    Replica &own = replicas_[replica];
+    if (own.busy || own.due.empty())
+        return;
+    const std::size_t index = own.due.top().lane;
+    own.due.pop();
+    Lane &lane = lanes_[index];
+    const VirtualStep &step = lane.steps.front();
+    const bool last = lane.slice + 1 == step.replicas.size();
+    const double seconds = own.factor * (lane.slice == 0 ? step.first_s : last ? step.last_s : step.inner_s);
+    own.busy = true;
+    own.work.busy_s += seconds;
+    lane.busy_s += seconds;
+    record(Stage::Slice, replica, index, now_s, now_s + seconds);
+    push(now_s + seconds, Kind::SliceEnd, index);
+}
+
+std::optional<Finished> VirtualCluster::end_slice(std::size_t index, double now_s) {
+    Lane &lane = lanes_[index];
+    const VirtualStep &step = lane.steps.front();
+    const std::size_t replica = step.replicas[lane.slice];
+    if (lane.slice + 1 < step.replicas.size()) {
+        send(lane, index, now_s);
+        return std::nullopt;
+    }
+    const Finished finished{now_s, index, step.number, lane.busy_s};
+    lane.steps.pop_front();
+    lane.slice = 0;
+    lane.busy_s = 0;
+    if (!lane.steps.empty()) // the same slice, as the pipeline counts them: no attention lies between
+        ready(index);
+    push(now_s, Kind::Free, replica);
+    return finished;
+}
+
+// After slice k: q, k and v go to the memory workers; chunks attend to themselves; the context goes to slice
+// k+1.
+void VirtualCluster::send(Lane &lane, std::size_t index, double now_s) {
+    const VirtualStep &step = lane.steps.front();
+    const std::size_t number = step.replicas[lane.slice];
+    Replica &replica = replicas_[number];
+    replica.sent_s = std::max(replica.sent_s, now_s) + step.send_s;
+    replica.work.send_s += step.send_s;
+    push(replica.sent_s + latency_s_, Kind::Arrived, index);
+
+    const double chunks_s = replica.factor * step.chunks_s;
+    const double free_s = now_s + chunks_s;
+    if (chunks_s > 0) {
+        replica.work.busy_s += chunks_s;
+        lane.busy_s += chunks_s;
+        record(Stage::ChunkAttention, number, index, now_s, free_s);
+    }
+    lane.context_s = free_s;
+    if (step.replicas[lane.slice + 1] != number) {
+        replica.sent_s = std::max(replica.sent_s, free_s) + step.context_s;
+        replica.work.send_s += step.context_s;
+        lane.context_s = replica.sent_s + latency_s_;
+    }
+    push(free_s, Kind::Free, number);
+}
+
+// Every memory worker serves lanes in the order in which their messages come; its network card works both
+// ways.
+void VirtualCluster::attend(std::size_t index, double now_s) {
+    Lane &lane = lanes_[index];
+    const VirtualStep &step = lane.steps.front();
+    double first_s = std::numeric_limits<double>::infinity(), last_s = now_s;
+    for (const Share &share : step.shares) {
+        Memory &memory = memories_[share.worker];
+        memory.received_s = std::max(memory.received_s, now_s) + share.receive_s;
+        const double begin_s = std::max(memory.received_s, memory.attended_s);
+        const double seconds = memory.factor * share.attention_s;
+        memory.attended_s = begin_s + seconds;
+        memory.sent_s = std::max(memory.sent_s, memory.attended_s) + share.send_s;
+        memory.work.busy_s += seconds;
+        memory.work.receive_s += share.receive_s;
+        memory.work.send_s += share.send_s;
+        first_s = std::min(first_s, memory.attended_s);
+        last_s = std::max(last_s, memory.sent_s);
+        record(Stage::Attention, share.worker, index, begin_s, memory.attended_s);
+    }
+    lane.slice += 1;
+    Replica &replica = replicas_[step.replicas[lane.slice]];
+    replica.received_s =
+        std::max(replica.received_s, std::min(first_s, last_s) + latency_s_) + step.receive_s;
+    replica.work.receive_s += step.receive_s;
+    push(std::max({last_s + latency_s_, replica.received_s, lane.context_s}), Kind::Ready, index);
+}
+
+void VirtualCluster::record(Stage stage, std::size_t worker, std::size_t lane, double begin_s, double end_s) {
+    if (recorded_ == 0)
+        return;
+    if (spans_.size() == recorded_)
+        spans_.pop_front();
+    spans_.push_back({stage, worker, lane, begin_s, end_s});
+}
+
+} // namespace lamina

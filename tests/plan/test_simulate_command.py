@@ -1,0 +1,62 @@
+"""`lamina simulate` as a person meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    lines = ({"timestamp": 50 * i, "input_length": 200 + 10 * i, "output_length": 5 + i % 7} for i in range(60))
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lamina", "simulate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+POOLS = ("--model", "Llama-2-7B", "--compute", "a100:2", "--memory", "rtx3090:2")
+
+
+def test_a_summary_requests_and_a_timeline(trace: Path, tmp_path: Path) -> None:
+    done = run(*POOLS, "--trace", trace, "--requests", tmp_path / "r.csv", "--trace-out", tmp_path / "t.json")
+    assert done.returncode == 0, done.stderr
+    for part in ("60 finished", "TTFT", "TBT", "per million tokens", "compute a100-80g:2", "memory rtx3090:2"):
+        assert part in done.stdout
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 61
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    workers = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert workers == {"compute0", "compute1", "memory0", "memory1"}
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"slice", "attention", "chunk attention"}
+
+
+def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
+    drawn = ("--trace", trace, "--draw", 40, "--json", "--seed")
+    first, second, other = (run(*POOLS, *drawn, seed) for seed in (1, 1, 2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout != other.stdout
+    assert json.loads(first.stdout)["requests"] == {"finished": 40, "error": 0, "refused": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--fail", "memory:2@1s"), "there are 2, counted from 0"),
+        (("--slow", "memory:1"), "such as compute:0@60s:2x"),
+        (("--requests", "r.txt"), "neither .csv nor .parquet"),
+        (("--system", "chunked-prefill"), "one pool"),
+        (("--rate-scale", "0"), "above 0"),
+        (("--compute", "a100:1,h100:1"), "names 2 kinds"),
+        (("--system", "disaggregated", "--trace-out", "t.json"), "what Lamina's workers do"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(trace: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run(*POOLS, "--trace", trace, *arguments)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.split())
