@@ -191,7 +191,7 @@ class Engine:
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
-        for lane in range(self.cluster.pipeline.lanes):
+        for lane in self._scheduler.plannable(self._depth):
             while self._scheduler.in_flight(lane) < self._depth and self._launch(lane):
                 pass
         self._timeline.add("plan", -1, begun)

@@ -1,5 +1,6 @@
 """Where KV lives: the gManager's map. A pure object: no clock, no sockets."""
 
+import heapq
 from collections.abc import Mapping
 
 from lamina.errors import RequestError
@@ -16,6 +17,9 @@ class Placement:
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.largest = max(capacities.values())
+        self._places = {name: place for place, name in enumerate(capacities)}
+        self._most_left: list[tuple[int, int, str]] = []  # a heap of (-left, place, worker); some are out of date
+        self._sort()
 
     def require_possible(self, tokens: int) -> None:
         """Raises RequestError if no worker could hold ``tokens`` even when empty."""
@@ -27,10 +31,14 @@ class Placement:
 
     def reserve(self, tokens: int) -> str | None:
         """Reserve ``tokens`` on the worker with the most left and name it; None if they fit nowhere now."""
-        worker = max(self.capacities, key=lambda name: self.capacities[name] - self.reserved[name])
-        if self.capacities[worker] - self.reserved[worker] < tokens:
+        heap = self._most_left
+        while -heap[0][0] != self._left(heap[0][2]):
+            heapq.heappop(heap)
+        left, worker = -heap[0][0], heap[0][2]
+        if left < tokens:
             return None
         self.reserved[worker] += tokens
+        heapq.heapreplace(heap, self._entry(worker))
         return worker
 
     def release(self, worker: str, tokens: int) -> None:
@@ -38,3 +46,16 @@ class Placement:
         if tokens > self.reserved[worker]:
             raise AssertionError(f"{worker}: {tokens} tokens given back, {self.reserved[worker]} reserved")
         self.reserved[worker] -= tokens
+        heapq.heappush(self._most_left, self._entry(worker))
+        if len(self._most_left) > 4 * len(self.capacities):
+            self._sort()
+
+    def _left(self, worker: str) -> int:
+        return self.capacities[worker] - self.reserved[worker]
+
+    def _entry(self, worker: str) -> tuple[int, int, str]:
+        return -self._left(worker), self._places[worker], worker
+
+    def _sort(self) -> None:
+        self._most_left = [self._entry(worker) for worker in self.capacities]
+        heapq.heapify(self._most_left)

@@ -12,9 +12,11 @@ that is still being drawn. Where it has ended, its row is computed in vain and n
 
 import collections
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lamina.engine.placement import Placement
+from lamina.engine.seats import Seats
 from lamina.errors import RequestError
 from lamina.types import LAST_DRAWN, Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
@@ -28,7 +30,7 @@ class Limits:
     max_model_len: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Completion:
     """One sequence: its place in the batch and what it has drawn."""
 
@@ -39,9 +41,13 @@ class Completion:
     drawing: int = 0  # tokens that planned steps are to draw
     finished: bool = False
     retired: bool = False  # given up for release
+    itself: list[int] = field(init=False)  # what a decode step draws for: the same list in every plan
+
+    def __post_init__(self) -> None:
+        self.itself = [self.sequence]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """A request with its completions."""
 
@@ -51,9 +57,10 @@ class Group:
     lane: int = -1  # not admitted
     memory: str = ""
     heads: tuple[int, int] = (0, 0)
-    in_flight: int = 0  # planned steps that have not completed
+    in_flight: int = 0  # parts of planned steps that have not completed
     forked: bool = False
     holders: int = 0  # completions whose KV reservation stands
+    ending: int = 0  # completions that have finished and are not retired
 
     @property
     def prompt_length(self) -> int:
@@ -81,8 +88,43 @@ class Group:
         return [completion for completion in self.completions if not completion.finished]
 
 
+Owner = tuple[Group, Completion]
+
+_STILL_DRAWN = [LAST_DRAWN]
+
+
+@dataclass(eq=False, slots=True)
+class _Planned:
+    """A step in flight, with whom its parts are for: sequences that decode, then chunks with those that draw."""
+
+    plan: StepPlan
+    decoding: list[Owner]
+    chunks: list[tuple[Group, list[Completion]]]
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """The requests of one lane, by what they do; dicts are ordered sets."""
+
+    running: dict[Group, None] = field(default_factory=dict)  # all of them
+    prompts: dict[Group, None] = field(default_factory=dict)  # with tokens of the prompt to run
+    prompted: list[Group] = field(default_factory=list)  # whose prompt the last plan has finished
+    decoding: dict[int, Owner] = field(default_factory=dict)  # by sequence
+    ending: list[Owner] = field(default_factory=list)
+    in_flight: collections.deque[_Planned] = field(default_factory=collections.deque)
+    turn: int = 0
+
+    @property
+    def quiet(self) -> bool:
+        """True when nothing runs, is in flight or is still to be released."""
+        return not (self.running or self.in_flight or self.ending)
+
+
 class Scheduler:
-    """First in, first out; decode before prompts; a prompt is cut into chunks that fill what a step has left."""
+    """First in, first out; decode before prompts; a prompt is cut into chunks that fill what a step has left.
+
+    What a step costs depends on its sequences, not on how many lanes, requests or memory workers there are besides.
+    """
 
     def __init__(
         self,
@@ -100,13 +142,13 @@ class Scheduler:
         self._attentions = attentions
         self._kv_heads = kv_heads
         self._waiting: collections.deque[Group] = collections.deque()
-        self._running: list[list[Group]] = [[] for _ in range(lanes)]
-        self._ending: list[list[tuple[Group, Completion]]] = [[] for _ in range(lanes)]
-        self._in_flight: list[collections.deque[StepPlan]] = [collections.deque() for _ in range(lanes)]
-        self._turns = [0] * lanes
+        self._lanes = [_Lane() for _ in range(lanes)]
+        self._seats = Seats(self.active)
+        self._changed = set(range(lanes))  # since they had nothing to plan
+        self._ahead = set[int]()  # have as many steps in flight as ``plannable`` was asked for
+        self._full = False  # the first that waits was refused a place, and nothing has been given back since
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._owners: dict[int, tuple[Group, Completion]] = {}
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
@@ -118,16 +160,16 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests admitted and not finished."""
-        return sum(map(len, self._running))
+        return sum(len(lane.running) for lane in self._lanes)
 
     @property
     def idle(self) -> bool:
         """True when nothing waits, runs, is in flight or is still to be released."""
-        return not (self._waiting or any(self._in_flight) or self.running or any(self._ending))
+        return not self._waiting and all(lane.quiet for lane in self._lanes)
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
-        return len(self._in_flight[lane])
+        return len(self._lanes[lane].in_flight)
 
     def check(self, prompt_length: int, params: SamplingParams) -> None:
         """Refuse what can never be served. Raises RequestError with the figures."""
@@ -165,7 +207,6 @@ class Scheduler:
         completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
         group = Group(request, self._max_tokens(length, request.params), completions, heads=(0, self._kv_heads))
         self._requests[request.request_id] = group
-        self._owners.update((completion.sequence, (group, completion)) for completion in completions)
         self._waiting.append(group)
         return group
 
@@ -178,78 +219,115 @@ class Scheduler:
     def _move(self) -> None:
         """Deal the requests out anew, those with many sequences first."""
         self._moving = False
-        groups = sorted(itertools.chain(*self._running), key=lambda group: -len(group.completions))
-        self._running = [[] for _ in self._running]
+        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
+        groups = sorted(running, key=lambda group: -len(group.completions))
+        for own in self._lanes:
+            for content in (own.running, own.prompts, own.prompted, own.decoding):
+                content.clear()
+        self._seats, self._full = Seats(self.active), False
+        self._changed.update(range(len(self._lanes)))
         for group in groups:
-            group.lane = min(range(self.active), key=self._seats_taken)
-            self._running[group.lane].append(group)
+            group.lane = min(self._seats.emptiest)
+            self._seats.change(group.lane, len(group.completions))
+            own = self._lanes[group.lane]
+            own.running[group] = None
+            if not group.prompt_done:
+                own.prompts[group] = None
+            elif not group.forked:
+                own.prompted.append(group)
+            else:
+                own.decoding.update((completion.sequence, (group, completion)) for completion in group.alive)
+
+    def plannable(self, depth: int) -> Iterator[int]:
+        """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
+
+        Looked up as it goes on: what is planned for one lane may give another one something to do.
+        """
+        lane = -1
+        while True:
+            after = [one for one in self._candidates() if one > lane]
+            if not after:
+                return
+            lane = min(after)
+            if self.in_flight(lane) < depth:
+                yield lane
+            if self.in_flight(lane) >= depth:
+                self._ahead.add(lane)
+                self._changed.discard(lane)
+
+    def _candidates(self) -> set[int]:
+        if self._moving:
+            return set(range(len(self._lanes))) - self._ahead
+        if self._waiting and not self._full:
+            return (self._changed | self._seats.emptiest) - self._ahead
+        return self._changed
 
     def plan(self, lane: int) -> StepPlan | None:
         """The next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
         if self._moving:
-            if any(self._in_flight):
+            if any(own.in_flight for own in self._lanes):
                 return None
             self._move()
-        forks = [fork for group in self._running[lane] for fork in self._forks(group)]
-        released = self._release(lane)
+        own = self._lanes[lane]
+        forks = self._forks(own)
+        released = self._release(own)
         admitted = self._admit(lane)
-        steps = self._steps_of(lane)
+        steps, planned = self._steps_of(own)
         if not (forks or released or admitted or steps):
+            self._changed.discard(lane)
             return None
-        plan = StepPlan(next(self._steps), lane, self._turns[lane], forks, released, admitted, steps)
-        self._turns[lane] += self._attentions if steps else 0
-        self._in_flight[lane].append(plan)
-        for step in steps:
-            group, completion = self._owners[step.sequence]
-            group.in_flight += 1
-            completion.cached = step.stop
-            for sequence in step.draws:
-                self._owners[sequence][1].drawing += 1
+        plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, steps)
+        own.turn += self._attentions if steps else 0
+        own.in_flight.append(_Planned(plan, *planned))
         return plan
 
-    def _forks(self, group: Group) -> list[Fork]:
-        if group.forked or not group.prompt_done:
-            return []
-        group.forked = True
-        first, *others = group.completions
-        for other in others:
-            other.cached = group.prompt_length
-        return [Fork(first.sequence, other.sequence, group.prompt_length) for other in others if not other.finished]
+    @staticmethod
+    def _forks(lane: _Lane) -> list[Fork]:
+        """Requests whose prompt is done decode from now on."""
+        forks = []
+        for group in lane.prompted:
+            group.forked = True
+            first, *others = group.completions
+            for other in others:
+                other.cached = group.prompt_length
+            alive = group.alive
+            lane.decoding.update((completion.sequence, (group, completion)) for completion in alive)
+            children = (other for other in alive if other is not first)
+            forks += [Fork(first.sequence, child.sequence, group.prompt_length) for child in children]
+        lane.prompted.clear()
+        return forks
 
-    def _release(self, lane: int) -> list[int]:
+    def _release(self, lane: _Lane) -> list[int]:
         """Let go of finished completions, whose own slots are free once this plan is applied."""
-        ending, self._ending[lane] = self._ending[lane], []
+        ending, lane.ending = lane.ending, []
         for group, _ in ending:
             group.holders -= 1
             prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
             self.placement.release(group.memory, group.own_tokens + prompt)
+            self._full = False
         return [completion.sequence for _, completion in ending]
 
     def _admit(self, lane: int) -> list[Admission]:
-        admitted = []
-        budget = self.limits.max_num_batched_tokens - self._seats_taken(lane)
-        while self._waiting and budget > 0 and self._is_least_loaded(lane):
+        admitted: list[Admission] = []
+        if not self._waiting or self._full or lane >= self.active:
+            return admitted
+        seats, rows = self._seats, self.limits.max_num_batched_tokens
+        budget = rows - seats.taken[lane]
+        while self._waiting and budget > 0 and lane in seats.emptiest:
             group = self._waiting[0]
-            if (
-                sum(map(self._seats_taken, range(len(self._running)))) + len(group.completions)
-                > self.limits.max_num_seqs
-            ):
-                break
-            memory = self.placement.reserve(group.tokens)
+            wanted = len(group.completions)
+            fits = seats.total + wanted <= self.limits.max_num_seqs and seats.taken[lane] + wanted <= rows
+            memory = self.placement.reserve(group.tokens) if fits else None
             if memory is None:
+                self._full = True
                 break
             self._waiting.popleft()
-            group.lane, group.memory, group.holders = lane, memory, len(group.completions)
-            self._running[lane].append(group)
+            group.lane, group.memory, group.holders = lane, memory, wanted
+            self._lanes[lane].running[group] = self._lanes[lane].prompts[group] = None
+            seats.change(lane, wanted)
             admitted.append(self._admission(group))
             budget -= group.prompt_length
         return admitted
-
-    def _seats_taken(self, lane: int) -> int:
-        return sum(len(group.completions) for group in self._running[lane])
-
-    def _is_least_loaded(self, lane: int) -> bool:
-        return lane < self.active and self._seats_taken(lane) <= min(map(self._seats_taken, range(self.active)))
 
     def _admission(self, group: Group) -> Admission:
         params, first = group.request.params, group.completions[0].sequence
@@ -259,28 +337,32 @@ class Scheduler:
             first, len(group.completions), group.prompt_length, [segment], params, group.request.seed, prompt
         )
 
-    def _steps_of(self, lane: int) -> list[SequenceStep]:
-        groups = self._running[lane]
-        steps = [
-            self._decode(completion)
-            for group in groups
-            if group.prompt_done
-            for completion in group.alive
-            if len(completion.generated) + completion.drawing < group.max_tokens
-        ]
+    def _steps_of(
+        self, lane: _Lane
+    ) -> tuple[list[SequenceStep], tuple[list[Owner], list[tuple[Group, list[Completion]]]]]:
+        """Parts of the next step, which count as planned from now on, with whom they are for."""
+        steps: list[SequenceStep] = []
+        decoding: list[Owner] = []
+        for owner in lane.decoding.values():  # the one loop over every sequence of every step: kept tight
+            group, completion = owner
+            generated, drawing, cached = completion.generated, completion.drawing, completion.cached
+            if len(generated) + drawing < group.max_tokens:
+                token = _STILL_DRAWN if drawing else [generated[-1]]
+                steps.append(SequenceStep(completion.sequence, cached, token, completion.itself))
+                decoding.append(owner)
+                completion.drawing = drawing + 1
+                completion.cached = cached + 1
+                group.in_flight += 1
+        chunks: list[tuple[Group, list[Completion]]] = []
         budget = self.limits.max_num_batched_tokens - len(steps)
-        for group in groups:
+        for group in list(lane.prompts):
             if budget <= 0:
                 break
-            if not group.prompt_done:
-                steps.append(self._chunk(group, budget))
-                budget -= len(steps[-1].tokens)
-        return steps
-
-    @staticmethod
-    def _decode(completion: Completion) -> SequenceStep:
-        token = LAST_DRAWN if completion.drawing else completion.generated[-1]
-        return SequenceStep(completion.sequence, completion.cached, [token], [completion.sequence])
+            step = self._chunk(group, budget)
+            steps.append(step)
+            budget -= len(step.tokens)
+            chunks.append((group, self._begin_chunk(lane, group, step)))
+        return steps, (decoding, chunks)
 
     @staticmethod
     def _chunk(group: Group, budget: int) -> SequenceStep:
@@ -290,34 +372,56 @@ class Scheduler:
         draws = [completion.sequence for completion in group.alive] if last else []
         return SequenceStep(first.sequence, first.cached, group.request.prompt_token_ids[first.cached : stop], draws)
 
-    def complete(self, lane: int, step: int | None = None) -> dict[int, tuple[Group, Completion]]:
+    @staticmethod
+    def _begin_chunk(lane: _Lane, group: Group, step: SequenceStep) -> list[Completion]:
+        """A chunk is planned. Returns the completions it draws for."""
+        group.in_flight += 1
+        group.completions[0].cached = step.stop
+        if not group.prompt_done:
+            return []
+        del lane.prompts[group]
+        lane.prompted.append(group)
+        drawing = group.alive
+        for completion in drawing:
+            completion.drawing += 1
+        return drawing
+
+    def complete(self, lane: int, step: int | None = None) -> dict[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight): one without sequences may overtake others.
 
         Returns, by sequence, the completions that drew a token and live.
 
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
-        in_flight = self._in_flight[lane]
-        plan = in_flight[0] if step is None else next(plan for plan in in_flight if plan.step == step)
-        in_flight.remove(plan)
-        drawn: dict[int, tuple[Group, Completion]] = {}
-        groups: dict[int, Group] = {}
-        for part in plan.sequences:
-            group, _ = self._owners[part.sequence]
+        in_flight = self._lanes[lane].in_flight
+        planned = in_flight[0] if step is None else next(one for one in in_flight if one.plan.step == step)
+        in_flight.remove(planned)
+        self._changed.add(lane)
+        self._ahead.discard(lane)
+        drawn: dict[int, Owner] = {}
+        ending: list[Group] = []
+        for owner in planned.decoding:
+            group, completion = owner
             group.in_flight -= 1
-            groups[id(group)] = group
-            for sequence in part.draws:
-                owner = self._owners[sequence]
-                owner[1].drawing -= 1
-                if not owner[1].finished:
-                    drawn[sequence] = owner
-        for group in groups.values():
+            completion.drawing -= 1
+            if group.ending:
+                ending.append(group)
+            if not completion.finished:
+                drawn[completion.sequence] = owner
+        for group, completions in planned.chunks:
+            group.in_flight -= 1
+            ending.append(group)
+            for completion in completions:
+                completion.drawing -= 1
+                if not completion.finished:
+                    drawn[completion.sequence] = group, completion
+        for group in ending:
             self._retire(group)
         return drawn
 
     def finish(self, group: Group, completion: Completion) -> None:
         """A completion has ended, by itself or by its caller's wish."""
-        completion.finished = True
+        self._end(group, completion)
         self._retire(group)
 
     def abort(self, request_id: str) -> None:
@@ -326,27 +430,36 @@ class Scheduler:
         if group is None:
             return
         for completion in group.completions:
-            completion.finished = True
+            self._end(group, completion)
         if group.lane >= 0:
+            self._lanes[group.lane].prompts.pop(group, None)
             self._retire(group)
         else:
             self._waiting.remove(group)
-            self._forget(group)
+            self._full = False  # it may have been the first
+
+    def _end(self, group: Group, completion: Completion) -> None:
+        if completion.finished:
+            return
+        completion.finished = True
+        group.ending += 1
+        if group.lane >= 0:
+            self._lanes[group.lane].decoding.pop(completion.sequence, None)
 
     def _retire(self, group: Group) -> None:
         """Hand finished completions, once no step uses their group, to the next plan for release."""
-        if group.in_flight:
+        if group.in_flight or not group.ending:
             return
-        ending = [completion for completion in group.completions if completion.finished and not completion.retired]
-        for completion in ending:
-            completion.retired = True
-            self._ending[group.lane].append((group, completion))
-        if ending and not group.alive:
-            self._running[group.lane].remove(group)
-            self._forget(group)
-
-    def _forget(self, group: Group) -> None:
-        if self._requests.get(group.request.request_id) is group:
-            del self._requests[group.request.request_id]
+        own = self._lanes[group.lane]
         for completion in group.completions:
-            del self._owners[completion.sequence]
+            if completion.finished and not completion.retired:
+                completion.retired = True
+                own.ending.append((group, completion))
+        group.ending = 0
+        self._changed.add(group.lane)
+        if not group.alive:
+            del own.running[group]
+            self._seats.change(group.lane, -len(group.completions))
+            self._full = False
+            if self._requests.get(group.request.request_id) is group:
+                del self._requests[group.request.request_id]

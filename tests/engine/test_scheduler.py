@@ -1,6 +1,8 @@
 """The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
 
 import itertools
+from collections.abc import Iterable
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +146,49 @@ def test_every_request_ends_and_every_slot_comes_back(
         if aborted is None:
             expected = stops if 0 < stops < cluster.groups[index].max_tokens else cluster.groups[index].max_tokens
             assert cluster.lengths[str(index)] == [expected] * n
+
+
+def turn_of(under_test: Scheduler, lanes: Iterable[int], depth: int) -> list[StepPlan]:
+    plans = []
+    for lane in lanes:
+        while under_test.in_flight(lane) < depth and (plan := under_test.plan(lane)) is not None:
+            plans.append(plan)
+    return plans
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=requests,
+    lanes=st.integers(1, 5),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 20), st.integers(1, 5), max_size=4),
+    random=st.randoms(use_true_random=False),
+)
+def test_lanes_that_are_not_plannable_have_nothing_to_plan(
+    requests: list, lanes: int, depth: int, switches: dict[int, int], random: Random
+) -> None:
+    """Asking only those gives the plans that asking every lane in every turn gives."""
+    asked, all_asked = (scheduler({"memory0": 60, "memory1": 40}, lanes) for _ in range(2))
+    pair = (asked, all_asked)
+    for turn in range(120):
+        for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(requests):
+            for one in pair:
+                if arrival == turn:
+                    one.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+                if aborted is not None and aborted == turn - arrival:
+                    one.abort(str(index))
+        lane = random.randrange(lanes)
+        if asked.in_flight(lane):
+            for one in pair:
+                for group, completion in one.complete(lane).values():
+                    completion.generated.append(7)
+                    stops = requests[int(group.request.request_id)][3]
+                    if len(completion.generated) in (group.max_tokens, stops):
+                        one.finish(group, completion)
+        if turn in switches:
+            for one in pair:
+                one.use_lanes(min(switches[turn], lanes))
+        assert turn_of(asked, asked.plannable(depth), depth) == turn_of(all_asked, range(lanes), depth)
 
 
 def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind() -> None:

@@ -215,7 +215,7 @@ class Simulation:
         begun = time.perf_counter()
         scheduler = self._scheduler
         planned: list[StepPlan] = []
-        for lane in range(self._pipeline.lanes):
+        for lane in scheduler.plannable(DEPTH):
             while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
                 planned.append(plan)
         self._decisions.seconds["plan"] += time.perf_counter() - begun
