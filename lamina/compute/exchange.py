@@ -178,25 +178,34 @@ class StepExchange:
             if count := len(remote.rows.queries):
                 partials.append((remote.source, *read_reply(remote.reply.view, spec, count)))
         out = torch.empty(self.rows, spec.query_heads, spec.v_dim, dtype=getattr(torch, self._dtype.value))
-        if sinks is None and len(partials) == 1 and len(partials[0][0].rows) == self._total:
-            out[: self._total] = torch.from_numpy(partials[0][1])
-            out[self._total :] = 0
-            return out
+        out[self._total :] = 0
+        whole = len(partials) == 1 and len(partials[0][0].rows) == self._total
+        outs, lses = ([partials[0][1]], [partials[0][2]]) if whole else self._scattered(spec, partials)
+        merge(outs, lses, sinks, as_numpy(out)[: self._total], None, self._threads)
+        return out
+
+    def _scattered(
+        self, spec: AttentionSpec, partials: Sequence[tuple[Source, Floats, Floats]]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Partials number 0, 1, ... of all rows; -inf where a row has fewer."""
         outs, lses = self._buffer(spec)
         for source, part, lse in partials:
             outs[source.part, source.rows] = part
             lses[source.part, source.rows] = lse
-        return out.copy_(torch.from_numpy(merge(list(outs), list(lses), sinks)))
+        return list(outs), list(lses)
 
     def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
         """Rows of ``array``; the array itself when that is all of them in order."""
         return array[: self._total] if len(rows) == self._total else array[rows]
 
     def _buffer(self, spec: AttentionSpec) -> Partial:
-        """Partials [P, rows, Hq, Dv], lse [P, rows, Hq]; layers write the same places, so -inf stays elsewhere."""
+        """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
+
+        Layers write the same places, so -inf stays elsewhere.
+        """
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
-            shape = (self._most_parts, self.rows, spec.query_heads)
+            shape = (self._most_parts, self._total, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
 

@@ -132,7 +132,7 @@ class KvStore:
         return SegmentTable(
             query_offsets=_offsets([attend.rows for attend in attends]),
             query_start=np.array([attend.start for attend in attends], np.int32),
-            kv_offsets=_offsets([len(part) for part in slots]),
+            kv_offsets=_offsets([len(part) for part in slots]).astype(np.int64),  # what the kernel takes as it is
             kv_start=np.array(starts, np.int32),
             slots=np.concatenate(slots),
         )

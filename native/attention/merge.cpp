@@ -1,41 +1,74 @@
 #include "lamina/attention.h"
+#include "lamina/thread_pool.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 namespace lamina::attention {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kElementsPerThread = 32768; // waking a thread costs as much as this many
 
 // The weight of a partial whose lse is `lse` against the largest one; a partial that saw nothing has none.
 float weight(float lse, float largest) {
     return lse == -kInfinity ? 0.0f : std::exp(lse - largest);
 }
 
+// Rounds to nearest even.
+void round_row(const float *row, int64_t size, float *target) {
+    std::copy_n(row, size, target);
+}
+void round_row(const float *row, int64_t size, _Float16 *target) {
+    std::transform(row, row + size, target, [](float value) { return static_cast<_Float16>(value); });
+}
+void round_row(const float *row, int64_t size, uint16_t *target) {
+    std::transform(row, row + size, target, [](float value) {
+        const auto bits = std::bit_cast<uint32_t>(value);
+        const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+        return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+    });
+}
+
+template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t end) {
+    std::vector<float> merged(task.v_dim);
+    for (int64_t row = begin; row < end; ++row) {
+        const float sink = task.sinks ? task.sinks[row % task.heads] : -kInfinity;
+        float largest = sink;
+        for (int64_t part = 0; part < task.count; ++part)
+            largest = std::max(largest, task.lses[part][row]);
+        float sum = weight(sink, largest);
+        for (int64_t part = 0; part < task.count; ++part)
+            sum += weight(task.lses[part][row], largest);
+        std::fill(merged.begin(), merged.end(), 0.0f);
+        const int64_t at = row * task.v_dim;
+        for (int64_t part = 0; part < task.count; ++part) {
+            if (task.lses[part][row] == -kInfinity) // whatever its out holds
+                continue;
+            const float w = weight(task.lses[part][row], largest) / sum;
+            for (int64_t d = 0; d < task.v_dim; ++d)
+                merged[d] += w * task.outs[part][at + d];
+        }
+        round_row(merged.data(), task.v_dim, static_cast<Out *>(task.out) + at);
+        if (task.lse)
+            task.lse[row] = sum == 0 ? -kInfinity : largest + std::log(sum);
+    }
+}
+
 } // namespace
 
-void merge(const float *const *outs, const float *const *lses, int64_t count, int64_t rows, int64_t heads,
-           int64_t v_dim, const float *sinks, float *out, float *lse) {
-    for (int64_t row = 0; row < rows * heads; ++row) {
-        const float sink = sinks ? sinks[row % heads] : -kInfinity;
-        float largest = sink;
-        for (int64_t part = 0; part < count; ++part)
-            largest = std::max(largest, lses[part][row]);
-        float sum = weight(sink, largest);
-        for (int64_t part = 0; part < count; ++part)
-            sum += weight(lses[part][row], largest);
-        const int64_t at = row * v_dim;
-        for (int64_t part = 0; part < count; ++part) {
-            const bool neutral = lses[part][row] == -kInfinity; // whatever its out holds
-            const float w = neutral ? 0.0f : weight(lses[part][row], largest) / sum;
-            for (int64_t d = 0; d < v_dim; ++d)
-                out[at + d] = (part == 0 ? 0.0f : out[at + d]) + (neutral ? 0.0f : w * outs[part][at + d]);
-        }
-        if (lse)
-            lse[row] = sum == 0 ? -kInfinity : largest + std::log(sum);
-    }
+void merge(const Merge &task, int threads) {
+    const auto kernel = task.out_type == ElementType::Float32   ? merge_rows<float>
+                        : task.out_type == ElementType::Float16 ? merge_rows<_Float16>
+                                                                : merge_rows<uint16_t>;
+    const int64_t rows = task.rows * task.heads;
+    const int64_t parts =
+        std::clamp<int64_t>(rows * task.v_dim * task.count / kElementsPerThread, 1, threads);
+    parallel_for(threads, parts,
+                 [&](int64_t part) { kernel(task, rows * part / parts, rows * (part + 1) / parts); });
 }
 
 } // namespace lamina::attention

@@ -157,8 +157,17 @@ void merge_split(const Problem &problem, const Split &split) {
         lses.push_back(split.lse.get() + part * heads);
     }
     const int64_t first = split.row_begin * shape.query_heads;
-    merge(outs.data(), lses.data(), split.parts, split.rows, shape.query_heads, shape.v_dim, nullptr,
-          problem.out + first * shape.v_dim, problem.lse + first);
+    merge({.outs = outs.data(),
+           .lses = lses.data(),
+           .count = split.parts,
+           .rows = split.rows,
+           .heads = shape.query_heads,
+           .v_dim = shape.v_dim,
+           .sinks = nullptr,
+           .out = problem.out + first * shape.v_dim,
+           .out_type = ElementType::Float32,
+           .lse = problem.lse + first},
+          1);
 }
 
 TaskKernel kernel_for(Path path, ElementType kv_type) {

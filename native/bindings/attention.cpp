@@ -192,10 +192,11 @@ void append_binding(const OutArray &slab, const Array &rows, const Array &slots,
 }
 
 void merge_binding(const std::vector<Array> &outs, const std::vector<Array> &lses,
-                   const std::optional<Array> &sinks, const OutArray &out,
-                   const std::optional<OutArray> &lse) {
+                   const std::optional<Array> &sinks, const OutArray &out, const std::optional<OutArray> &lse,
+                   int threads) {
     check_shape("out", out, {-1, -1, -1});
-    check_type<float>("out", out, "float32");
+    const ElementType out_type = element_type("out", out);
+    check_threads(threads);
     const auto rows = static_cast<int64_t>(out.shape(0)), heads = static_cast<int64_t>(out.shape(1)),
                v_dim = static_cast<int64_t>(out.shape(2));
     if (outs.empty() || outs.size() != lses.size())
@@ -219,9 +220,17 @@ void merge_binding(const std::vector<Array> &outs, const std::vector<Array> &lse
         check_type<float>("lse", *lse, "float32");
     }
     nb::gil_scoped_release release;
-    merge(out_data.data(), lse_data.data(), static_cast<int64_t>(outs.size()), rows, heads, v_dim,
-          sinks ? data<float>(*sinks) : nullptr, static_cast<float *>(out.data()),
-          lse ? static_cast<float *>(lse->data()) : nullptr);
+    merge({.outs = out_data.data(),
+           .lses = lse_data.data(),
+           .count = static_cast<int64_t>(outs.size()),
+           .rows = rows,
+           .heads = heads,
+           .v_dim = v_dim,
+           .sinks = sinks ? data<float>(*sinks) : nullptr,
+           .out = out.data(),
+           .out_type = out_type,
+           .lse = lse ? static_cast<float *>(lse->data()) : nullptr},
+          threads);
 }
 
 uint64_t
@@ -262,7 +271,7 @@ void register_attention(nb::module_ &module) {
     module.def("attention_append", &append_binding, nb::arg("slab"), nb::arg("rows"), nb::arg("slots"),
                nb::arg("threads"));
     module.def("attention_merge", &merge_binding, nb::arg("outs"), nb::arg("lses"), nb::arg("sinks").none(),
-               nb::arg("out"), nb::arg("lse").none());
+               nb::arg("out"), nb::arg("lse").none(), nb::arg("threads"));
     module.def("read_memory", &read_memory_binding, nb::arg("memory").noconvert(), nb::arg("threads"));
     module.def("read_rows", &read_rows_binding, nb::arg("rows"), nb::arg("slots"), nb::arg("threads"));
 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from lamina.kernels.merge import merge
 
@@ -28,6 +29,22 @@ def test_equals_definition(count, with_sinks):
     wanted_out, wanted_lse = definition(outs, lses, sinks)
     np.testing.assert_allclose(merge(outs, lses, sinks, lse=lse), wanted_out, atol=1e-6)
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("count", "rows", "threads"), [(1, 3, 1), (3, 2000, 3)])
+def test_result_is_rounded_once_to_the_type_of_out(dtype, count, rows, threads):
+    outs, lses = partials(count, rows=rows)
+    outs[0][0, 0] = [np.inf, -np.inf, np.nan, 1e-40, 3.4e38]
+    wanted = torch.from_numpy(merge(outs, lses)).to(dtype)
+    out = torch.empty(outs[0].shape, dtype=dtype)
+    merge(
+        outs,
+        lses,
+        out=out.view(torch.int16).numpy().view(np.uint16 if dtype == torch.bfloat16 else np.float16),
+        threads=threads,
+    )
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_is_associative():

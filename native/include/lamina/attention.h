@@ -67,10 +67,18 @@ void partial(const Problem &problem, int threads, Path path);
 void append(void *slab, ElementType slab_type, const void *source, ElementType source_type,
             const int32_t *slots, int64_t count, int64_t row_elements, int threads);
 
-// Merges `count` partials of `rows * heads` rows into out and lse (null: not wanted); out and lse may be
-// the first partial's.
-// sinks [heads] (or null) join the softmax's denominator once.
-void merge(const float *const *outs, const float *const *lses, int64_t count, int64_t rows, int64_t heads,
-           int64_t v_dim, const float *sinks, float *out, float *lse);
+// Partial results of the same rows, each over other tokens, and where they go merged.
+struct Merge {
+    const float *const *outs; // [count] arrays of [rows, heads, v_dim]
+    const float *const *lses; // [count] arrays of [rows, heads]; what a partial of -inf holds does not matter
+    int64_t count, rows, heads, v_dim;
+    const float *sinks; // [heads], join the softmax's denominator once; or null
+    void *out;          // [rows, heads, v_dim], rounded once; may be the first partial's
+    ElementType out_type;
+    float *lse; // [rows, heads], may be the first partial's; null: not wanted
+};
+
+// On up to `threads` threads, fewer where there is little to do.
+void merge(const Merge &task, int threads);
 
 } // namespace lamina::attention
