@@ -36,6 +36,12 @@ void round_row(const float *row, int64_t size, uint16_t *target) {
 template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t end) {
     std::vector<float> merged(task.v_dim);
     for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = row * task.v_dim;
+        Out *target = static_cast<Out *>(task.out) + at;
+        if (task.count == 1 && !task.sinks && !task.lse && task.lses[0][row] != -kInfinity) {
+            round_row(task.outs[0] + at, task.v_dim, target); // most rows: nothing to merge with
+            continue;
+        }
         const float sink = task.sinks ? task.sinks[row % task.heads] : -kInfinity;
         float largest = sink;
         for (int64_t part = 0; part < task.count; ++part)
@@ -44,7 +50,6 @@ template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t e
         for (int64_t part = 0; part < task.count; ++part)
             sum += weight(task.lses[part][row], largest);
         std::fill(merged.begin(), merged.end(), 0.0f);
-        const int64_t at = row * task.v_dim;
         for (int64_t part = 0; part < task.count; ++part) {
             if (task.lses[part][row] == -kInfinity) // whatever its out holds
                 continue;
@@ -52,7 +57,7 @@ template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t e
             for (int64_t d = 0; d < task.v_dim; ++d)
                 merged[d] += w * task.outs[part][at + d];
         }
-        round_row(merged.data(), task.v_dim, static_cast<Out *>(task.out) + at);
+        round_row(merged.data(), task.v_dim, target);
         if (task.lse)
             task.lse[row] = sum == 0 ? -kInfinity : largest + std::log(sum);
     }
