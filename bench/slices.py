@@ -1,9 +1,10 @@
-"""Time of a dense slice over the time of its bare matrix products, with packed weights in both.
+"""Time of a dense slice over the time of its bare matrix products, and of those over oneDNN's; weights packed in all.
 
     python bench/slices.py [--model 250m] [--rows 1 8 16 64 512] [--threads 1 2] [--json FILE]
 
 Runs the inner slices of a random Llama one after another, as a decode step does, so that weights come from memory and
-not from the cache; then the same linear layers alone on inputs of the same shapes. Medians over interleaved rounds.
+not from the cache; then the same linear layers alone on inputs of the same shapes, by the product that slices use
+and by oneDNN. Medians over interleaved rounds.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from rich.table import Table
 from lamina.models import directory, weights
 from lamina.models.config import load_config
 from lamina.splitter import LoweredSlice, SplitModel, lower, split
+from lamina.splitter.linear import ONEDNN, Packing, packing
 from lamina.types import DType
 
 
@@ -33,10 +36,32 @@ class Result:
     threads: int
     slice_us: float
     products_us: float
+    onednn_us: float
 
     @property
     def ratio(self) -> float:
         return self.slice_us / self.products_us
+
+    @property
+    def over_onednn(self) -> float:
+        return self.products_us / self.onednn_us
+
+
+@dataclass(frozen=True)
+class Products:
+    """The linear layers of all inner slices by one packing; ``weights`` [outputs, inputs] by slice."""
+
+    way: Packing
+    layers: list[list[tuple[torch.Tensor, int, int]]]  # packed, outputs, inputs
+
+    @classmethod
+    def of(cls, way: Packing, weights: list[list[torch.Tensor]]) -> "Products":
+        return cls(way, [[(way.pack(weight), *weight.shape) for weight in group] for group in weights])
+
+    def run(self, inputs: dict[int, torch.Tensor]) -> None:
+        for group in self.layers:
+            for packed, outputs, width in group:
+                self.way.linear(inputs[width], packed, None, outputs)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -46,29 +71,26 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measure(model: SplitModel, slices: list[LoweredSlice], rows: int, threads: int, rounds: int) -> Result:
-    """All inner slices but the first, whose work differs."""
+def measure(
+    model: SplitModel, slices: list[LoweredSlice], products: list[Products], rows: int, threads: int, rounds: int
+) -> Result:
+    """All inner slices but the first, whose work differs; then each of ``products``: the slices' own, oneDNN's."""
     torch.set_num_threads(threads)
     inner, spec, cut = slices[1:-1], model.attentions[1], model.cuts[0]
     ids, positions = torch.zeros(rows, dtype=torch.int64), torch.arange(rows)
     attention = torch.randn(rows, spec.query_heads, spec.v_dim, dtype=torch.bfloat16)
     context = tuple(torch.randn(rows, *crossing.shape).to(crossing.dtype) for crossing in cut.context)
-    packed = [[weight for weight in piece.weights if weight.is_mkldnn] for piece in inner]
-    inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1], dtype=torch.bfloat16) for weight in packed[0]}
+    widths = {width for _, _, width in products[0].layers[0]}
+    inputs = {width: torch.randn(1, rows, width, dtype=torch.bfloat16) for width in widths}
 
     def run_slices() -> None:
         prepared = inner[0].prepare(positions)
         for piece in inner:
             piece.run(ids, positions, attention, context, prepared)
 
-    def run_products() -> None:
-        for group in packed:
-            for weight in group:
-                torch.ops.mkldnn._linear_pointwise(inputs[weight.shape[1]], weight, None, "none", [], "")
-
-    times = [(seconds(run_slices), seconds(run_products)) for _ in range(rounds + 2)][2:]
-    whole, products = (statistics.median(column) * 1e6 / len(inner) for column in zip(*times, strict=True))
-    return Result(rows, threads, whole, products)
+    calls = [run_slices, *(partial(one.run, inputs) for one in products)]
+    times = [[seconds(call) for call in calls] for _ in range(rounds + 2)][2:]
+    return Result(rows, threads, *(statistics.median(column) * 1e6 / len(inner) for column in zip(*times, strict=True)))
 
 
 def main() -> None:
@@ -85,13 +107,24 @@ def main() -> None:
         model = split(config, DType.BFLOAT16)
         tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
     slices = lower(model, {**tensors, **model.constants})
-    results = [measure(model, slices, rows, threads, args.rounds) for threads in args.threads for rows in args.rows]
-    table = Table("rows", "threads", "slice us", "products us", "ratio", title=f"dense slices, {args.model}, bfloat16")
+    linears = [[tensors[n] for n in part.weights if tensors[n].dim() == 2] for part in model.slices[1:-1]]
+    own = packing(DType.BFLOAT16)
+    if own is None:
+        raise SystemExit("error: no packed product of bfloat16 runs on this processor")
+    products = [Products.of(way, linears) for way in (own, ONEDNN)]
+    results = [
+        measure(model, slices, products, rows, threads, args.rounds) for threads in args.threads for rows in args.rows
+    ]
+    heads = ["rows", "threads", "slice us", "products us", "slice / products", "oneDNN us", "products / oneDNN"]
+    table = Table(*heads, title=f"dense slices, {args.model}, bfloat16")
     for r in results:
-        table.add_row(str(r.rows), str(r.threads), f"{r.slice_us:.0f}", f"{r.products_us:.0f}", f"{r.ratio:.2f}")
+        times = [f"{r.slice_us:.0f}", f"{r.products_us:.0f}", f"{r.ratio:.2f}", f"{r.onednn_us:.0f}"]
+        table.add_row(str(r.rows), str(r.threads), *times, f"{r.over_onednn:.2f}")
     Console().print(table)
     if args.json:
-        args.json.write_text(json.dumps([asdict(r) | {"ratio": r.ratio} for r in results], indent=1))
+        args.json.write_text(
+            json.dumps([asdict(r) | {"ratio": r.ratio, "over_onednn": r.over_onednn} for r in results], indent=1)
+        )
 
 
 if __name__ == "__main__":
