@@ -12,7 +12,7 @@
 Sizes may be numpy arrays; the answers then are too. ``docs/cost-model.md`` derives the formulas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,23 +113,83 @@ class TransferFit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SliceCurve:
+    """Slices measured whole, in place of their operators: seconds of a slice and of each of its weights, by rows.
+
+    Between the measured rows, and beyond the last, logarithms are interpolated.
+    """
+
+    rows: Sequence[float]
+    slice_s: Sequence[float]
+    weight_s: Sequence[float]
+
+    @classmethod
+    def of(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
+        """From the times of two models' slices: ``weights[i]`` in a slice that takes ``seconds[i][j]`` at ``rows[j]``."""
+        small, large = (np.array(own) for own in seconds)
+        per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
+        # Where noise makes the constant vanish, the weights are charged for everything.
+        constant = np.maximum(small - per_weight * weights[0], 1e-7)
+        per_weight = np.maximum(per_weight, (large - constant) / weights[1])
+        return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
+
+    def seconds(self, rows: ArrayLike, weights: float) -> Floats:
+        """Seconds of a slice of so many weights, or of the output head."""
+        at = np.log(np.asarray(rows, dtype=np.float64))
+        return self._at(at, self.slice_s) + weights * self._at(at, self.weight_s)
+
+    def _at(self, at: Floats, values: Sequence[float]) -> Floats:
+        known, logarithms = np.log(self.rows), np.log(values)
+        slope = max(0.0, (logarithms[-1] - logarithms[-2]) / (known[-1] - known[-2]))
+        return np.asarray(np.exp(np.interp(at, known, logarithms) + slope * np.maximum(0.0, at - known[-1])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeFit:
+    """What the runtime takes beside slices and attention; as published for GPUs and RDMA, or measured.
+
+    Attributes:
+        exchange_s, exchange_row_s: on a compute worker for each layer, and each row of it: messages and merging.
+        step_s, step_row_s: on a compute worker for each step, and each row of it: drawing tokens.
+        attend_s, attend_row_s: on a memory worker for each layer, and each row of it. None: a launch.
+        kv_bytes_s: that attention reads with. None: ATTENTION_MEMORY_SHARE of the memory's.
+        round_trip_s: for each layer, in which neither works.
+    """
+
+    exchange_s: float = 0.0
+    exchange_row_s: float = 0.0
+    step_s: float = 0.0
+    step_row_s: float = 0.0
+    attend_s: float | None = None
+    attend_row_s: float = 0.0
+    kv_bytes_s: float | None = None
+    round_trip_s: float = ROUND_TRIP_S
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fits:
-    """All fitted parts of the cost model, for one kind."""
+    """All fitted parts of the cost model, for one kind. ``slices`` goes before ``gemm`` and ``pointwise``."""
 
     gemm: GemmFit
     pointwise: PointwiseFit
     all_reduce: CollectiveFit
     send_recv: TransferFit
+    slices: SliceCurve | None = None
+    runtime: RuntimeFit = RuntimeFit()
 
     @classmethod
-    def load(cls, kind: str, store: ProfileStore | None = None) -> "Fits":
-        """The fits for ``kind`` from a profile store; the one of the package by default.
+    def load(cls, kind: str, measured: ProfileStore | None = None) -> "Fits":
+        """The fits for ``kind`` from the package's profile store, with those that ``measured`` has of it.
 
         Raises:
-            ConfigError: the store lacks a part, or was written by another version.
+            ConfigError: a store lacks a part, or was written by another version.
         """
-        store = store or ProfileStore()
+        store = ProfileStore()
+        slices = measured and measured.own_fit("slices", kind)
+        runtime = measured and measured.own_fit("runtime", kind)
         return cls(
+            slices=_part(SliceCurve, slices, measured) if measured and slices else None,
+            runtime=_part(RuntimeFit, runtime, measured) if measured and runtime else RuntimeFit(),
             gemm=_part(GemmFit, store.fit("gemm", kind), store),
             pointwise=_part(PointwiseFit, store.fit("pointwise", kind), store),
             all_reduce=_part(CollectiveFit, store.fit("all_reduce", kind), store),
@@ -169,6 +229,8 @@ class CostModel:
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
         rows = np.asarray(rows, dtype=np.float64)
+        if self.fits.slices is not None and tensor_parallel == 1:
+            return self.fits.slices.seconds(rows, self.shape.layer_parameters)
         total = sum(self.operator_seconds(operator, rows, tensor_parallel) for operator in (*GEMMS, *POINTWISE))
         total = total + (LAYER_ADDS - 1) * self.operator_seconds("add", rows, tensor_parallel)
         return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
@@ -177,12 +239,21 @@ class CostModel:
         """Seconds of reading ``rows`` embeddings and of the output head, whose vocabulary is split."""
         rows = np.asarray(rows, dtype=np.float64)
         columns = self.shape.vocabulary / tensor_parallel
+        if self.fits.slices is not None and tensor_parallel == 1:
+            return self.fits.slices.seconds(rows, columns * self.shape.hidden)
         head = gemm_seconds(self.fits.gemm, self.hardware, rows, columns, self.shape.hidden, self.shape.dtype)
         return head + self.operator_seconds("input_layernorm", rows, tensor_parallel)
 
     def pass_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of all slices of a step, attention apart."""
         return self.shape.layers * self.slice_seconds(rows, tensor_parallel) + self.ends_seconds(rows, tensor_parallel)
+
+    def decode_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds for which a compute worker works on a decode step: slices, messages, drawing."""
+        rows, runtime = np.asarray(rows, dtype=np.float64), self.fits.runtime
+        exchange = self.shape.layers * (runtime.exchange_s + runtime.exchange_row_s * rows)
+        drawing = runtime.step_s + runtime.step_row_s * rows
+        return self.pass_seconds(rows, tensor_parallel) + exchange + drawing
 
     def attention_seconds(self, kv_tokens: ArrayLike, rows: ArrayLike, heads_share: float = 1.0) -> Floats:
         """Seconds of one layer's decode attention on one device.
@@ -197,11 +268,13 @@ class CostModel:
         width = shape.kv_heads * shape.head_size
         read = 2 * width * shape.dtype.itemsize * tokens
         flops = 4 * shape.query_heads * shape.head_size * tokens
+        runtime, rows = self.fits.runtime, np.asarray(rows, dtype=np.float64)
         busy = np.maximum(
-            read / (ATTENTION_MEMORY_SHARE * self.hardware.memory_bytes_s),
+            read / (runtime.kv_bytes_s or ATTENTION_MEMORY_SHARE * self.hardware.memory_bytes_s),
             flops / (CHUNK_ATTENTION_SHARE * self.hardware.flops[shape.dtype]),
         )
-        return np.asarray(busy + self.fits.pointwise.launch_s * (np.asarray(rows) > 0))
+        call_s = self.fits.pointwise.launch_s if runtime.attend_s is None else runtime.attend_s
+        return np.asarray(busy + call_s * (rows > 0) + runtime.attend_row_s * rows)
 
     def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones.

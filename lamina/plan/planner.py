@@ -18,7 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from lamina.plan.cost import ROUND_TRIP_S, CostModel
+from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
@@ -200,7 +200,7 @@ class Planner:
         wire = layers * np.maximum(
             compute.wire_seconds(sent / pools.tensor_parallel), memory.wire_seconds(sent / pools.memory_workers)
         )
-        path = dense + attention + wire + layers * ROUND_TRIP_S
+        path = dense + attention + wire + layers * memory.fits.runtime.round_trip_s
         return np.stack([pools.lanes * dense / pools.replicas, pools.lanes * attention, pools.lanes * wire, path])
 
     def _attention(self, pools: Pools, memory: CostModel, rows: Floats) -> Floats:
@@ -214,7 +214,7 @@ class Planner:
     def _pass(self, model: CostModel, tensor_parallel: int, rows: Floats) -> Floats:
         key = (model.hardware.kind, tensor_parallel)
         if key not in self._passes:
-            self._passes[key] = model.pass_seconds(_ROWS, tensor_parallel)
+            self._passes[key] = model.decode_seconds(_ROWS, tensor_parallel)
         return np.interp(rows, _ROWS, self._passes[key])
 
     def _prefill(self, model: CostModel, tensor_parallel: int) -> float:

@@ -53,7 +53,7 @@ class Fit:
     name: str
     kind: str
     source: str
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, Any]
     median_error: float
     p95_error: float
 
@@ -81,6 +81,11 @@ class ProfileStore:
             )
         stored = rows[0]
         return Fit(stored[0], stored[1], stored[2], json.loads(stored[3]), stored[4], stored[5])
+
+    def own_fit(self, name: str, kind: str) -> Fit | None:
+        """The fit called ``name`` that was made on ``kind`` itself, if there is one. Raises ConfigError as ``fit``."""
+        known = self._read("SELECT kind FROM fits WHERE name = ? AND kind = ?", (name, kind))
+        return self.fit(name, kind) if known else None
 
     def samples(self, name: str, kind: str) -> list[Sample]:
         """The samples of a fit, in the order they were written."""
