@@ -29,6 +29,7 @@ rcParams.update(
         "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.facecolor": "none",
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.alpha": 0.25,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from lamina.plan.hardware import Catalogue
     from lamina.plan.planner import Plan, Planner, Pools
+    from lamina.plan.store import ProfileStore
 
 MOST_COMPUTE, MOST_MEMORY = 8, 16
 """Workers of a kind typed without a count."""
@@ -54,7 +55,10 @@ def plan(
     ] = None,
     kind: Annotated[str | None, typer.Option(help="With --validate: the kind that was measured.")] = None,
     measure: Annotated[
-        Path | None, typer.Option(help="Measure this machine and write it as the kind cpu to a file for --hardware.")
+        Path | None,
+        typer.Option(
+            help="Measure this machine, half of it a worker, and write the kind cpu to a file for --hardware."
+        ),
     ] = None,
 ) -> None:
     """Find the pools that serve a model at least cost, or check the cost model against measurements."""
@@ -75,13 +79,19 @@ def plan(
         raise ConfigError("give --compute KINDS and --memory KINDS, such as --compute h100 --memory h20")
     if context is not None and trace is not None:
         raise ConfigError("--context and --trace both say how long sequences are; give one of them")
-    planner, candidates = _planner(model, compute, memory, context, trace, catalogue)
+    planner, candidates = _planner(model, compute, memory, context, trace, catalogue, _profile(hardware))
     planner.goals = _goals(slo_tbt, slo_ttft, budget, owned)
     _print(planner, candidates, model, as_json)
 
 
 def _planner(
-    model: str, compute: str, memory: str, context: int | None, trace: Path | None, catalogue: "Catalogue"
+    model: str,
+    compute: str,
+    memory: str,
+    context: int | None,
+    trace: Path | None,
+    catalogue: "Catalogue",
+    profile: "ProfileStore | None",
 ) -> "tuple[Planner, list[Pools]]":
     """The planner of these pools and every layout they allow."""
     from lamina.plan import models, workload
@@ -91,8 +101,16 @@ def _planner(
     shape = models.find(model)
     served = workload.of_trace(trace) if trace else workload.of_context(DEFAULT_CONTEXT if context is None else context)
     pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
-    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind)) for pool in pools for entry, _ in pool}
+    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind, profile)) for pool in pools for entry, _ in pool}
     return Planner(shape, served, costs, Goals()), list(layouts(shape, *pools))
+
+
+def _profile(hardware: Path | None) -> "ProfileStore | None":
+    """What --measure stored beside the hardware file, if it is one of those."""
+    from lamina.plan.store import ProfileStore
+
+    store = ProfileStore(hardware.with_suffix(".sqlite")) if hardware else None
+    return store if store and store.file.is_file() else None
 
 
 def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None, owned: bool) -> Any:
@@ -293,12 +311,19 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
 
 def _measure(file: Path) -> None:
     from lamina.cli.console import print_text
-    from lamina.plan import hardware, measure
+    from lamina.plan import hardware, measure, profile
+    from lamina.plan.store import ProfileStore
 
-    if file.exists():
-        raise ConfigError(f"{file} exists; give --measure another file, or remove it")
-    file.write_text(measure.as_toml(measure.entry()))
+    store = ProfileStore(file.with_suffix(".sqlite"))
+    for existing in (file, store.file):
+        if existing.exists():
+            raise ConfigError(f"{existing} exists; give --measure another file, or remove it")
+    compute, _ = profile.halves()
+    with profile.on_cores(compute):
+        values = measure.entry()
+    file.write_text(measure.as_toml(values))
+    profile.measure("cpu", store)
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
-    print_text(f"lamina plan --hardware {file} --compute cpu --memory cpu ... plans with it.\n")
+    print_text(f"lamina plan --hardware {file} --compute cpu:1 --memory cpu:1 ... plans with both.\n")

@@ -12,9 +12,9 @@
 Sizes may be numpy arrays; the answers then are too. ``docs/cost-model.md`` derives the formulas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -125,7 +125,7 @@ class SliceCurve:
 
     @classmethod
     def of(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
-        """From the times of two models' slices: ``weights[i]`` in a slice that takes ``seconds[i][j]`` at ``rows[j]``."""
+        """From two models' slices: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
         small, large = (np.array(own) for own in seconds)
         per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
         # Where noise makes the constant vanish, the weights are charged for everything.
@@ -145,25 +145,51 @@ class SliceCurve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttendCurve:
+    """What a memory worker takes for each layer beside reading KV, by rows, as measured with ``heads`` query heads.
+
+    ``seconds[0]``, of the fewest rows, is taken to be the call's own; what more rows add grows with the heads.
+    """
+
+    rows: Sequence[float]
+    seconds: Sequence[float]
+    heads: int
+
+    def at(self, rows: ArrayLike, heads: float) -> Floats:
+        """Seconds for ``rows`` sequences of so many query heads; beyond the last measured row in proportion."""
+        count = np.asarray(rows, dtype=np.float64)
+        beyond = np.maximum(1.0, count / self.rows[-1])
+        added = np.interp(count, self.rows, self.seconds) * beyond - self.seconds[0]
+        return np.asarray((self.seconds[0] + added * heads / self.heads) * (count > 0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeFit:
     """What the runtime takes beside slices and attention; as published for GPUs and RDMA, or measured.
 
     Attributes:
-        exchange_s, exchange_row_s: on a compute worker for each layer, and each row of it: messages and merging.
+        exchange_s, exchange_row_s: on a compute worker for each layer, and each row of it: messages, merging, and what
+            a slice between messages takes longer than one after another.
         step_s, step_row_s: on a compute worker for each step, and each row of it: drawing tokens.
-        attend_s, attend_row_s: on a memory worker for each layer, and each row of it. None: a launch.
+        attend: on a memory worker for each layer. None: a launch.
         kv_bytes_s: that attention reads with. None: ATTENTION_MEMORY_SHARE of the memory's.
         round_trip_s: for each layer, in which neither works.
+        contention: of workers that share one memory, while both pools work: how much longer each then takes.
     """
 
     exchange_s: float = 0.0
     exchange_row_s: float = 0.0
     step_s: float = 0.0
     step_row_s: float = 0.0
-    attend_s: float | None = None
-    attend_row_s: float = 0.0
+    attend: AttendCurve | None = None
     kv_bytes_s: float | None = None
     round_trip_s: float = ROUND_TRIP_S
+    contention: float = 0.0
+
+    @classmethod
+    def stored(cls, *, attend: Mapping[str, Any], **parameters: float) -> "RuntimeFit":
+        """From a measured fit's parameters."""
+        return cls(attend=AttendCurve(**attend), **parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +215,7 @@ class Fits:
         runtime = measured and measured.own_fit("runtime", kind)
         return cls(
             slices=_part(SliceCurve, slices, measured) if measured and slices else None,
-            runtime=_part(RuntimeFit, runtime, measured) if measured and runtime else RuntimeFit(),
+            runtime=_part(RuntimeFit.stored, runtime, measured) if measured and runtime else RuntimeFit(),
             gemm=_part(GemmFit, store.fit("gemm", kind), store),
             pointwise=_part(PointwiseFit, store.fit("pointwise", kind), store),
             all_reduce=_part(CollectiveFit, store.fit("all_reduce", kind), store),
@@ -273,8 +299,9 @@ class CostModel:
             read / (runtime.kv_bytes_s or ATTENTION_MEMORY_SHARE * self.hardware.memory_bytes_s),
             flops / (CHUNK_ATTENTION_SHARE * self.hardware.flops[shape.dtype]),
         )
-        call_s = self.fits.pointwise.launch_s if runtime.attend_s is None else runtime.attend_s
-        return np.asarray(busy + call_s * (rows > 0) + runtime.attend_row_s * rows)
+        if runtime.attend is None:
+            return np.asarray(busy + self.fits.pointwise.launch_s * (rows > 0))
+        return np.asarray(busy + runtime.attend.at(rows, shape.query_heads * heads_share))
 
     def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones.

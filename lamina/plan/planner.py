@@ -178,8 +178,12 @@ class Planner:
         if not len(rows):
             return []
         batches = rows * pools.lanes
-        speeds = batches / self._terms(pools, rows).max(axis=0)
+        speeds = batches / self.tbt(pools, rows)
         return [(int(batch), float(speed)) for batch, speed in zip(batches, speeds, strict=True)]
+
+    def tbt(self, pools: Pools, rows: Floats) -> Floats:
+        """Seconds between tokens with so many sequences in each lane, whether or not their KV fits."""
+        return np.asarray(self._terms(pools, rows).max(axis=0))
 
     def _rows(self, pools: Pools) -> Floats:
         """Batches per lane to try: up to what the KV of the memory pool holds; none if weights or KV do not fit."""
@@ -196,6 +200,8 @@ class Planner:
         layers = self.shape.layers
         dense = self._pass(compute, pools.tensor_parallel, rows)
         attention = layers * self._attention(pools, memory, rows)
+        if pools.lanes > 1:
+            dense, attention = _contended(dense, attention, memory.fits.runtime.contention)
         sent = compute.exchange_bytes(rows)
         wire = layers * np.maximum(
             compute.wire_seconds(sent / pools.tensor_parallel), memory.wire_seconds(sent / pools.memory_workers)
@@ -250,6 +256,12 @@ class Planner:
             limit=_limit(rows, best, all_allowed),
             network_bytes_s=float(moved / (NETWORK_ALPHA * lane_s)),
         )
+
+
+def _contended(dense: Floats, attention: Floats, contention: float) -> tuple[Floats, Floats]:
+    """Both where each slows the other for as long as both work, which is as long as the shorter takes."""
+    both = np.minimum(dense, attention) / (1 - contention)
+    return dense + contention * both, attention + contention * both
 
 
 def _limit(rows: Floats, best: int, all_allowed: bool) -> Limit:

@@ -3,9 +3,9 @@
 ``lamina plan --measure`` stores both in a profile store beside the hardware file. A worker is taken to have half of the
 cores to itself, so that one compute and one memory worker fill the machine.
 
-Slices of two random Llamas, each larger than any cache, are timed as a decode step runs them; what every weight and what
-every slice costs follows from the two. Then the runtime serves the smaller one, and its own timelines say what it spent
-on messages, on drawing tokens, on attention and on waiting.
+Slices of two random Llamas are timed as a decode step runs them; what every weight and what every slice costs follows
+from the two. Then the runtime serves the smaller one, and its own timelines say what it spent on messages, on drawing
+tokens, on attention and on waiting.
 """
 
 import json
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from lamina.errors import LaminaError
 from lamina.plan import models
-from lamina.plan.cost import RuntimeFit, SliceCurve
+from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
 from lamina.plan.gemm import Floats
 from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, Sample
@@ -41,8 +41,11 @@ WIDTHS = (512, 1024)
 """Hidden sizes of the two Llamas."""
 
 LAYERS = 12
-BATCHES = ((1, 32), (4, 32), (16, 32), (32, 32), (16, 256), (16, 768), (4, 1536))
-"""Sequences and prompt tokens of the runs of the runtime."""
+BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 32), (16, 512), (8, 1024))
+"""Sequences and prompt tokens of the runs with one lane: the first ones grow in rows, the others in tokens."""
+
+OVERLAPPED = ((16, 256), (32, 64), (32, 256))
+"""Of those with two lanes."""
 
 DRAWN = 32
 TIMEOUT_S = 300.0
@@ -73,11 +76,11 @@ def measure(kind: str, store: ProfileStore) -> None:
             for rows, seconds in zip(ROWS, own, strict=True)
         ]
         store.write(_fit("slices", kind, asdict(curve), samples), samples)
-        runs = decode(paths[0], BATCHES, lanes=1)
-    runtime = fit_runtime(shapes[0], runs)
+        alone, overlapped = (decode(paths[0], batches, n) for batches, n in ((BATCHES, 1), (OVERLAPPED, 2)))
+    runtime = fit_runtime(shapes[0], curve, alone, overlapped)
     samples = [
-        Sample("attention", round(run.batch * run.live), 1, run.attention_s, attention_s(shapes[0], runtime, run))
-        for run in runs
+        Sample("attention", round(run.batch * run.live), 1, run.attention_s, _attention_s(shapes[0], runtime, run))
+        for run in alone
     ]
     store.write(_fit("runtime", kind, asdict(runtime), samples), samples)
 
@@ -249,34 +252,67 @@ def _run(
     )
 
 
-def fit_runtime(shape: ModelShape, runs: Sequence[Run]) -> RuntimeFit:
-    """What the runtime takes beside slices, from its timelines with one lane. No parameter is below zero."""
-    batch = np.array([run.batch for run in runs], dtype=np.float64)
+def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], overlapped: Sequence[Run]) -> RuntimeFit:
+    """What the runtime takes beside slices, from its timelines with one lane and with two. Nothing is below zero."""
+    batch = np.array([run.batch for run in alone], dtype=np.float64)
     one = np.ones_like(batch)
-    tokens = np.array([run.batch * run.live for run in runs])
-    layers = shape.layers
-    exchange = _least_squares([one, batch], [run.exchange_s / layers for run in runs])
-    step = _least_squares(
-        [one, batch], [max(1e-6, run.step_s - run.slice_s - run.exchange_s - run.wait_s) for run in runs]
-    )
-    attend = _least_squares([one, batch, tokens], [run.attention_s / layers for run in runs])
-    token_bytes = shape.kv_bytes_per_token / layers
-    return RuntimeFit(
+    outside = [max(1e-6, run.slice_s - _slices_s(shape, curve, run.batch) + run.exchange_s) for run in alone]
+    exchange = _least_squares([one, batch], [seconds / shape.layers for seconds in outside])
+    rest = [max(1e-6, run.step_s - run.slice_s - run.exchange_s - run.wait_s) for run in alone]
+    step = _least_squares([one, batch], rest)
+    attend, kv_bytes_s = _attend(shape, alone)
+    without = RuntimeFit(
         exchange_s=exchange[0],
         exchange_row_s=exchange[1],
         step_s=step[0],
         step_row_s=step[1],
-        attend_s=attend[0],
-        attend_row_s=attend[1],
-        kv_bytes_s=token_bytes / max(attend[2], 1e-15),
-        round_trip_s=max(0.0, float(np.median([(run.wait_s - run.attention_s) / layers for run in runs]))),
+        attend=attend,
+        kv_bytes_s=kv_bytes_s,
+        round_trip_s=max(0.0, float(np.median([(run.wait_s - run.attention_s) / shape.layers for run in alone]))),
     )
+    longer = [_contention(shape, curve, without, run) for run in overlapped]
+    return replace(without, contention=min(0.9, max(0.0, float(np.median(longer)))))
 
 
-def attention_s(shape: ModelShape, runtime: RuntimeFit, run: Run) -> float:
+def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
+    """Seconds of all slices of a step and of the output head, one after another."""
+    head = float(curve.seconds(rows, shape.vocabulary * shape.hidden))
+    return shape.layers * float(curve.seconds(rows, shape.layer_parameters)) + head
+
+
+def _attend(shape: ModelShape, alone: Sequence[Run]) -> tuple[AttendCurve, float]:
+    """Time of a layer's attention by rows, and the bytes a second that longer contexts add."""
+    token_bytes = shape.kv_bytes_per_token / shape.layers
+    shortest = min(run.live - DRAWN / 2 - run.batch for run in alone)
+    growing = sorted((run for run in alone if run.live - DRAWN / 2 - run.batch == shortest), key=lambda run: run.batch)
+    rows = [float(run.batch) for run in growing]
+    short = [run.attention_s / shape.layers for run in growing]
+    rates = []
+    for run in (run for run in alone if run not in growing):
+        at = float(np.interp(run.batch, rows, short))
+        known = float(np.interp(run.batch, rows, [own.batch * own.live for own in growing]))
+        seconds = max(1e-9, run.attention_s / shape.layers - at)
+        rates.append((run.batch * run.live - known) * token_bytes / seconds)
+    kv_bytes_s = float(np.median(rates))
+    read = [own.batch * own.live * token_bytes / kv_bytes_s for own in growing]
+    seconds_beside = [max(1e-7, whole - reading) for whole, reading in zip(short, read, strict=True)]
+    return AttendCurve(rows=rows, seconds=seconds_beside, heads=shape.query_heads), kv_bytes_s
+
+
+def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, run: Run) -> float:
+    """How much longer slices and attention of a run with two lanes took while both worked."""
+    lane = replace(run, batch=run.batch // run.lanes)
+    exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
+    compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
+    more = compute_s - alone_s + run.attention_s - _attention_s(shape, runtime, lane)
+    return more / (2 * min(compute_s, run.attention_s))
+
+
+def _attention_s(shape: ModelShape, runtime: RuntimeFit, run: Run) -> float:
     """Seconds that ``runtime`` says the memory worker needed for a step of ``run``."""
-    read_s = run.batch * run.live * shape.kv_bytes_per_token / (runtime.kv_bytes_s or 1.0)
-    return read_s + shape.layers * ((runtime.attend_s or 0.0) + runtime.attend_row_s * run.batch)
+    assert runtime.attend is not None and runtime.kv_bytes_s is not None
+    read_s = run.batch * run.live * shape.kv_bytes_per_token / runtime.kv_bytes_s
+    return read_s + shape.layers * float(runtime.attend.at(run.batch, shape.query_heads))
 
 
 def _least_squares(columns: Sequence[Floats], values: Sequence[float]) -> list[float]:

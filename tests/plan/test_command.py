@@ -15,7 +15,8 @@ from lamina.cli import app
 from lamina.cli.options import as_lanes
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import UserError
-from lamina.plan import hardware, measure
+from lamina.plan import hardware, measure, models, profile
+from lamina.plan.store import Fit
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
 PAIR = "--model Llama-3-70B --compute h100 --memory h20"
@@ -126,13 +127,22 @@ def test_what_cannot_be_is_refused(line: str, message: str) -> None:
 def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "READ_BYTES", 2**22)
     monkeypatch.setattr(measure, "PRODUCT", (8, 64, 64))
+    measured = Fit("slices", "cpu", "a test", {"rows": [1, 64], "slice_s": [1e-4] * 2, "weight_s": [1e-10] * 2}, 0, 0)
+    # What it really measures is under test in test_profile.py.
+    monkeypatch.setattr(profile, "measure", lambda kind, store: store.write(measured, []))
     file = tmp_path / "cpu.toml"
-    assert "GB/s" in plan(f"--measure {file}")
+    printed = plan(f"--measure {file}")
+    assert "GB/s" in printed
     entry = hardware.load(file)["cpu"]
-    assert entry.processors == len(os.sched_getaffinity(0))
+    assert entry.processors == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert file.with_suffix(".sqlite").is_file()
     assert entry.memory_bytes_s > 1e8 and min(entry.flops.values()) > 1e6
     result = json.loads(plan(f"--model LLaMA-7B --hardware {file} --compute cpu:1 --memory cpu:2 --context 512 --json"))
-    assert result["recommended"]["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
+    best = result["recommended"]
+    assert best["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
+    # Slices cost what the profile beside the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.
+    dense_s = 32 * 1e-4 + models.find("LLaMA-7B").layer_parameters * 32e-10 + 1e-4 + 32000 * 4096e-10
+    assert best["compute_busy"] * best["tbt_s"] == pytest.approx(best["lanes"] * dense_s, rel=1e-6)
     with pytest.raises(UserError, match="exists; give --measure another file"):
         plan(f"--measure {file}")
     with pytest.raises(UserError, match="give --model"):
