@@ -205,31 +205,35 @@ class Fits:
 
     @classmethod
     def load(cls, kind: str, measured: ProfileStore | None = None) -> "Fits":
-        """The fits for ``kind`` from the package's profile store, with those that ``measured`` has of it.
+        """The fits for ``kind``: those that ``measured`` has of it, else the package's profile store's.
 
         Raises:
             ConfigError: a store lacks a part, or was written by another version.
         """
-        store = ProfileStore()
-        slices = measured and measured.own_fit("slices", kind)
-        runtime = measured and measured.own_fit("runtime", kind)
+
+        def part(build: Callable[..., T], name: str) -> T:
+            own = measured.own_fit(name, kind) if measured else None
+            return _build(build, own or packaged.fit(name, kind), measured if measured and own else packaged)
+
+        packaged = ProfileStore()
+        slices, runtime = (measured.own_fit(name, kind) if measured else None for name in ("slices", "runtime"))
         return cls(
-            slices=_part(SliceCurve, slices, measured) if measured and slices else None,
-            runtime=_part(RuntimeFit.stored, runtime, measured) if measured and runtime else RuntimeFit(),
-            gemm=_part(GemmFit, store.fit("gemm", kind), store),
-            pointwise=_part(PointwiseFit, store.fit("pointwise", kind), store),
-            all_reduce=_part(CollectiveFit, store.fit("all_reduce", kind), store),
-            send_recv=_part(TransferFit, store.fit("send_recv", kind), store),
+            slices=part(SliceCurve, "slices") if slices else None,
+            runtime=part(RuntimeFit.stored, "runtime") if runtime else RuntimeFit(),
+            gemm=part(GemmFit, "gemm"),
+            pointwise=part(PointwiseFit, "pointwise"),
+            all_reduce=part(CollectiveFit, "all_reduce"),
+            send_recv=part(TransferFit, "send_recv"),
         )
 
 
-def _part(part: Callable[..., T], fit: Fit, store: ProfileStore) -> T:
+def _build(part: Callable[..., T], fit: Fit, store: ProfileStore) -> T:
     try:
         return part(**fit.parameters)
     except TypeError as error:
         raise ConfigError(
             f"the fit {fit.name!r} in {store.file} is of another version ({error}); make it again with "
-            "python -m lamina.plan.fit"
+            "python -m lamina.plan.fit or lamina plan --measure"
         ) from error
 
 
