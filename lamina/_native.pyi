@@ -105,6 +105,18 @@ def gate(
     path: AttentionPath,
     /,
 ) -> None: ...
+def largest(
+    type: ElementType,
+    x: int,
+    stride: int,
+    values: int,
+    indices: int,
+    rows: int,
+    width: int,
+    threads: int,
+    path: AttentionPath,
+    /,
+) -> None: ...
 
 # -- linear layers: see native/include/lamina/linear.h; tensors are given by address, strides in elements
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lamina.errors import LogitsError
+from lamina.splitter.elementwise import largest
 from lamina.transport.messages import Draw
 from lamina.types import Logprob, SamplingParams
 
@@ -55,11 +56,10 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     """
     _require_matching(logits, rows)
     scores = _constrain(logits, rows)
-    most_likely = scores.max(dim=-1)  # propagates NaN
-    broken = ~most_likely.values.isfinite()
+    highest, tokens = largest(scores)
+    broken = ~highest.isfinite()
     if broken.any():
         raise LogitsError(broken.nonzero().flatten().tolist())
-    tokens = most_likely.indices
     random = [r for r, row in enumerate(rows) if not row.params.greedy]
     if random:
         chosen = [rows[r] for r in random]

@@ -65,6 +65,15 @@ template <int W> inline float horizontal_maximum(const Floats<W> &value) {
         value, [](Floats<W> a, Floats<W> b) { return maximum(a, b); }, std::make_integer_sequence<int, W>{});
 }
 
+// Whether any element of a comparison's result is set.
+template <int W, class Mask> inline bool any(const Mask &mask) {
+    uint64_t words[sizeof(Mask) / 8], seen = 0;
+    std::memcpy(words, &mask, sizeof(Mask));
+    for (const uint64_t word : words)
+        seen |= word;
+    return seen != 0;
+}
+
 // Whether all elements are at most `bound`.
 template <int W> inline bool within(const Floats<W> &value, float bound) {
 #ifdef __AVX512F__

@@ -1,5 +1,6 @@
-// lamina._native: rms_norm, rotate, gate. They take addresses and sizes as integers, because checking arrays
-// would cost more than the work on few rows: lamina.splitter.elementwise, their one caller, answers for them.
+// lamina._native: rms_norm, rotate, gate, largest. They take addresses and sizes as integers, because
+// checking arrays would cost more than the work on few rows: lamina.splitter.elementwise, their one caller,
+// answers for them.
 #include "lamina/elementwise.h"
 
 #include <nanobind/nanobind.h>
@@ -65,6 +66,14 @@ void gate_binding(ElementType type, Activation activation, uintptr_t gate_addres
     gate(task, threads, path);
 }
 
+void largest_binding(ElementType type, uintptr_t x, int64_t stride, uintptr_t values, uintptr_t indices,
+                     int64_t rows, int64_t width, int threads, Path path) {
+    const Largest task{
+        type, pointer<const void>(x), stride, pointer<float>(values), pointer<int64_t>(indices), rows, width};
+    nb::gil_scoped_release release;
+    largest(task, threads, path);
+}
+
 } // namespace
 
 void register_elementwise(nb::module_ &module) {
@@ -78,4 +87,5 @@ void register_elementwise(nb::module_ &module) {
     module.def("rms_norm", &rms_norm_binding);
     module.def("rotate", &rotate_binding);
     module.def("gate", &gate_binding);
+    module.def("largest", &largest_binding);
 }

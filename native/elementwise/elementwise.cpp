@@ -50,4 +50,8 @@ void gate(const Gate &task, int threads, Path path) {
     run(kernels_for(path, task.type).gate, task, task.width, threads);
 }
 
+void largest(const Largest &task, int threads, Path path) {
+    run(kernels_for(path, task.type).largest, task, task.width, threads);
+}
+
 } // namespace lamina::elementwise

@@ -17,6 +17,7 @@ struct Kernels {
     void (*rms_norm)(const RmsNorm &task, int64_t begin, int64_t end);
     void (*rotate)(const Rotation &task, int64_t begin, int64_t end);
     void (*gate)(const Gate &task, int64_t begin, int64_t end);
+    void (*largest)(const Largest &task, int64_t begin, int64_t end);
 };
 
 Kernels portable_kernels(ElementType type);
@@ -217,8 +218,38 @@ template <int W, template <int> class Element> void gate_rows(const Gate &task, 
         each_row([](Floats<W> x) { return gelu_tanh<W>(x); });
 }
 
+// Two passes over a row, which the cache holds: its largest value, then where that is first.
+template <int W, template <int> class Element>
+void largest_rows(const Largest &task, int64_t begin, int64_t end) {
+    using A = Access<W, Element>;
+    using Stored = typename A::Stored;
+    const int64_t whole = task.width / W * W;
+    for (int64_t row = begin; row < end; ++row) {
+        const Stored *x = static_cast<const Stored *>(task.x) + row * task.stride;
+        const auto one = [&](int64_t i) { return A::read(x + i, 1)[0]; };
+        Floats<W> most = broadcast<W>(-kInfinity), sum{};
+        for (int64_t i = 0; i < whole; i += W) {
+            const Floats<W> value = A::read(x + i, W);
+            most = maximum(most, value);
+            sum += value == value ? Floats<W>{} : value;
+        }
+        float largest = horizontal_maximum<W>(most), nan = horizontal_sum<W>(sum);
+        for (int64_t i = whole; i < task.width; ++i) {
+            largest = std::max(largest, one(i));
+            nan += one(i) == one(i) ? 0.0f : one(i);
+        }
+        int64_t first = 0;
+        while (first < whole && !any<W>(A::read(x + first, W) == largest))
+            first += W;
+        while (first < task.width - 1 && one(first) != largest)
+            ++first;
+        task.values[row] = nan == nan ? largest : nan;
+        task.indices[row] = first;
+    }
+}
+
 template <int W, template <int> class Element> Kernels kernels_of() {
-    return {norm_rows<W, Element>, rotate_rows<W, Element>, gate_rows<W, Element>};
+    return {norm_rows<W, Element>, rotate_rows<W, Element>, gate_rows<W, Element>, largest_rows<W, Element>};
 }
 
 template <int W> Kernels kernels(ElementType type) {

@@ -117,3 +117,24 @@ def test_many_rows_on_several_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(shared[0], alone[0]) and torch.equal(shared[1], alone[1])
+
+
+@settings(deadline=None)
+@given(
+    dtype=DTYPES,
+    rows=st.integers(0, 4),
+    width=st.integers(1, 70),
+    values=st.lists(st.sampled_from([-2.0, 0.0, 1.0, float("inf"), float("-inf"), float("nan")]), max_size=8),
+    part=st.booleans(),
+    seed=SEEDS,
+)
+def test_largest(dtype: torch.dtype, rows: int, width: int, values: list[float], part: bool, seed: int) -> None:
+    x = random(seed, dtype, rows, width + part).round()  # equal values: the first one counts
+    for place, value in enumerate(values):
+        x.view(-1)[(7919 * place + seed) % max(1, x.numel()) : (7919 * place + seed) % max(1, x.numel()) + 1] = value
+    x = x[:, :width]
+    found, indices = elementwise.largest(x)
+    wanted = x.max(dim=-1)
+    torch.testing.assert_close(found, wanted.values.float(), rtol=0, atol=0, equal_nan=True)
+    known = ~found.isnan()
+    assert torch.equal(indices[known], wanted.indices[known]) and ((indices >= 0) & (indices < width)).all()

@@ -48,9 +48,20 @@ struct Gate {
     int64_t rows, width;
 };
 
+// The largest value of each row, NaN if it holds one, and the first place where it is.
+struct Largest {
+    ElementType type;
+    const void *x; // [rows, width], elements of a row next to each other
+    int64_t stride;
+    float *values;    // [rows]
+    int64_t *indices; // [rows]; anything in range where the value is NaN
+    int64_t rows, width;
+};
+
 // On up to `threads` threads, fewer where there is little to do. `path` must be one of available_paths().
 void rms_norm(const RmsNorm &task, int threads, Path path);
 void rotate(const Rotation &task, int threads, Path path);
 void gate(const Gate &task, int threads, Path path);
+void largest(const Largest &task, int threads, Path path);
 
 } // namespace lamina::elementwise
