@@ -95,7 +95,8 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    values, indices = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+    rows, width = x.shape
+    values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     source, results = (x.data_ptr(), x.stride(0)), (values.data_ptr(), indices.data_ptr())
-    _native.largest(ELEMENT_TYPES[x.dtype], *source, *results, *x.shape, torch.get_num_threads(), _PATH)
+    _native.largest(ELEMENT_TYPES[x.dtype], *source, *results, rows, width, torch.get_num_threads(), _PATH)
     return values, indices
