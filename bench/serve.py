@@ -30,7 +30,7 @@ from peers.offline import DECODED
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cluster.local import KEPT_BYTES, OPENMP_SPIN_COUNT
+from lamina.cluster.local import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.kernels.memory import allocate, read
 
 READ_BYTES = 512 * 1024 * 1024
@@ -49,11 +49,7 @@ class Engine:
 
 
 # The process that does everything gets what the launcher gives workers.
-WORKER_VARIABLES = {
-    "GOMP_SPINCOUNT": OPENMP_SPIN_COUNT,
-    "MALLOC_MMAP_THRESHOLD_": KEPT_BYTES,
-    "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
-}
+WORKER_VARIABLES = {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | allocation_variables()
 ENGINES = {
     engine.name: engine
     for engine in (

@@ -9,7 +9,9 @@ and by oneDNN. Medians over interleaved rounds.
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +23,7 @@ from bench_models import model_directory
 from rich.console import Console
 from rich.table import Table
 
+from lamina.cluster.local import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.models import directory, weights
 from lamina.models.config import load_config
 from lamina.splitter import LoweredSlice, SplitModel, lower, split
@@ -128,4 +131,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Read when a process starts. Without them oneDNN's threads spin on into the next measurement.
+    variables = {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | allocation_variables()
+    if not variables.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | variables)
     main()

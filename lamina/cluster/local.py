@@ -31,6 +31,12 @@ OPENMP_SPIN_COUNT = "5000"
 # glibc keeps blocks up to this size for reuse; mapping and unmapping every output of a long prompt chunk costs a tenth.
 KEPT_BYTES = str(1 << 30)
 
+
+def allocation_variables() -> dict[str, str]:
+    """What glibc reads when a process starts that runs slices."""
+    return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
+
+
 COMPUTE, MEMORY = "lamina.compute.worker", "lamina.memory.worker"
 
 
@@ -46,12 +52,7 @@ class LocalWorkers:
 
         Its keys go through a pipe, not the command line. -P: no modules from the user's folder.
         """
-        environment = os.environ | {
-            "MALLOC_MMAP_THRESHOLD_": KEPT_BYTES,
-            "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-        }
+        environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if shared_cores:
             environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
         own = os.sched_getaffinity(0)
