@@ -3,12 +3,11 @@
 The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender arrive in the order they were sent.
 """
 
-import logging
 import math
 import os
-import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,6 +17,7 @@ import zmq
 import zmq.auth.thread
 
 from lamina.errors import DeadlineError, TransportError, WorkerError
+from lamina.transport.listener import LOOPBACK
 from lamina.transport.messages import (
     ComputeSetup,
     Connect,
@@ -28,11 +28,14 @@ from lamina.transport.messages import (
     ToEngine,
     ToWorker,
 )
-
-log = logging.getLogger(__name__)
+from lamina.transport.refusals import Refusals
+from lamina.transport.secret import Secret
+from lamina.transport.secret import new as new_secret
 
 MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
 
+ENGINE = "engine"
+MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
 SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
 
 
@@ -55,37 +58,51 @@ class Bootstrap(msgspec.Struct, frozen=True):
 class _IssuedKeys:
     """ZAP credentials provider: only keys that this engine issued may connect."""
 
+    refusals: Refusals
     workers: dict[bytes, str] = field(default_factory=dict)
 
     def callback(self, domain: str, key: bytes) -> bool:
         if key in self.workers:
             return True
-        log.warning("control plane: refused a connection with a key this engine did not issue")
+        self.refusals.add("KEY", "its key is not of this cluster")
         return False
 
 
 class ControlServer:
-    """The engine's end. One thread at a time may use it."""
+    """The engine's end. One thread at a time may use it.
 
-    def __init__(self, workers: Sequence[str], parent_pid: int | None = None) -> None:
-        self._data_secret = secrets.token_bytes(32)
+    Args:
+        secret: all keys come from it; None: from one of its own.
+        host: address of this machine to listen on, which workers can reach.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        parent_pid: int | None = None,
+        *,
+        secret: Secret | None = None,
+        host: str = LOOPBACK,
+    ) -> None:
+        self._secret = secret or new_secret()
         self._context = zmq.Context()
-        self._keys = _IssuedKeys()
+        self._refusals = Refusals("the control plane")
+        self._keys = _IssuedKeys(self._refusals)
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=self._keys)
-        public, secret = zmq.curve_keypair()
+        public, private = self._secret.curve_keys(ENGINE)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, private
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.router_mandatory = True
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.bootstraps: Mapping[str, Bootstrap] = {
-            name: self._issue(name, f"tcp://127.0.0.1:{port}", public, parent_pid or os.getpid()) for name in workers
+            name: self._issue(name, f"tcp://{host}:{port}", public, parent_pid or os.getpid()) for name in workers
         }
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -95,9 +112,9 @@ class ControlServer:
         self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
 
     def _issue(self, name: str, address: str, engine_key: bytes, parent_pid: int) -> Bootstrap:
-        public, secret = zmq.curve_keypair()
+        public, private = self._secret.curve_keys(name)
         self._keys.workers[public] = name
-        return Bootstrap(name, address, engine_key, public, secret, self._data_secret, parent_pid)
+        return Bootstrap(name, address, engine_key, public, private, self._secret.data_plane, parent_pid)
 
     def send(self, workers: Sequence[str], message: ToWorker) -> None:
         """Send one message to several workers; encoded once."""
@@ -126,9 +143,14 @@ class ControlServer:
                 return
             worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
             if worker is None or identity.bytes != worker.encode():
-                log.warning("control plane: dropped a message whose name is not its key's")
+                self._refusals.add("NAME", "a message came under a name that is not its key's")
                 continue
-            yield worker, self._decoder.decode(frame.bytes)
+            yield worker, decode(worker, frame.bytes)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """What was turned away so far, by kind."""
+        return Counter(self._refusals.by_kind)
 
     def close(self) -> None:
         """Close sockets and the authenticator's thread. Idempotent."""
@@ -141,6 +163,20 @@ class ControlServer:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
+
+
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+
+
+def decode(worker: str, payload: bytes) -> ToEngine:
+    """A worker's message. Raises WorkerError, naming it, for anything else."""
+    try:
+        message: ToEngine = _TO_ENGINE.decode(payload)
+    except msgspec.DecodeError as error:
+        raise WorkerError(
+            worker, f"it sent what is no message: {error}; run the same release of lamina in all workers"
+        ) from error
+    return message
 
 
 class ControlClient:
@@ -162,7 +198,7 @@ class ControlClient:
         self._socket.linger = 2000  # a last Failed must still leave
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.connect(bootstrap.address)
-        self.local_address = _local_address(bootstrap.address)
+        self.local_address = local_address(bootstrap.address)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -193,7 +229,7 @@ class ControlClient:
         self._context.term()
 
 
-def _local_address(address: str) -> str:
+def local_address(address: str) -> str:
     """The address of this machine that packets to tcp://host:port leave from."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -139,7 +139,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
     @property
     def refused(self) -> Counter[str]:
         """Connections turned away so far, by kind."""
-        return Counter(self._registered().listener.refused)
+        return Counter(self._registered().listener.refusals.by_kind)
 
     def _listen(self, arena: OwnArena, host: str, admit: Admit) -> Listener:
         try:

@@ -4,21 +4,19 @@ For transports that peers reach at a host and a port: tcp, and rdma, which agree
 """
 
 import contextlib
-import logging
 import selectors
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 
 from lamina.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport.handshake import PROTOCOL, Verdict, connecting, listening
+from lamina.transport.refusals import Refusals
 
-logger = logging.getLogger(__name__)
-
+LOOPBACK = "127.0.0.1"
 RETRY_S = 0.01
 HANDSHAKE_S = 5.0  # for a peer to prove itself
 MAX_WAITING = 256  # connections that have not proved themselves yet
@@ -157,13 +155,12 @@ class Listener:
 
     Attributes:
         host, port: where it listens.
-        refused: connections turned away, by verdict; those let in that then sent what cannot be count as FRAME.
+        refusals: connections turned away, by verdict; those let in that then sent what cannot be count as FRAME.
     """
 
     def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:
-        self.refused: Counter[str] = Counter()
+        self.refusals = Refusals(name)
         self.host = host
-        self._name = name
         self._secret = secret
         self._identity = identity
         self._silence_s = silence_s
@@ -206,7 +203,7 @@ class Listener:
             connection.setblocking(False)
             _tune(connection, self._silence_s)
             if len(self._waiting) >= MAX_WAITING:
-                self.count("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
+                self.refusals.add("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
                 connection.close()
                 return
             self._waiting[connection] = _Waiting(connection, self._secret, self._identity, self._admit)
@@ -231,7 +228,7 @@ class Listener:
             return
         except (RefusedError, OSError) as error:
             self._forget(waiting)
-            self.count(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
+            self.refusals.add(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
             connection.close()
 
     def _forget(self, waiting: _Waiting) -> None:
@@ -242,14 +239,8 @@ class Listener:
         now = time.monotonic()
         for waiting in [waiting for waiting in self._waiting.values() if waiting.deadline < now]:
             self._forget(waiting)
-            self.count("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
+            self.refusals.add("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
             waiting.connection.close()
-
-    def count(self, verdict: str, reason: str) -> None:
-        """Note a connection that was turned away, and log the first of its kind."""
-        self.refused[verdict] += 1
-        if self.refused[verdict] == 1:
-            logger.warning("%s turned a connection away: %s (more of this kind are counted only)", self._name, reason)
 
 
 def _family(host: str) -> socket.AddressFamily:

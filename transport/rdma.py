@@ -10,6 +10,7 @@ pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it
 """
 
 import contextlib
+import math
 import select
 import socket
 import time
@@ -134,6 +135,8 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
         own = self._registered()
+        if not math.isfinite(timeout_s):
+            raise ValueError("a wait needs a finite timeout")
         deadline = time.monotonic() + timeout_s
         index = own.arena.native.watch(targets, min(timeout_s, SLICE_S), self._spin_s)
         while index is None:

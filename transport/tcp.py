@@ -22,11 +22,10 @@ from lamina.transport import listener
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import Part, Peer, deadline_error
 from lamina.transport.endpoint import ListeningEndpoint
-from lamina.transport.listener import RETRY_S, Admit, Descriptor, Listener
+from lamina.transport.listener import LOOPBACK, RETRY_S, Admit, Descriptor, Listener
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 ATTEMPT_S = 1.0  # for one connection to be made again
 MIN_ATTEMPT_S = 0.1  # also when a wait has no time left: to know whether the peer is gone
 
@@ -56,7 +55,7 @@ class _Own:
 
     def refuse(self, reason: str) -> None:
         """A stream was closed for a frame that cannot be."""
-        self.listener.count("FRAME", reason)
+        self.listener.refusals.add("FRAME", reason)
 
 
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):

@@ -177,3 +177,18 @@ def read_reply(
     out = np.frombuffer(buffer, np.float32, count).reshape(queries, spec.query_heads, spec.v_dim)
     lse = np.frombuffer(buffer, np.float32, queries * spec.query_heads, count * 4)
     return out, lse.reshape(queries, spec.query_heads)
+
+
+def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
+    """Bytes that travel for one decoded token whose KV is on one memory worker: q, k and v there, out and lse back."""
+    return sum(request_nbytes([spec], dtype, 1) + reply_nbytes([spec], 1) for spec in attentions)
+
+
+def paper_nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> float:
+    """What the paper counts for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
+
+    q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It knows no lse, and counts out
+    in the model's element type, where partials here travel in float32.
+    """
+    element = NUMPY_DTYPE[dtype].itemsize
+    return float(sum(2 * (spec.query_heads + spec.kv_heads) * spec.qk_dim * element for spec in attentions))

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from lamina import __version__
-from lamina.cli import bench, chat, doctor, generate, launch, plan, simulate, split
+from lamina.cli import bench, bench_transport, chat, cost_report, doctor, generate, launch, plan, simulate, split
 from lamina.cli.console import print_error
 from lamina.env import LOG_FORMAT, environment
 from lamina.errors import LaminaError, UserError
@@ -26,7 +26,11 @@ app.command()(launch.launch)
 app.command()(split.split)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
-app.command()(bench.bench)
+benches = typer.Typer(invoke_without_command=True)
+benches.callback()(bench.bench)
+benches.command()(bench_transport.transport)
+benches.command("cost", help="Write the papers' numbers beside ours as HTML.")(cost_report.write)
+app.add_typer(benches, name="bench")
 app.command()(doctor.doctor)
 
 

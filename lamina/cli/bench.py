@@ -4,15 +4,16 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.cli import cost_report, options
+from lamina.cli import options
 from lamina.errors import LaminaError
 from lamina.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from lamina.engine.bringup import Cluster
     from lamina.engine.engine import Engine
     from lamina.transport.timeline import Span
 
@@ -20,10 +21,7 @@ TIMEOUT_S = 900.0
 
 
 def bench(
-    suite: Annotated[
-        Literal["decode", "cost"],
-        typer.Argument(help="decode measures this machine; cost writes the papers' numbers beside ours as HTML."),
-    ] = "decode",
+    invocation: typer.Context,
     batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")] = 512,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request draws.")] = 64,
@@ -43,9 +41,8 @@ def bench(
     memory_cores: options.MemoryCores = None,
     trace: options.Trace = None,
 ) -> None:
-    """Decode a batch of random prompts and say where the time went."""
-    if suite == "cost":
-        cost_report.write()
+    """Decode a batch of random prompts and say where the time went. Or measure something else, see the commands."""
+    if invocation.invoked_subcommand is not None:
         return
     from lamina.cluster.local import launch
     from lamina.config import EngineConfig
@@ -77,6 +74,7 @@ def bench(
     finally:
         engine.close()
     _show(spans, begin_ns, end_ns, drawn)
+    _show_network(engine.cluster)
 
 
 def _decode(engine: "Engine", batch: int, context: int, tokens: int) -> tuple[int, int, int]:
@@ -132,5 +130,18 @@ def _show(spans: "Mapping[str, list[Span]]", begin_ns: int, end_ns: int, drawn: 
     output().print(
         f"[bold]{drawn / seconds:.1f} tokens/s[/]. The bottleneck is [bold]{worst.stage}[/] on {worst.worker}: "
         f"{worst.share:.0%} of the time.",
+        soft_wrap=True,
+    )
+
+
+def _show_network(cluster: "Cluster") -> None:
+    from lamina.cli.console import output
+    from lamina.transport.choice import summary
+    from lamina.transport.wire import nbytes_per_token, paper_nbytes_per_token
+
+    ours, paper = (count(cluster.attentions, cluster.dtype) for count in (nbytes_per_token, paper_nbytes_per_token))
+    output().print(
+        f"A token takes {ours} bytes between workers, {ours / paper:.2f} of the paper's (2 + 2/G) e d L = {paper:.0f}: "
+        f"{', '.join(summary(cluster.links))}.",
         soft_wrap=True,
     )

@@ -40,6 +40,10 @@ MiniBatches = Annotated[int, typer.Option(help="Pieces in which q is sent.")]
 Transport = Annotated[
     TransportName, typer.Option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp.")
 ]
+SecretFile = Annotated[
+    str | None,
+    typer.Option(help="File of the cluster's secret, made if it is not there. Default: a new one, kept in memory."),
+]
 PlanAhead = Annotated[bool, typer.Option(help="Plan the next step while one runs.")]
 ComputeCores = Annotated[str | None, typer.Option(help="CPU list of the compute workers, as 0-3,8. Default: all.")]
 MemoryCores = Annotated[str | None, typer.Option(help="CPU list of the memory workers. Default: all.")]

@@ -20,7 +20,9 @@ from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
 from lamina.transport.control import Bootstrap, ControlServer
+from lamina.transport.listener import LOOPBACK
 from lamina.transport.messages import LoadProgress
+from lamina.transport.secret import from_file
 
 STOP_TIMEOUT_S = 5.0
 
@@ -59,7 +61,7 @@ class LocalWorkers:
         os.sched_setaffinity(0, cores)  # of this thread alone; what it starts inherits it
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+                self.command(name, module), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
             )
         finally:
             os.sched_setaffinity(0, own)
@@ -67,6 +69,10 @@ class LocalWorkers:
         with process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(bootstrap))
         self._processes[name] = process
+
+    def command(self, name: str, module: str) -> list[str]:
+        """What starts a worker, which must be the process started itself."""
+        return [sys.executable, "-P", "-m", module]
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -107,11 +113,14 @@ def launch(
     config: EngineConfig,
     on_progress: Callable[[LoadProgress], None] | None = None,
     on_trace: OnTrace | None = None,
+    *,
+    workers: LocalWorkers | None = None,
+    host: str = LOOPBACK,
 ) -> Engine:
     """Start the workers of ``config`` on this machine and return an engine that serves.
 
     ``on_trace`` gets what every worker did when, by worker, when the engine ends; without it and without
-    ``config.trace`` nothing is recorded.
+    ``config.trace`` nothing is recorded. ``workers`` starts them; ``host`` is this machine's address that they reach.
 
     Raises:
         ConfigError, ModelError: what the user can mend, before anything is started where possible.
@@ -129,8 +138,9 @@ def launch(
         config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
     )
     limits = sizing.limits(config, model, plan.pipeline)
-    control = ControlServer([*computes, *memories])
-    workers = LocalWorkers()
+    secret = None if config.secret_file is None else from_file(config.secret_file)
+    control = ControlServer([*computes, *memories], secret=secret, host=host)
+    workers = workers or LocalWorkers()
     try:
         for names, module in ((computes, COMPUTE), (memories, MEMORY)):
             for name in names:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs a command, by default the transport's conformance suite over RDMA, where there is an RDMA device: in a small virtual machine with Soft-RoCE.
+# Runs a command, by default the runtime over impaired networks and RDMA and the transport's conformance suite over RDMA, where there is an RDMA device: in a small virtual machine with Soft-RoCE.
 # The machine sees this machine's files; nothing but build/rdma is written. Exits with the command's status; with 77 if no machine can be had.
 #     tests/rdma/run.sh [COMMAND...]
 set -euo pipefail
@@ -38,11 +38,11 @@ ln -sfn /usr/lib/python3/dist-packages/pyverbs "$work/python/pyverbs"
 PYTHONPATH="$work/python" "$python" -c "import pyverbs.device" 2>/dev/null ||
     skip "$("$python" -V) cannot import Debian's pyverbs, which is built for $(/usr/bin/python3 -V)"
 
-[ $# -gt 0 ] || set -- "$python" -m pytest -x -rs --timeout 300 tests/transport/test_conformance.py -k rdma
+[ $# -gt 0 ] || set -- "$python" -m pytest -x -rs --timeout 1200 tests/runtime/test_network.py tests/transport/test_conformance.py -k "rdma or network"
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
 cd "$root"
 export PATH=$work/venv/bin:$PATH
 # Through a pipe: a file as standard output would be opened again, and overwritten, by QEMU.
-vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 2G --rodir "/usr/lib/systemd=$work/empty" -- \
+vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G --rodir "/usr/lib/systemd=$work/empty" -- \
     "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 $job" | cat

@@ -3,9 +3,12 @@
 import msgspec
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lamina.errors import DeadlineError, TransportError
-from lamina.transport.control import ControlClient, ControlServer
+from lamina.errors import DeadlineError, TransportError, WorkerError
+from lamina.transport import secret
+from lamina.transport.control import ControlClient, ControlServer, decode
 from lamina.transport.messages import Hello, LoadProgress, Stop, ToEngine
 
 
@@ -38,6 +41,7 @@ def test_a_key_that_was_not_issued_is_refused(server: ControlServer) -> None:
     )
     stranger.send(Hello("here"))
     assert received(server) == []
+    assert server.refused["KEY"] >= 1
     with pytest.raises(TransportError, match="cannot reach worker compute0"):
         server.send(["compute0"], Stop())
     stranger.close()
@@ -47,7 +51,42 @@ def test_a_worker_cannot_speak_under_another_workers_name(server: ControlServer)
     impostor = ControlClient(msgspec.structs.replace(server.bootstraps["memory0"], name="compute0"))
     impostor.send(Hello("here"))
     assert received(server) == []
+    assert server.refused == {"NAME": 1}
     impostor.close()
+
+
+def test_a_key_of_another_cluster_is_refused_and_logged_once(
+    server: ControlServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    public, private = secret.new().curve_keys("compute0")
+    strangers = [
+        ControlClient(msgspec.structs.replace(server.bootstraps["compute0"], public_key=public, secret_key=private))
+        for _ in range(3)
+    ]
+    for stranger in strangers:
+        stranger.send(Hello("here"))
+    assert received(server) == []
+    assert server.refused["KEY"] >= 3
+    assert len([record for record in caplog.records if "not of this cluster" in record.message]) == 1
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_message_of_another_release_names_its_worker(server: ControlServer) -> None:
+    client = ControlClient(server.bootstraps["memory0"])
+    client._socket.send(msgspec.msgpack.encode({"type": "Hello", "host": 5}))
+    with pytest.raises(WorkerError, match=r"worker memory0 failed: .*run the same release of lamina"):
+        received(server)
+    client.close()
+
+
+@given(payload=st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_a_message_or_name_their_worker(payload: bytes) -> None:
+    try:
+        assert isinstance(decode("memory0", payload), msgspec.Struct)
+    except WorkerError as error:
+        assert error.worker == "memory0"
 
 
 def test_keys_never_show_in_the_repr(server: ControlServer) -> None:

@@ -1,0 +1,179 @@
+"""`lamina bench transport`: latency and bandwidth by size and transport, between two processes or two hosts."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lamina.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from lamina.transport.measure import Near, Result
+
+END_S = 10.0
+
+
+def transport(
+    transports: Annotated[str, typer.Option(help="Any of shm, tcp and rdma, joined by commas.")] = "shm,tcp",
+    sizes: Annotated[str, typer.Option(help="Bytes of a message, joined by commas.")] = "64,1024,16384,262144,1048576",
+    seconds: Annotated[float, typer.Option(min=0.01, help="For each figure.")] = 0.5,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be the far side, for other hosts.")] = None,
+    connect: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure to a far side there.")] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="The same on both hosts; made if it is not there. For --listen and --connect.")
+    ] = None,
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")] = None,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw them: .png or .svg; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Measure round trips and bandwidth between two processes of this machine, or between two hosts.
+
+    On one host: lamina bench transport --listen HOST:PORT --secret-file F. Copy F to the other, and there:
+    lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
+    """
+    from lamina.transport.choice import Transport
+    from lamina.transport.measure import MAX_NBYTES, SPINS
+
+    if listen is not None:
+        return _listen(listen, secret_file)
+    named = transports.split(",")
+    if unknown := set(named) - {item.value for item in Transport}:
+        raise ConfigError(f"no transport {', '.join(sorted(unknown))}; there are shm, tcp and rdma")
+    numbers = [int(size) if size.isdigit() else 0 for size in sizes.split(",")]
+    if not all(0 < number <= MAX_NBYTES for number in numbers):
+        raise ConfigError(f"sizes are {sizes!r}; give numbers from 1 to {MAX_NBYTES} joined by commas")
+    with local_far_side() if connect is None else _remote(connect, secret_file) as near:
+        results = [
+            result
+            for name in named
+            for wait in SPINS
+            for result in near.measure(Transport(name), wait, numbers, seconds)
+        ]
+    show(results)
+    if json_file:
+        Path(json_file).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    if plot_file:
+        plot(results, plot_file)
+    return None
+
+
+def _listen(where: str, secret_file: str | None) -> None:
+    from lamina.cli.console import output
+    from lamina.transport.measure import Far
+    from lamina.transport.secret import from_file
+
+    host, port = _host_and_port(where)
+    far = Far(from_file(_named(secret_file)), host, port)
+    output().print(f"The far side listens on {host}:{far.port}. [dim]Ctrl-C ends it.[/]", soft_wrap=True)
+    try:
+        while True:
+            far.serve()
+    except KeyboardInterrupt:
+        return
+    finally:
+        far.close()
+
+
+@contextlib.contextmanager
+def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
+    from lamina.transport.measure import Near
+    from lamina.transport.secret import from_file
+
+    with contextlib.closing(Near(from_file(_named(secret_file)), *_host_and_port(where))) as near:
+        yield near
+
+
+@contextlib.contextmanager
+def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
+    """A far side in a process of this machine, ended with the block. Each side has a core of its own if there are two:
+    ``cores`` = (near, far), by default the first and the last that this process may use."""
+    from lamina.transport.listener import LOOPBACK
+    from lamina.transport.measure import Near
+    from lamina.transport.secret import new
+
+    available = sorted(os.sched_getaffinity(0))
+    near_core, far_core = cores or (available[0], available[-1])
+    os.sched_setaffinity(0, {far_core})  # inherited by what is started now
+    secret = new()
+    command = [sys.executable, "-m", "lamina.transport.measure"]
+    far = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    os.sched_setaffinity(0, {near_core})
+    assert far.stdin and far.stdout
+    try:
+        print(secret.data.hex(), file=far.stdin, flush=True)
+        port = far.stdout.readline()
+        if not port:
+            raise TransportError("the far side's process ended at once; its messages are above")
+        with contextlib.closing(Near(secret, LOOPBACK, int(port))) as near:
+            yield near
+        far.stdin.close()
+        far.wait(END_S)
+    finally:
+        far.kill()
+        far.wait(END_S)
+        for pipe in (far.stdin, far.stdout):
+            pipe.close()
+        os.sched_setaffinity(0, available)
+
+
+def _named(secret_file: str | None) -> str:
+    if secret_file is None:
+        raise ConfigError("two hosts know each other by a secret: give --secret-file, the same file on both")
+    return secret_file
+
+
+def _host_and_port(where: str) -> tuple[str, int]:
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{where!r} is no address; give HOST:PORT")
+    return host, int(port)
+
+
+def show(results: "Sequence[Result]") -> None:
+    """Print one row per measurement."""
+    from rich.table import Table
+
+    from lamina.cli.console import output
+
+    table = Table("transport", "wait", "bytes", "p50 us", "p90 us", "p99 us", "GB/s", title="between two processes")
+    for result in results:
+        trips = result.round_trip_us or {}
+        times = [f"{trips[name]:.1f}" if name in trips else "" for name in ("p50", "p90", "p99")]
+        rate = "" if result.gigabytes_per_s is None else f"{result.gigabytes_per_s:.2f}"
+        table.add_row(result.transport, result.wait, str(result.nbytes), *times, rate)
+    output().print(table)
+
+
+def plot(results: "Sequence[Result]", file: str) -> None:
+    """Draw round trips and bandwidth over the size of a message. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib, or write --json") from error
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    latency, bandwidth = figure.subplots(1, 2)
+    for transport, wait in dict.fromkeys((result.transport, result.wait) for result in results):
+        mine = [result for result in results if (result.transport, result.wait) == (transport, wait)]
+        trips = [(result.nbytes, result.round_trip_us) for result in mine if result.round_trip_us]
+        rates = [(result.nbytes, result.gigabytes_per_s) for result in mine if result.gigabytes_per_s]
+        if trips:
+            medians = [(nbytes, times["p50"]) for nbytes, times in trips]
+            line = latency.plot(*zip(*medians, strict=True), marker="o", label=f"{transport}, {wait}")[0]
+            tails = [times["p99"] for _, times in trips]
+            latency.plot([nbytes for nbytes, _ in trips], tails, linestyle=":", color=line.get_color())
+        if rates:
+            bandwidth.plot(*zip(*rates, strict=True), marker="o", label=f"{transport}, {wait}")
+    for axes, title in ((latency, "round trip: median, and p99 dotted, us"), (bandwidth, "one way, GB/s")):
+        axes.set(xscale="log", yscale="log", xlabel="bytes of a message", title=title)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    figure.savefig(file, dpi=120)

@@ -1,0 +1,67 @@
+"""`lamina bench transport`: between two processes, and between a listening and a connecting one as on two hosts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+LAMINA = [sys.executable, "-m", "lamina", "bench", "transport"]
+QUICK = ["--sizes", "64,5000", "--seconds", "0.01"]
+RUN_S = 120.0
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*LAMINA, *arguments], capture_output=True, text=True, timeout=RUN_S, check=False)
+
+
+def check_results(file: Path, transports: list[str]) -> None:
+    results = json.loads(file.read_text())
+    assert [(result["transport"], result["wait"], result["nbytes"]) for result in results] == [
+        (transport, wait, nbytes)
+        for transport in transports
+        for wait in ("spinning", "default")
+        for nbytes in (64, 5000)
+    ]
+    for result in results:
+        trips = result["round_trip_us"]
+        assert 0 < trips["p50"] <= trips["p90"] <= trips["p99"]
+        assert result["gigabytes_per_s"] > 0
+
+
+def test_between_two_processes(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    done = run(*QUICK, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    check_results(file, ["shm", "tcp"])
+    assert done.stdout.count("5000") == 4
+
+
+def test_between_a_listening_and_a_connecting_side(tmp_path: Path) -> None:
+    file, secret = tmp_path / "figures.json", tmp_path / "secret"
+    listening = subprocess.Popen(
+        [*LAMINA, "--listen", "127.0.0.1:0", "--secret-file", str(secret)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert listening.stdout
+        where = listening.stdout.readline().split("listens on ")[1].split()[0].rstrip(".")
+        quick = [*QUICK, "--connect", where, "--transports", "tcp", "--json", str(file)]
+        for _ in range(2):  # it serves one after another
+            done = run(*quick, "--secret-file", str(secret))
+            assert done.returncode == 0, done.stderr
+            check_results(file, ["tcp"])
+    finally:
+        listening.kill()
+        listening.communicate(timeout=RUN_S)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for arguments, said in (
+        (["--transports", "pigeon"], "no transport pigeon; there are shm, tcp and rdma"),
+        (["--sizes", "64,big"], "give numbers from 1 to 8388608"),
+        (["--connect", "127.0.0.1:5"], "give --secret-file"),
+        (["--listen", "nowhere", "--secret-file", "unused"], "'nowhere' is no address; give HOST:PORT"),
+    ):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+    assert not Path("unused").exists()

@@ -1,0 +1,84 @@
+"""A cluster's secret: 32 random bytes from which all its keys come.
+
+Whoever has it may join the cluster. It is kept in memory, or in a file that its owner alone can read, for those who
+start parts of a cluster on several machines. Workers are given their own keys, never the secret itself.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from lamina.errors import ConfigError
+
+NBYTES = 32
+MODE = 0o600
+
+
+@dataclass(frozen=True, repr=False)
+class Secret:
+    """The secret of one cluster. Its ``repr`` does not show it."""
+
+    data: bytes
+
+    def curve_keys(self, name: str) -> tuple[bytes, bytes]:
+        """(public, secret) CURVE key of the engine or of a worker, in Z85."""
+        key = z85.encode(self._derived(f"curve {name}"))
+        return zmq.curve_public(key), key
+
+    @property
+    def data_plane(self) -> bytes:
+        """What proves to peers of the data plane that a worker is of this cluster."""
+        return self._derived("data plane")
+
+    def _derived(self, purpose: str) -> bytes:
+        return hmac.digest(self.data, b"lamina " + purpose.encode(), hashlib.sha256)
+
+
+def new() -> Secret:
+    """A secret that nobody else has."""
+    return Secret(secrets.token_bytes(NBYTES))
+
+
+def from_file(file: str | os.PathLike[str]) -> Secret:
+    """The secret in ``file``, which is made, readable by its owner alone, if it is not there.
+
+    Raises ConfigError if others could read it or it is no secret.
+    """
+    path = Path(file)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "w") as created:
+            made = new()
+            created.write(made.data.hex() + "\n")
+            return made
+    except FileExistsError:
+        return _read(path)
+    except OSError as error:
+        raise ConfigError(f"the cluster secret cannot be written to {path}: {error}") from error
+
+
+def _read(path: Path) -> Secret:
+    try:
+        with path.open() as file:
+            status = os.fstat(file.fileno())
+            text = file.read(4 * NBYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the cluster secret in {path} cannot be read: {error}") from error
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"{path} has mode {mode:03o}, so others may know the cluster secret; chmod 600 it or make another"
+        )
+    try:
+        data = bytes.fromhex(text)
+    except ValueError:
+        data = b""
+    if len(data) != NBYTES:
+        raise ConfigError(f"{path} is no cluster secret: it holds {len(text)} characters, not {2 * NBYTES} hex digits")
+    return Secret(data)
