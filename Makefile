@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CPP := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test test-all test-gpu test-rdma check native venv clean
+.PHONY: run test test-all test-gpu test-rdma soak check native venv clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -21,7 +21,14 @@ test-all: check
 test-gpu: venv
 	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
 
-# The transport's conformance suite over RDMA, in a virtual machine with Soft-RoCE. Status 77: skipped, with the reason.
+# Every small message and every gigabyte between two processes checked, over tcp and shm: make soak MESSAGES=1000 GIGABYTES=1
+MESSAGES ?= 10000000
+GIGABYTES ?= 100
+soak: venv
+	$(BIN)/python tests/transport/soak.py --messages $(MESSAGES) --gigabytes $(GIGABYTES)
+
+# The runtime over RDMA and over networks that lose packets, and the transport's conformance suite over RDMA, in a virtual
+# machine with Soft-RoCE. Status 77: skipped, with the reason.
 test-rdma: venv
 	tests/rdma/run.sh
 

@@ -1,41 +1,20 @@
 """`lamina doctor`: what this machine can run, and what to do about what it cannot."""
 
-import enum
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import typer
 
-from lamina.errors import LaminaError
+from lamina.cli.doctor_network import network
+from lamina.cli.findings import Finding, Status
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn")
 THP = Path("/sys/kernel/mm/transparent_hugepage")
-INFINIBAND = Path("/sys/class/infiniband")
 LITTLE_RAM = 2 * 2**30
-TRY_S = 5.0
-
-
-class Status(enum.Enum):
-    """How a finding is shown; only PROBLEM makes the command fail."""
-
-    OK = "[green]ok[/]"
-    NOTE = "[yellow]note[/]"
-    PROBLEM = "[bold red]problem[/]"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; ``remedy`` says what to do unless all is well."""
-
-    subject: str
-    found: str
-    status: Status = Status.OK
-    remedy: str = ""
 
 
 def doctor() -> None:
@@ -67,8 +46,7 @@ def examine() -> Iterator[Finding]:
     yield from _memory()
     yield _kernel()
     yield _gpus()
-    yield _rdma()
-    yield _transport()
+    yield from network()
     yield _model()
 
 
@@ -164,34 +142,6 @@ def _gpus() -> Finding:
         return Finding("GPUs", "none")
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     return Finding("GPUs", names, Status.NOTE, "this version runs workers on CPUs only; the GPUs stay idle")
-
-
-def _rdma() -> Finding:
-    devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
-    if not devices:
-        return Finding("RDMA", "no device")
-    return Finding("RDMA", ", ".join(devices), Status.NOTE, "this version runs on one machine and does not use them")
-
-
-def _transport() -> Finding:
-    """The transport workers would use here, tried: an arena is opened by a peer and its doorbell rung."""
-    try:
-        from lamina.transport.shm import ShmEndpoint
-    except ImportError as error:
-        return Finding("transport", str(error), Status.PROBLEM, "build the native module first")
-    waiter, ringer = ShmEndpoint("doctor-waiter"), ShmEndpoint("doctor-ringer")
-    try:
-        waiter.register(nbytes=64, doorbells=1)
-        ringer.register(nbytes=64, doorbells=1)
-        ringer.ring(ringer.connect(waiter.descriptor(), TRY_S), 0, 1)
-        waiter.wait([(0, 1)], TRY_S)
-    except (LaminaError, OSError) as error:
-        remedy = "allow memfd, pidfd_open and /proc/PID/fd between processes of one user"
-        return Finding("transport", f"shm does not work: {error}", Status.PROBLEM, remedy)
-    finally:
-        ringer.close()
-        waiter.close()
-    return Finding("transport", "shm: workers of one machine share memory and ring doorbells in it (tried: works)")
 
 
 def _model() -> Finding:

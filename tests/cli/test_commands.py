@@ -1,8 +1,10 @@
 """The `lamina` command as people run it: processes, pipes, signals and exit statuses."""
 
 import asyncio
+import dataclasses
 import errno
 import io
+import ipaddress
 import json
 import random
 import re
@@ -19,8 +21,11 @@ import openai
 import psutil
 import pytest
 
-from lamina.cli.doctor import Status, _cpu, _transport, examine
+from lamina.cli import doctor_network
+from lamina.cli.doctor import _cpu, examine
+from lamina.cli.findings import Status
 from lamina.cli.generate import _standard_input
+from lamina.transport.rdma_devices import Gid, Port
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0
@@ -147,15 +152,33 @@ def test_every_finding_that_is_not_well_has_a_remedy() -> None:
     assert all(bool(finding.remedy) == (finding.status is not Status.OK) for finding in findings)
 
 
-def test_doctor_tries_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _transport().status is Status.OK
+def test_doctor_tries_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    shm, tcp, chosen = doctor_network.transports(has_rdma=False)
+    assert (shm.status, tcp.status) == (Status.OK, Status.OK)
+    assert chosen.found == "shm on this host; tcp to other hosts, if both sides prove it"
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr("os.pidfd_open", refuse)
-    finding = _transport()
-    assert finding.status is Status.PROBLEM and "not permitted" in finding.found and finding.remedy
+    findings = list(doctor_network.transports(has_rdma=True))
+    assert findings[0].status is Status.PROBLEM and "not permitted" in findings[0].found and findings[0].remedy
+    assert "no usable RDMA port" in findings[1].found and findings[1].status is Status.NOTE
+    assert "tcp to other hosts" in findings[-1].found
+
+
+def test_doctor_says_what_rdma_lacks() -> None:
+    address = Gid(1, "RoCE v2", ipaddress.IPv6Address("::ffff:192.0.2.1"))
+    port = Port("mlx5_0", 1, True, "Ethernet", 100.0, -1, 0, (address,))
+    good = doctor_network.rdma([port], frozenset({"ib_uverbs"}))
+    assert good.status is Status.OK and "would use mlx5_0:1 with RoCE v2 address 192.0.2.1 (GID 1)" in good.found
+    assert "modprobe ib_uverbs" in doctor_network.rdma([port], frozenset({"mlx5_ib"})).remedy
+    down = doctor_network.rdma([dataclasses.replace(port, active=False)], frozenset({"ib_uverbs"}))
+    assert down.status is Status.NOTE and "bring a port up" in down.remedy
+    assert doctor_network.locked_memory(-1).status is Status.OK
+    little = doctor_network.locked_memory(8 << 20)
+    assert little.found == "at most 8 MiB" and "ulimit -l unlimited" in little.remedy
+    assert "nvidia_peermem is loaded" in doctor_network.peer_memory(frozenset({"nvidia_peermem"})).found
 
 
 # -- launch --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The whole runtime over networks: two network stacks, packets lost and late, a partition that heals. Same tokens.
 
-Namespaces need root. ``tests/rdma/run.sh`` boots a kernel that has netem and RDMA devices; where they are not, the tests
-that need them are skipped.
+Namespaces need root. ``tests/rdma/run.sh`` boots a kernel that has netem and RDMA devices; where they are not, the
+tests that need them are skipped.
 """
 
 import os

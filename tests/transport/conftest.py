@@ -14,9 +14,13 @@ from typing import Any, ClassVar
 import pytest
 
 from lamina.transport.base import Arena, Endpoint, Peer
+from lamina.transport.tcp import TcpEndpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from far import IMPLEMENTATIONS, Far
+from far import IMPLEMENTATIONS, SECRET, Far
+from tcp_tools import DOORBELLS as TCP_DOORBELLS
+from tcp_tools import NBYTES as TCP_NBYTES
+from tcp_tools import MakeTcp
 
 NBYTES = 1 << 20
 DOORBELLS = 64
@@ -159,3 +163,19 @@ def process_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     opened = open_pair(request.param)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def make_tcp() -> Iterator[MakeTcp]:
+    """Makes endpoints with ``NBYTES`` and ``DOORBELLS``, closed with the test."""
+    opened: list[TcpEndpoint] = []
+
+    def make_endpoint(name: str, nbytes: int = TCP_NBYTES, **options: float) -> TcpEndpoint:
+        endpoint = TcpEndpoint(name, secret=SECRET, **options)
+        opened.append(endpoint)
+        endpoint.register(nbytes, TCP_DOORBELLS)
+        return endpoint
+
+    yield make_endpoint
+    for endpoint in opened:
+        endpoint.close()

@@ -156,10 +156,15 @@ def test_no_message_is_torn_under_load(pair: Pair, nbytes: int) -> None:
 def test_a_wait_lets_other_python_threads_run(pair: Pair) -> None:
     """Were the GIL held, this thread could not ring before the wait's deadline."""
     waits: list[int] = []
-    waiter = threading.Thread(target=lambda: waits.append(pair.near.wait([(0, 1)], TIMEOUT_S)))
+    begun = threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        waits.append(pair.near.wait([(0, 1)], TIMEOUT_S))
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
-    while waiter.native_id is None:
-        time.sleep(0)
+    assert begun.wait(TIMEOUT_S)
     pair.far.call("ring", 0, 1)
     waiter.join(TIMEOUT_S)
     assert waits == [0]

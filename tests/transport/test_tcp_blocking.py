@@ -1,0 +1,89 @@
+"""TCP sends that find no room, and peers that are slow: nothing hangs, nothing holds the GIL."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import FarProcess
+from tcp_tools import (
+    TIMEOUT_S,
+    MakeTcp,
+)
+
+from lamina.errors import DeadlineError, PeerLostError
+from lamina.transport.tcp import TcpEndpoint
+
+
+def test_two_that_send_much_at_once_do_not_wait_for_each_other(make_tcp: MakeTcp) -> None:
+    nbytes = 64 << 20  # more than both kernels and both windows hold
+    near, far = make_tcp("near", nbytes), make_tcp("far", nbytes)
+    data = os.urandom(nbytes)
+
+    def exchange(own: TcpEndpoint, other: TcpEndpoint) -> None:
+        peer = own.connect(other.descriptor(), TIMEOUT_S)
+        own.post(peer, 0, nbytes, [data], 0, 1)
+        own.wait([(0, 1)], TIMEOUT_S)
+        assert memoryview(own._own.arena.native) == data  # type: ignore[union-attr]
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(exchange, near, far), pool.submit(exchange, far, near)]:
+            done.result(60)
+
+
+def test_a_post_that_blocks_lets_other_python_threads_run(make_tcp: MakeTcp) -> None:
+    """Were the GIL held, nobody could take the message in, and the post would stall."""
+    nbytes = 64 << 20
+    near, far = make_tcp("near", stall_s=TIMEOUT_S), make_tcp("far", nbytes)
+    peer = near.connect(far.descriptor(), TIMEOUT_S)
+    with ThreadPoolExecutor(1) as pool:
+        posted = pool.submit(near.post, peer, 0, nbytes, [bytes(nbytes)], 0, 1)
+        with pytest.raises(TimeoutError):
+            posted.result(0.3)
+        far.wait([(0, 1)], TIMEOUT_S)
+        posted.result(TIMEOUT_S)
+
+
+def test_a_peer_that_takes_nothing_in_is_given_up(make_tcp: MakeTcp) -> None:
+    near, far = make_tcp("near", stall_s=0.3), make_tcp("far", 64 << 20)
+    peer = near.connect(far.descriptor(), TIMEOUT_S)
+    for _ in range(2):  # half a message is on its way: nothing can follow
+        with pytest.raises(PeerLostError, match=r"far is gone: it has taken in nothing of a message for 0\.3 s"):
+            near.post(peer, 0, 64 << 20, [bytes(64 << 20)], 0, 1)
+
+
+def test_a_signal_handler_that_raises_ends_a_wait_and_a_post(make_tcp: MakeTcp) -> None:
+    class InterruptError(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise InterruptError
+
+    near, far = make_tcp("near"), make_tcp("far", 64 << 20)
+    peer = near.connect(far.descriptor(), TIMEOUT_S)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(InterruptError):
+            near.wait([(0, 1)], 60.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(InterruptError):
+            near.post(peer, 0, 64 << 20, [bytes(64 << 20)], 0, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    with pytest.raises(PeerLostError, match="cut short"):
+        near.ring(peer, 0, 1)
+
+
+def test_a_stopped_peer_is_late_not_lost(make_tcp: MakeTcp) -> None:
+    near, far = make_tcp("near"), FarProcess.start()
+    near.connect(far.call("open", "tcp", 4096, 1), TIMEOUT_S)
+    far.call("connect", near.descriptor())
+    far.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(DeadlineError):
+        near.wait([(0, 1)], 0.1)
+    far.process.send_signal(signal.SIGCONT)
+    far.call("ring", 0, 1)
+    assert near.wait([(0, 1)], TIMEOUT_S) == 0
+    far.close()

@@ -1,0 +1,83 @@
+"""Who and what is turned away at the port of a TCP endpoint."""
+
+import contextlib
+import logging
+import os
+import socket
+
+import pytest
+from far import SECRET
+from tcp_tools import (
+    TIMEOUT_S,
+    MakeTcp,
+    described,
+    port_of,
+)
+
+from lamina.errors import PeerLostError, RefusedError, TransportError
+from lamina.transport import listener
+from lamina.transport.handshake import PROTOCOL
+from lamina.transport.tcp import TcpEndpoint
+
+
+def test_strangers_are_turned_away_counted_and_logged_once(
+    make_tcp: MakeTcp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
+    near = make_tcp("near")
+    thief = TcpEndpoint("thief", secret=b"another secret than theirs")
+    thief.register(64, 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port_of(near))) as garbage:
+                garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                garbage.settimeout(TIMEOUT_S)
+                with contextlib.suppress(ConnectionResetError):
+                    assert garbage.recv(1) == b""
+            with pytest.raises(RefusedError, match="give all workers of a cluster the same"):
+                thief.connect(near.descriptor(), TIMEOUT_S)
+            with socket.create_connection(("127.0.0.1", port_of(near))) as silent:
+                silent.settimeout(TIMEOUT_S)
+                assert silent.recv(1) == b""  # dropped at its deadline
+    thief.close()
+    assert near.refused == {"GARBAGE": 3, "SECRET": 3, "LATE": 3}
+    assert len([record for record in caplog.records if "near turned somebody away" in record.message]) == 3
+
+
+def test_a_flood_of_silent_connections_is_bounded(make_tcp: MakeTcp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_WAITING", 3)
+    near = make_tcp("near")
+    crowd = [socket.create_connection(("127.0.0.1", port_of(near))) for _ in range(5)]
+    for late in crowd[3:]:
+        late.settimeout(TIMEOUT_S)
+        assert late.recv(1) == b""
+    assert near.refused["BUSY"] == 2
+    for connection in crowd:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"protocol": PROTOCOL + 1}, TransportError, "far speaks version 2 .* this process 1; run the same release"),
+        ({"transport": "rdma"}, TransportError, "but of a rdma one"),
+        ({"identity": 5}, PeerLostError, "another endpoint has its port"),
+        ({"port": 1}, PeerLostError, "nobody listens on 127.0.0.1 port 1"),
+        ({"host": "no.such.host.invalid"}, TransportError, "no way to far at no.such.host.invalid .* within 0.2 s"),
+    ],
+    ids=["protocol", "transport", "identity", "port", "host"],
+)
+def test_a_descriptor_that_leads_nowhere(
+    make_tcp: MakeTcp, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    near, far = make_tcp("near"), make_tcp("far")
+    with pytest.raises(error, match=message):
+        near.connect(described(far, **changes), 0.2)
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    endpoint = TcpEndpoint("near", secret=SECRET, host="192.0.2.1")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match=r"near cannot listen on 192\.0\.2\.1"):
+        endpoint.register(64, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
