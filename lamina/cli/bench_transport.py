@@ -40,7 +40,7 @@ def transport(
     lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
     """
     from lamina.transport.choice import Transport
-    from lamina.transport.measure import MAX_NBYTES, SPINS
+    from lamina.transport.measure import MAX_NBYTES
 
     if listen is not None:
         return _listen(listen, secret_file)
@@ -50,11 +50,12 @@ def transport(
     numbers = [int(size) if size.isdigit() else 0 for size in sizes.split(",")]
     if not all(0 < number <= MAX_NBYTES for number in numbers):
         raise ConfigError(f"sizes are {sizes!r}; give numbers from 1 to {MAX_NBYTES} joined by commas")
+    waits = _waits(two_hosts=connect is not None)
     with local_far_side() if connect is None else _remote(connect, secret_file) as near:
         results = [
             result
             for name in named
-            for wait in SPINS
+            for wait in waits
             for result in near.measure(Transport(name), wait, numbers, seconds)
         ]
     show(results)
@@ -63,6 +64,17 @@ def transport(
     if plot_file:
         plot(results, plot_file)
     return None
+
+
+def _waits(two_hosts: bool) -> list[str]:
+    """What can be measured: two sides that spin on one core only take it from each other."""
+    from lamina.cli.console import output
+    from lamina.transport.measure import SPINS
+
+    if two_hosts or len(os.sched_getaffinity(0)) > 1:
+        return list(SPINS)
+    output().print("[dim]Both sides share the one core there is: spinning waits are not measured.[/]")
+    return ["default"]
 
 
 def _listen(where: str, secret_file: str | None) -> None:
