@@ -389,7 +389,8 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
         per_dollar.append(best.tokens_s / dollars * 1000)
         speeds = [tokens_s for _, tokens_s in curve]
         latency = [batch / tokens_s * 1e3 for batch, tokens_s in curve]
-        left.plot(speeds, latency, label=f"{workers} memory workers")
+        (line,) = left.plot(speeds, latency, label=f"{workers} memory workers")
+        left.plot(speeds[-1], latency[-1], "o", color=line.get_color(), markersize=7, zorder=10 - len(rows))
         right.bar(str(workers), per_dollar[-1], color=f"C{len(rows)}")
         rows.append(
             (
@@ -409,7 +410,12 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
         ("memory workers", "batch", "tokens/s", "TBT ms", "tokens/s per $1000", "waits for"),
         rows,
     )
-    section.figure("figure-17", "Left: latency against throughput as the batch grows. Right: cost efficiency.", plot)
+    section.figure(
+        "figure-17",
+        "Left: latency against throughput as the batch grows; the lines coincide, each to the dot at which KV is full. "
+        "Right: cost efficiency.",
+        plot,
+    )
     spread = max(per_dollar) / min(per_dollar)
     section.text(
         "The paper prints no numbers here; it says that all sizes of the memory pool have similar cost "
