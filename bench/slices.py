@@ -109,7 +109,7 @@ def main() -> None:
         config = load_config(place)
         model = split(config, DType.BFLOAT16)
         tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
-    slices = lower(model, {**tensors, **model.constants})
+    slices = lower(model).with_weights(tensors)
     linears = [[tensors[n] for n in part.weights if tensors[n].dim() == 2] for part in model.slices[1:-1]]
     own = packing(DType.BFLOAT16)
     if own is None:

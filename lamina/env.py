@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -14,10 +15,13 @@ class Environment:
         log_level: ``LAMINA_LOG_LEVEL``, the level of all processes' log lines (default WARNING).
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
             chosen by ``transport.rdma_devices``).
+        cache_dir: ``LAMINA_CACHE_DIR``, the folder of what is kept between starts (default: ``lamina`` in
+            ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home, nothing is kept).
     """
 
     log_level: str = "WARNING"
     rdma_device: str = ""
+    cache_dir: Path | None = None
 
 
 def environment() -> Environment:
@@ -25,4 +29,13 @@ def environment() -> Environment:
     return Environment(
         log_level=os.environ.get("LAMINA_LOG_LEVEL", "WARNING").upper(),
         rdma_device=os.environ.get("LAMINA_RDMA_DEVICE", ""),
+        cache_dir=_cache_dir(),
     )
+
+
+def _cache_dir() -> Path | None:
+    own, home = os.environ.get("LAMINA_CACHE_DIR"), os.path.expanduser("~")
+    if own:
+        return Path(own)
+    users = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else "")
+    return Path(users, "lamina") if users else None

@@ -1,17 +1,21 @@
 """Cuts a model at its attention operators."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 if __name__ != "lamina.splitter":
     raise ImportError(f"import this package as lamina.splitter, not {__name__}: a second copy would not share types")
 
-from lamina.splitter.assemble import load_config, split
-from lamina.splitter.capture import Weight
-from lamina.splitter.lower import LoweredSlice, lower
-from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel
-from lamina.splitter.verify import verify
+from lamina.splitter.lower import LoweredModel, LoweredSlice, lower
+from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel, Weight
+
+if TYPE_CHECKING:
+    from lamina.splitter.assemble import load_config, split
 
 __all__ = [
     "Crossing",
     "Cut",
+    "LoweredModel",
     "LoweredSlice",
     "Slice",
     "SliceOutput",
@@ -20,5 +24,11 @@ __all__ = [
     "load_config",
     "lower",
     "split",
-    "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: a worker that finds a model split already needs no transformers.
+    if name not in ("load_config", "split"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("lamina.splitter.assemble"), name)

@@ -6,7 +6,6 @@ layers take another branch). Of a deep model only as many layers are exported as
 
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,20 +23,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lamina.errors import UnsupportedModelError
 from lamina.splitter import adapters, trace
 from lamina.splitter.attention import OPERATOR
+from lamina.splitter.split_model import Weight
 from lamina.types import DType
-
-
-@dataclass(frozen=True)
-class Weight:
-    """Shape and element type of one tensor of the checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes in memory."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

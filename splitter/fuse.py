@@ -293,7 +293,7 @@ def _join_view(graph: fx.Graph, node: fx.Node) -> None:
             _join_view(graph, squeezed)
 
 
-_METHODS = {
+METHODS = {
     aten.reshape.default: "reshape",
     aten.squeeze.dim: "squeeze",
     aten.sym_size.int: "size",
@@ -301,7 +301,7 @@ _METHODS = {
     aten.unsqueeze.default: "unsqueeze",
     aten.view.default: "view",
 }
-_FUNCTIONS = {aten.add.Tensor: operator.add, aten.mul.Tensor: operator.mul}
+FUNCTIONS = {aten.add.Tensor: operator.add, aten.mul.Tensor: operator.mul}
 
 
 def _call_directly(graph: fx.Graph) -> None:
@@ -309,7 +309,7 @@ def _call_directly(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.kwargs:
             continue
-        if node.target in _METHODS:
-            node.op, node.target = "call_method", _METHODS[node.target]
-        elif node.target in _FUNCTIONS:
-            node.target = _FUNCTIONS[node.target]
+        if node.target in METHODS:
+            node.op, node.target = "call_method", METHODS[node.target]
+        elif node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]

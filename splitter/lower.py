@@ -16,14 +16,15 @@ from torch import Tensor, fx
 
 from lamina.splitter.fuse import fuse
 from lamina.splitter.linear import Packing, packing
-from lamina.splitter.split_model import Slice, SliceOutput, SplitModel, as_output
+from lamina.splitter.split_model import Crossing, Slice, SliceOutput, SplitModel, as_output
+from lamina.types import AttentionSpec, DType
 
 LINEAR = torch.ops.aten.linear.default
 OnQuery = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
-class _Graphs:
+class SliceGraphs:
     """``main`` takes weights (those at ``packed`` places packed), what ``prelude`` gives, then rows as before."""
 
     main: fx.GraphModule
@@ -31,22 +32,31 @@ class _Graphs:
     packed: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class LoweredPart:
+    """A slice that lacks nothing but its weights. ``weights``, ``constants`` and ``last`` are those of ``Slice``."""
+
+    graphs: SliceGraphs
+    weights: tuple[str, ...]
+    constants: tuple[str, ...]
+    last: bool
+
+
 class LoweredSlice:
     """A slice with its weights, as fast as this processor runs it. Computes what ``Slice.run`` computes."""
 
     def __init__(
         self,
-        part: Slice,
-        graphs: _Graphs,
+        part: LoweredPart,
         table: "PositionTable | None",
         tensors: Mapping[str, Tensor],
         packing: Packing | None,
     ) -> None:
-        self._main = graphs.main
+        self._main = part.graphs.main
         self._table = table
         self._last = part.last
         self.weights = [
-            packing.pack(tensors[name]) if packing and place in graphs.packed else tensors[name]
+            packing.pack(tensors[name]) if packing and place in part.graphs.packed else tensors[name]
             for place, name in enumerate(part.weights)
         ]
         self._constants = [tensors[name] for name in part.constants]
@@ -114,13 +124,51 @@ class PositionTable:
         )
 
 
-def lower(model: SplitModel, tensors: Mapping[str, Tensor]) -> list[LoweredSlice]:
-    """Executable slices of ``model``. ``tensors`` holds all its weights and constants, on the CPU.
+@dataclass(frozen=True)
+class LoweredModel:
+    """What running a split model takes, save for its weights.
 
-    Packed weights are copies: let go of ``tensors`` to have their memory back.
+    Attributes:
+        parts: one for each slice; equal slices share their graphs.
+        contexts: what crosses each cut.
+        weights: names of all weights that slices or sinks use.
+        positions: how many the model knows; 0 if it does not say.
+        dtype, attentions, sinks, constants: those of ``SplitModel``.
     """
+
+    dtype: DType
+    parts: tuple[LoweredPart, ...]
+    contexts: tuple[tuple[Crossing, ...], ...]
+    attentions: tuple[AttentionSpec, ...]
+    sinks: tuple[str | None, ...]
+    weights: tuple[str, ...]
+    positions: int
+    constants: Mapping[str, Tensor]
+
+    def with_weights(self, tensors: Mapping[str, Tensor]) -> list[LoweredSlice]:
+        """Executable slices; ``tensors`` holds all of ``weights``, on the CPU.
+
+        Packed weights are copies: let go of ``tensors`` to have their memory back.
+        """
+        tables: dict[tuple[fx.GraphModule, tuple[str, ...]], PositionTable] = {}
+
+        def table(part: LoweredPart) -> PositionTable | None:
+            prelude = part.graphs.prelude
+            if prelude is None:
+                return None
+            key = prelude, part.constants
+            if key not in tables:
+                tables[key] = PositionTable(prelude, [self.constants[name] for name in part.constants], self.positions)
+            return tables[key]
+
+        pack, named = packing(self.dtype), {**tensors, **self.constants}
+        return [LoweredSlice(part, table(part), named, pack) for part in self.parts]
+
+
+def lower(model: SplitModel) -> LoweredModel:
+    """Graphs for this processor, from those of ``model``, which stay as they are."""
     pack = packing(model.dtype)
-    graphs: dict[fx.GraphModule, _Graphs] = {}
+    graphs: dict[fx.GraphModule, SliceGraphs] = {}
     for part in model.slices:
         if part.graph not in graphs:
             main, packed = _pack(part, pack) if pack else (copy.deepcopy(part.graph), frozenset[int]())
@@ -128,19 +176,16 @@ def lower(model: SplitModel, tensors: Mapping[str, Tensor]) -> list[LoweredSlice
             fuse(graphs[part.graph].main)
             if not part.last:
                 _announce_query(graphs[part.graph].main)
-    known: int = getattr(model.config, "max_position_embeddings", None) or 0
-    tables: dict[tuple[fx.GraphModule, tuple[str, ...]], PositionTable] = {}
-
-    def table(part: Slice) -> PositionTable | None:
-        prelude = graphs[part.graph].prelude
-        if prelude is None:
-            return None
-        key = prelude, part.constants
-        if key not in tables:
-            tables[key] = PositionTable(prelude, [tensors[name] for name in part.constants], known)
-        return tables[key]
-
-    return [LoweredSlice(part, graphs[part.graph], table(part), tensors, pack) for part in model.slices]
+    return LoweredModel(
+        dtype=model.dtype,
+        parts=tuple(LoweredPart(graphs[part.graph], part.weights, part.constants, part.last) for part in model.slices),
+        contexts=tuple(cut.context for cut in model.cuts),
+        attentions=model.attentions,
+        sinks=model.sinks,
+        weights=tuple(sorted(model.weights)),
+        positions=getattr(model.config, "max_position_embeddings", None) or 0,
+        constants=model.constants,
+    )
 
 
 def _announce_query(module: fx.GraphModule) -> None:
@@ -151,11 +196,12 @@ def _announce_query(module: fx.GraphModule) -> None:
     with graph.inserting_after(last_input):
         hook = graph.placeholder("on_query")
     with graph.inserting_after(query):
-        graph.call_function(_call, (hook, query))
+        graph.call_function(call_hook, (hook, query))
     module.recompile()
 
 
-def _call(hook: OnQuery | None, query: Tensor) -> None:
+def call_hook(hook: OnQuery | None, query: Tensor) -> None:
+    """Tell of q, if anybody wants to know."""
     if hook is not None:
         hook(query)
 
@@ -185,7 +231,7 @@ def _pack(part: Slice, packing: Packing) -> tuple[fx.GraphModule, frozenset[int]
     return module, frozenset(packed)
 
 
-def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> _Graphs:
+def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGraphs:
     """Move what needs only constants and positions into a prelude, whose results take the constants' place."""
     nodes = list(main.graph.nodes)
     constants = nodes[len(part.weights) : len(part.weights) + len(part.constants)]
@@ -196,7 +242,7 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> _Graphs
             early.add(node)
     hoisted = [n for n in nodes if n in early and n is not positions and any(user not in early for user in n.users)]
     if all(node.op == "placeholder" for node in hoisted):
-        return _Graphs(main, None, packed)
+        return SliceGraphs(main, None, packed)
     prelude = _prelude(constants, positions, early, hoisted)
     module = copy.deepcopy(main)
     twins = dict(zip(nodes, module.graph.nodes, strict=True))
@@ -210,7 +256,7 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> _Graphs
             module.graph.erase_node(twins[node])
     module.graph.lint()
     module.recompile()
-    return _Graphs(module, prelude, packed)
+    return SliceGraphs(module, prelude, packed)
 
 
 def _prelude(

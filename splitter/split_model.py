@@ -3,13 +3,28 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
-from transformers import PretrainedConfig
 
-from lamina.splitter.capture import Weight
 from lamina.types import AttentionSpec, DType
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Shape and element type of one tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,7 @@ class SplitModel:
         constants: values that are in no checkpoint (inv_freq), on the CPU.
     """
 
-    config: PretrainedConfig
+    config: "PretrainedConfig"
     dtype: DType
     slices: tuple[Slice, ...]
     cuts: tuple[Cut, ...]

@@ -24,7 +24,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.memory.slab import Slab
 from lamina.models import directory, weights
 from lamina.models.config import load_config
-from lamina.splitter import split
+from lamina.splitter import lower, split
 from lamina.types import AttentionSpec, DType
 
 
@@ -93,7 +93,7 @@ class Unsplit:
         config = load_config(place)
         model = split(config, DType.BFLOAT16)
         tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16)
-        self._runner = SliceRunner(model, tensors)
+        self._runner = SliceRunner(lower(model), tensors)
         self.kv = Kv(model.attentions, cell.batch * cell.longest, cell.threads)
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lamina.splitter import LoweredSlice, SliceOutput, SplitModel, lower
+from lamina.splitter import LoweredModel, LoweredSlice, SliceOutput
 from lamina.types import AttentionSpec
 
 
@@ -18,14 +18,14 @@ def padded(rows: int) -> int:
 
 
 class SliceRunner:
-    """A split model with its weights: every slice by its number, attention left to the caller."""
+    """A lowered model with its weights: every slice by its number, attention left to the caller."""
 
-    def __init__(self, model: SplitModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> None:
         """``tensors`` holds the model's weights by name; its constants are its own."""
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
-        self.contexts = tuple(cut.context for cut in model.cuts)
+        self.contexts = model.contexts
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
-        *self._inner, self._last = lower(model, {**tensors, **model.constants})
+        *self._inner, self._last = model.with_weights(tensors)
 
     def run(
         self,

@@ -14,13 +14,12 @@ import torch
 
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import LaneLinks, lane_links, pipeline_of
+from lamina.compute.preparation import prepare
 from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.step import StepRun, context_nbytes_per_token
 from lamina.engine.sampler import Row, sample
 from lamina.errors import DeadlineError, LogitsError, WorkerError
-from lamina.models import directory, weights
-from lamina.models.config import load_config, resolve_dtype
-from lamina.splitter import split
+from lamina.models import directory, tensors
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
@@ -117,28 +116,23 @@ class ComputeWorker:
         self._timeline = Timeline(setup.trace)
         self._eos_token_ids = setup.eos_token_ids
         place = directory.find(setup.model, weights=setup.load_format != "dummy")
-        config = load_config(place)
-        dtype = resolve_dtype(config, setup.dtype or "auto")
-        self._progress("splitting", 0, 1)
-        model = split(config, dtype)
+        prepared = prepare(place, setup.dtype, lambda: self._progress("splitting", 0, 1))
         self._progress("splitting", 1, 1)
-        names = sorted(model.weights)
-        tensors = weights.load(
+        loaded = tensors.load(
             place,
-            names,
-            config,
-            dtype,
+            prepared.lowered.weights,
+            prepared.weights,
             setup.load_format,
             setup.seed,
             lambda done, of: self._progress("weights", done, of),
         )
-        self._runner = SliceRunner(model, tensors)
-        self._dtype = dtype
+        self._runner = SliceRunner(prepared.lowered, loaded)
+        self._dtype = prepared.lowered.dtype
         self._control.send(
             ModelLoaded(
-                list(model.attentions),
-                dtype,
-                sum(tensor.numel() for tensor in tensors.values()),
+                list(self._runner.attentions),
+                self._dtype,
+                sum(tensor.numel() for tensor in loaded.values()),
                 padded(setup.rows) * context_nbytes_per_token(self._runner.attentions, self._runner.contexts),
             )
         )

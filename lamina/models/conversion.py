@@ -5,39 +5,16 @@ base model, or use names of an older release. transformers knows these conversio
 applies them to chosen tensors instead of to a whole model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-
-@dataclass
-class Recipe:
-    """How some of the model's tensors are made from some of the checkpoint's.
-
-    ``outputs`` are state-dict names. ``inputs`` are (source pattern, checkpoint name), in the order the converter
-    needs; without a converter there is one output and one input.
-    """
-
-    outputs: list[str]
-    converter: WeightConverter | None
-    inputs: list[tuple[str, str]] = field(default_factory=list)
-
-    def make(
-        self, read: Callable[[str], torch.Tensor], model: PreTrainedModel, config: PretrainedConfig
-    ) -> dict[str, torch.Tensor]:
-        """The outputs by name; ``read`` gives a tensor of the checkpoint. May return views of what was read."""
-        if self.converter is None:
-            return {self.outputs[0]: read(self.inputs[0][1])}
-        converter = deepcopy(self.converter)
-        for pattern, name in self.inputs:
-            converter.add_tensor(self.outputs[0], name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
-        made = converter.convert(self.outputs[0], model=model, config=config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+from lamina.models.tensors import Read, Recipe
 
 
 def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Recipe]:
@@ -56,10 +33,19 @@ def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Reci
         if target not in expected:
             continue
         converter = by_pattern[pattern] if pattern is not None else None
-        recipe = found.get(target) or Recipe(_outputs(target, converter), converter)
+        convert = None if converter is None else partial(_convert, converter, model)
+        recipe = found.get(target) or Recipe(_outputs(target, converter), convert)
         recipe.inputs.append((pattern or name, name))
         found.update(dict.fromkeys(recipe.outputs, recipe))
     return found
+
+
+def _convert(original: WeightConverter, model: PreTrainedModel, recipe: Recipe, read: Read) -> dict[str, torch.Tensor]:
+    converter = deepcopy(original)
+    for pattern, name in recipe.inputs:
+        converter.add_tensor(recipe.outputs[0], name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
+    made = converter.convert(recipe.outputs[0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _outputs(first: str, converter: WeightConverter | None) -> list[str]:

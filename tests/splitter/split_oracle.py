@@ -41,7 +41,7 @@ class Runner:
     def __init__(self, model: SplitModel, weights: Mapping[str, Tensor]) -> None:
         self.model = model
         self.weights = {**weights, **model.constants}
-        self.lowered = lower(model, self.weights)
+        self.lowered = lower(model).with_weights(weights)
         self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, batch: Mapping[int, Tensor], last_rows_only: bool = False) -> Tensor:

@@ -9,7 +9,8 @@ from split_variants import variant
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from lamina.errors import ModelError, UnsupportedModelError
-from lamina.splitter import Cut, SplitModel, describe, split, verify
+from lamina.splitter import Cut, SplitModel, describe, split
+from lamina.splitter.verify import verify
 from lamina.types import DType
 
 

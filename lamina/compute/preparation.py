@@ -1,0 +1,184 @@
+"""What a compute worker must know of a model before it reads a weight: made once, then kept in the user's cache.
+
+Importing transformers, capturing and cutting take seconds. What comes of it follows from a few things, all of them
+part of the name of the file that keeps it (``ingredients``): a start with any of them changed finds no file and makes
+one. A file that cannot be used is named in the log and made anew; a folder that cannot be written costs only time.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+
+import lamina
+from lamina.env import environment
+from lamina.models import tensors
+from lamina.models.directory import CONFIG, ModelDirectory
+from lamina.models.tensors import Recipe, WeightPlan
+from lamina.splitter import LoweredModel
+from lamina.splitter.linear import packing
+from lamina.splitter.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
+from lamina.types import DType
+
+logger = logging.getLogger(__name__)
+
+KEPT_FILES = 64
+"""Older ones are removed: every new version of torch, transformers or Lamina leaves those of the last behind."""
+
+_CODE = (Path(lamina.__file__).parent / "splitter", Path(tensors.__file__).parent)
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model ready for its weights."""
+
+    lowered: LoweredModel
+    weights: WeightPlan
+
+
+class _Tensor(msgspec.Struct, array_like=True):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Weights(msgspec.Struct):
+    """A ``WeightPlan`` whose tensors are the checkpoint's own; ``sources`` are their names there."""
+
+    family: str
+    expected: dict[str, _Tensor]
+    ties: dict[str, str]
+    sources: dict[str, str]
+
+
+class _Record(msgspec.Struct):
+    """A file's content, behind its SHA-256; without ``weights`` their conversion is left to transformers."""
+
+    model: StoredModel
+    weights: _Weights | None
+
+
+def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], None]) -> Prepared:
+    """Split and lower the model in ``place`` with element type ``dtype`` (None: the config's own), or recall it.
+
+    ``on_split`` is called before what takes seconds. Raises what ``load_config`` and ``split`` raise.
+    """
+    key = cache_key(ingredients(place, dtype))
+    folder = environment().cache_dir
+    if folder is not None and (known := _recall(folder / "models" / key, place)) is not None:
+        return known
+    on_split()
+    prepared = _split(place, dtype)
+    if folder is not None:
+        _keep(folder / "models" / key, prepared)
+    return prepared
+
+
+def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
+    """All that decides what becomes of a model before its weights are read."""
+    packings = [packing(dtype) for dtype in DType]
+    code = [Path(__file__), *(file for folder in _CODE for file in folder.glob("*.py"))]
+    return {
+        "config": (place.path / CONFIG).read_bytes(),
+        "dtype": str(dtype and dtype.value).encode(),
+        "tensors": "\n".join(sorted(place.tensors)).encode(),
+        "packing": str([each and (each.linear.__name__, each.inputs_multiple) for each in packings]).encode(),
+        "lamina": lamina.__version__.encode(),
+        "torch": torch.__version__.encode(),
+        "transformers": importlib.metadata.version("transformers").encode(),
+        **{f"{file.parent.name}/{file.name}": file.read_bytes() for file in code},
+    }
+
+
+def cache_key(ingredients: Mapping[str, bytes]) -> str:
+    """A name that differs if any ingredient does."""
+    digest = hashlib.sha256()
+    for name, value in sorted(ingredients.items()):
+        digest.update(f"{name} {len(value)}\n".encode() + value)
+    return digest.hexdigest()
+
+
+def _split(place: ModelDirectory, dtype: DType | None) -> Prepared:
+    from lamina.models.config import load_config, resolve_dtype
+    from lamina.splitter import lower, split
+
+    config = load_config(place)
+    lowered = lower(split(config, resolve_dtype(config, dtype or "auto")))
+    return Prepared(lowered, _plan(place, lowered.dtype))
+
+
+def _recall(file: Path, place: ModelDirectory) -> Prepared | None:
+    try:
+        content = file.read_bytes()
+        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest != _digest(file, payload):
+            raise NotStorableError("its checksum is wrong")
+        record = msgspec.msgpack.decode(payload, type=_Record, dec_hook=decode_dtype)
+        lowered = restore(record.model)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, NotStorableError, msgspec.MsgspecError, SafetensorError) as error:
+        logger.warning("%s cannot be used (%s): splitting the model again", file, error)
+        return None
+    return Prepared(lowered, _plan(place, lowered.dtype) if record.weights is None else _restore_plan(record.weights))
+
+
+def _keep(file: Path, prepared: Prepared) -> None:
+    try:
+        record = _Record(store(prepared.lowered), _store_plan(prepared.weights))
+        payload = msgspec.msgpack.encode(record, enc_hook=encode_dtype)
+    except NotStorableError as error:
+        logger.info("this model is split at every start: %s", error)
+        return
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(number, "wb") as stream:
+            stream.write(_digest(file, payload) + payload)
+        os.replace(name, file)  # whole or not at all, whoever else writes it
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the next start will split the model again", file, error)
+        return
+    with contextlib.suppress(FileNotFoundError):  # another process is at it
+        newest_first = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in newest_first[KEPT_FILES:]:
+            old.unlink()
+
+
+def _digest(file: Path, payload: bytes) -> bytes:
+    """Of a file's content and name: a file of another model is as wrong as a damaged one."""
+    return hashlib.sha256(file.name.encode() + payload).digest()
+
+
+def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
+    from lamina.models import weights
+    from lamina.models.config import load_config
+
+    return weights.plan(place, load_config(place), dtype)
+
+
+def _store_plan(plan: WeightPlan) -> _Weights | None:
+    """None: some tensors are converted, by code of transformers."""
+    if any(recipe.convert is not None for recipe in plan.recipes.values()):
+        return None
+    expected = {name: _Tensor(tuple(like.shape), like.dtype) for name, like in plan.expected.items()}
+    sources = {name: recipe.inputs[0][1] for name, recipe in plan.recipes.items()}
+    return _Weights(plan.family, expected, dict(plan.ties), sources)
+
+
+def _restore_plan(stored: _Weights) -> WeightPlan:
+    return WeightPlan(
+        stored.family,
+        {name: torch.empty(like.shape, dtype=like.dtype, device="meta") for name, like in stored.expected.items()},
+        stored.ties,
+        {name: Recipe([name], inputs=[(source, source)]) for name, source in stored.sources.items()},
+    )

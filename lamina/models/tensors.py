@@ -1,0 +1,218 @@
+"""Tensors of chosen names: read from a checkpoint through memory maps, or made up for benchmarks.
+
+How they come about is given (``WeightPlan``), so that nothing here needs transformers.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from lamina.config import LoadFormat
+from lamina.errors import ModelError
+from lamina.models.checkpoint import some
+from lamina.models.directory import ModelDirectory
+
+Progress = Callable[[int, int], None]
+Read = Callable[[str], torch.Tensor]
+_DUMMY_STD = 0.02  # of dummy matrices: what most families are initialised with
+_READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+
+
+@dataclass
+class Recipe:
+    """How some of the model's tensors are made from some of the checkpoint's.
+
+    ``outputs`` are state-dict names. ``inputs`` are (source pattern, checkpoint name), in the order ``convert`` needs;
+    without it there is one output, which is the one input.
+    """
+
+    outputs: list[str]
+    convert: Callable[["Recipe", Read], dict[str, torch.Tensor]] | None = None
+    inputs: list[tuple[str, str]] = field(default_factory=list)
+
+    def make(self, read: Read) -> dict[str, torch.Tensor]:
+        """The outputs by name; ``read`` gives a tensor of the checkpoint. May return views of what was read."""
+        if self.convert is None:
+            return {self.outputs[0]: read(self.inputs[0][1])}
+        return self.convert(self, read)
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How all tensors of a model are made from those of a checkpoint.
+
+    Attributes:
+        family: the model's type, for messages.
+        expected: shape and element type of every name, as tensors on the meta device.
+        ties: names that share another's tensor -> that name.
+        recipes: by the name of what they make; none for a model without a checkpoint.
+    """
+
+    family: str
+    expected: Mapping[str, torch.Tensor]
+    ties: Mapping[str, str]
+    recipes: Mapping[str, Recipe]
+
+
+def load(
+    directory: ModelDirectory,
+    names: Sequence[str],
+    plan: WeightPlan,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors ``names`` of a model, on the CPU, in memory of their own. Tied names share one tensor.
+
+    Args:
+        names: of ``plan.expected``. Only what they need is read.
+        load_format: "auto" reads the checkpoint; "dummy" draws weights that depend on ``seed`` and name alone.
+        on_progress: called with (bytes done, bytes in all) after every tensor.
+
+    Raises:
+        ModelError: the model has no such tensor, the checkpoint lacks one or holds it in another shape or an element
+            type that cannot be converted.
+    """
+    unknown = sorted(set(names) - plan.expected.keys())
+    if unknown:
+        raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} such names)")
+    done = _Done(sum(plan.expected[name].nbytes for name in names), on_progress)
+    if load_format == "dummy":
+        return _dummy(names, plan.expected, plan.ties, seed, done)
+    return _Checkpoint(directory, plan).read(names, done)
+
+
+class _Done:
+    """Counts bytes and reports them."""
+
+    def __init__(self, total: int, report: Progress | None) -> None:
+        self._total, self._report, self._bytes = total, report, 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._bytes += tensor.nbytes
+        if self._report is not None:
+            self._report(self._bytes, self._total)
+
+
+class _Checkpoint:
+    """One checkpoint's files, and how the model's tensors are made from them."""
+
+    def __init__(self, directory: ModelDirectory, plan: WeightPlan) -> None:
+        self._directory = directory
+        self._expected = plan.expected
+        self._recipes = plan.recipes
+        self._ties = plan.ties
+
+    def read(self, names: Sequence[str], done: _Done) -> dict[str, torch.Tensor]:
+        """All of ``names``, each recipe made once."""
+        sources = {name: self._stored(name) for name in names}
+        needed = set(sources.values())
+        for name in sorted(needed):
+            self._check_inputs(name)
+        made: dict[str, torch.Tensor] = {}
+        result: dict[str, torch.Tensor] = {}
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            for name, source in sources.items():
+                if source not in made:
+                    outputs = self._make(self._recipes[source], files, stack)
+                    made.update((output, outputs[output]) for output in outputs.keys() & needed)
+                result[name] = made[source]
+                done.add(result[name])
+        return result
+
+    def _stored(self, name: str) -> str:
+        """The name under which the checkpoint holds ``name``: its own, or one that it is tied to."""
+        source = self._ties.get(name, name)
+        for candidate in (source, *(tied for tied, to in self._ties.items() if to == source)):
+            if candidate in self._recipes:
+                return candidate
+        files = {entry.file.name for entry in self._directory.tensors.values()}
+        raise ModelError(
+            f"{self._directory.path}: no tensor for {name} among the {len(self._directory.tensors)} in {some(files)}. "
+            "The weights are not those of this config.json, or incomplete: copy the directory again"
+        )
+
+    def _check_inputs(self, name: str) -> None:
+        """Refuses what the headers already show to be wrong, before any data is read."""
+        recipe = self._recipes[name]
+        for _, key in recipe.inputs:
+            entry = self._directory.tensors[key]
+            if entry.dtype not in _READABLE:
+                raise ModelError(
+                    f"{entry.file}: {key} is {entry.dtype}, which Lamina cannot convert; save the weights as float32, "
+                    "bfloat16 or float16"
+                )
+            if recipe.convert is None:
+                self._check_shape(name, entry.shape, recipe)
+
+    def _check_shape(self, name: str, found: Sequence[int], recipe: Recipe) -> None:
+        wanted = self._expected[name].shape
+        if tuple(wanted) != tuple(found):
+            first = recipe.inputs[0][1]
+            made_of = f"{first} and {len(recipe.inputs) - 1} more" if len(recipe.inputs) > 1 else first
+            raise ModelError(
+                f"{self._directory.tensors[first].file}: {name} (from {made_of}) has shape {list(found)}, but "
+                f"config.json asks for {list(wanted)}. Weights and config.json are of different models"
+            )
+
+    def _make(self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack) -> dict[str, torch.Tensor]:
+        wanted = self._expected[recipe.outputs[0]].dtype
+        mapped: set[int] = set()
+
+        def read(key: str) -> torch.Tensor:
+            file = self._directory.tensors[key].file
+            if file not in files:
+                files[file] = stack.enter_context(safe_open(file, framework="pt"))
+            tensor: torch.Tensor = files[file].get_tensor(key)
+            mapped.add(tensor.untyped_storage().data_ptr())
+            return tensor.to(wanted)
+
+        try:
+            outputs = recipe.make(read)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(
+                f"{self._directory.path}: {recipe.outputs[0]} cannot be made of {recipe.inputs[0][1]} and "
+                f"{len(recipe.inputs) - 1} more tensors: {error}. The checkpoint is incomplete: copy it again"
+            ) from error
+        for name, tensor in outputs.items():
+            self._check_shape(name, tensor.shape, recipe)
+        return {name: _own(tensor, mapped) for name, tensor in outputs.items()}
+
+
+def _own(tensor: torch.Tensor, mapped: set[int]) -> torch.Tensor:
+    """A contiguous tensor with memory of its own: a view of the map shares the file's fate and its poor alignment."""
+    if tensor.is_contiguous() and tensor.untyped_storage().data_ptr() not in mapped:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _dummy(
+    names: Sequence[str], expected: Mapping[str, torch.Tensor], ties: Mapping[str, str], seed: int, done: _Done
+) -> dict[str, torch.Tensor]:
+    made: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name in names:
+        source = ties.get(name, name)
+        if source not in made:
+            made[source] = _dummy_tensor(source, expected[source], seed)
+        result[name] = made[source]
+        done.add(result[name])
+    return result
+
+
+def _dummy_tensor(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Matrices are drawn, biases and integers are 0, other vectors (norms, mostly) are 1."""
+    if not like.is_floating_point() or name.endswith("bias"):
+        return torch.zeros(like.shape, dtype=like.dtype)
+    if like.ndim < 2:
+        return torch.ones(like.shape, dtype=like.dtype)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.empty(like.shape, dtype=like.dtype).normal_(0.0, _DUMMY_STD, generator=generator)

@@ -1,0 +1,257 @@
+"""A second start recalls what the first has made, without transformers, unless something has changed or is damaged."""
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import lamina
+from lamina.compute import preparation
+from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
+from lamina.compute.runner import Rows, SliceRunner
+from lamina.models import directory, tensors
+from lamina.models.directory import BUNDLED, ModelDirectory
+from lamina.types import DType
+
+PREPARE = f"""
+import sys
+from lamina.compute.worker import prepare
+from lamina.compute.runner import SliceRunner
+from lamina.models import directory, tensors
+place = directory.find({str(BUNDLED)!r})
+prepared = prepare(place, None, lambda: print("split"))
+SliceRunner(prepared.lowered, tensors.load(place, prepared.lowered.weights, prepared.weights))
+print(*sorted({{"transformers", "networkx", "sympy"}} & set(sys.modules)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def bundled() -> ModelDirectory:
+    return directory.find(None)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Prepared:
+    """The bundled model, split."""
+    return preparation._split(directory.find(None), None)
+
+
+@pytest.fixture
+def split_before(fresh: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splitting, where only its times matter, takes none."""
+    monkeypatch.setattr(preparation, "_split", lambda place, dtype: fresh)
+
+
+def must_not_split() -> None:
+    raise AssertionError("the model was split again")
+
+
+def loaded(place: ModelDirectory, prepared: Prepared) -> dict[str, torch.Tensor]:
+    return tensors.load(place, prepared.lowered.weights, prepared.weights)
+
+
+def query(place: ModelDirectory, prepared: Prepared) -> torch.Tensor:
+    rows = Rows(torch.arange(5), torch.arange(5))
+    out = SliceRunner(prepared.lowered, loaded(place, prepared)).run(0, rows, None, (), None)
+    assert out.q is not None
+    return out.q
+
+
+def times_split(place: ModelDirectory, dtype: DType | None = None) -> int:
+    calls: list[None] = []
+    prepare(place, dtype, lambda: calls.append(None))
+    return len(calls)
+
+
+def test_the_second_start_recalls_the_same(bundled: ModelDirectory, fresh: Prepared, cache: Path) -> None:
+    assert times_split(bundled) == 1
+    recalled = prepare(bundled, None, must_not_split)
+    theirs, ours = loaded(bundled, fresh), loaded(bundled, recalled)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert torch.equal(query(bundled, recalled), query(bundled, fresh))
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("split_before")
+def test_a_recalling_process_imports_no_transformers(bundled: ModelDirectory) -> None:
+    prepare(bundled, None, lambda: None)
+    run = subprocess.run([sys.executable, "-c", PREPARE], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt_oss"])
+def test_weights_of_recalled_models(family: str, tmp_path: Path) -> None:
+    """Tied ones, and experts that transformers converts."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, **heads, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    place = directory.find(tmp_path, tokenizer=False)
+    prepare(place, DType.FLOAT32, lambda: None)
+    found = loaded(place, prepare(place, DType.FLOAT32, must_not_split))
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())
+
+
+@pytest.mark.usefixtures("split_before")
+def test_dummy_weights_of_a_recalled_model(bundled: ModelDirectory) -> None:
+    place = dataclasses.replace(bundled, tensors={})
+    drawn = [
+        tensors.load(place, prepared.lowered.weights, prepared.weights, "dummy", seed=3)
+        for prepared in (prepare(place, None, lambda: None), prepare(place, None, must_not_split))
+    ]
+    assert drawn[0].keys() == drawn[1].keys() and all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+
+
+def _config(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    (folder / "config.json").write_bytes((place.path / "config.json").read_bytes() + b"\n")
+    return dataclasses.replace(place, path=folder)
+
+
+def _tensors(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    return dataclasses.replace(place, tensors={f"model.{name}": entry for name, entry in place.tensors.items()})
+
+
+def _packing(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    monkeypatch.setattr(preparation, "packing", lambda dtype: None)
+    return place
+
+
+def _lamina(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    monkeypatch.setattr(lamina, "__version__", "0.0.0")
+    return place
+
+
+def _torch(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    monkeypatch.setattr(torch, "__version__", "0.0.0")
+    return place
+
+
+def _transformers(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.0")
+    return place
+
+
+def _code(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    (folder / "fuse.py").write_text("# another splitter")
+    monkeypatch.setattr(preparation, "_CODE", (folder,))
+    return place
+
+
+Change = Callable[[ModelDirectory, pytest.MonkeyPatch, Path], ModelDirectory]
+
+
+@pytest.mark.parametrize("change", [_config, _tensors, _packing, _lamina, _torch, _transformers, _code])
+def test_the_key_holds_everything_that_matters(
+    bundled: ModelDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Change
+) -> None:
+    before = cache_key(ingredients(bundled, None))
+    assert cache_key(ingredients(bundled, None)) == before
+    assert cache_key(ingredients(change(bundled, monkeypatch, tmp_path), None)) != before
+
+
+def test_the_key_holds_the_element_type(bundled: ModelDirectory) -> None:
+    keys = {cache_key(ingredients(bundled, dtype)) for dtype in (None, *DType)}
+    assert len(keys) == 1 + len(DType)
+
+
+def test_two_ingredients_do_not_run_into_each_other() -> None:
+    assert cache_key({"a": b"1b", "b": b""}) != cache_key({"a": b"1", "b": b"b"})
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _of_another_model(file: Path) -> None:
+    prepare(directory.find(None), DType.FLOAT32, lambda: None)
+    (other,) = (path for path in file.parent.iterdir() if path != file)
+    file.write_bytes(other.read_bytes())
+
+
+@pytest.mark.usefixtures("split_before")
+@pytest.mark.parametrize("damage", [_flip, _truncate, _empty, _of_another_model])
+def test_a_damaged_file_is_named_and_made_anew(
+    bundled: ModelDirectory, cache: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    prepare(bundled, None, lambda: None)
+    (file,) = cache.iterdir()
+    damage(file)
+    with caplog.at_level(logging.WARNING):
+        assert times_split(bundled) == 1
+    assert str(file) in caplog.text and "cannot be used" in caplog.text
+    assert prepare(bundled, None, must_not_split).lowered.dtype is DType.BFLOAT16
+
+
+@pytest.mark.usefixtures("split_before")
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    bundled: ModelDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(
+        "LAMINA_CACHE_DIR", str(tmp_path / "file")
+    )  # root may write any folder, but nobody one in a file
+    with caplog.at_level(logging.WARNING):
+        assert times_split(bundled) == times_split(bundled) == 1
+    assert caplog.text.count("cannot be written") == 2
+
+
+@pytest.mark.usefixtures("split_before")
+def test_a_model_that_cannot_be_written_is_split_at_every_start(
+    bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lamina.splitter.stored._METHOD_NAMES", frozenset())
+    with caplog.at_level(logging.INFO):
+        assert times_split(bundled) == times_split(bundled) == 1
+    assert "split at every start: lowered graphs have no call_method" in caplog.text
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("split_before")
+def test_without_a_home_nothing_is_kept(bundled: ModelDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LAMINA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert times_split(bundled) == times_split(bundled) == 1
+
+
+def test_two_starts_at_once_leave_one_good_file(bundled: ModelDirectory, cache: Path) -> None:
+    both = [subprocess.Popen([sys.executable, "-c", PREPARE], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate(timeout=200)[0].split()[:1] for process in both] == [[b"split"]] * 2
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(list(cache.iterdir())) == 1
+    prepare(bundled, None, must_not_split)
+
+
+@pytest.mark.usefixtures("split_before")
+def test_old_files_are_removed(bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "KEPT_FILES", 2)
+    cache.mkdir(parents=True)
+    for age, name in enumerate(("newest", "older", "oldest")):
+        (cache / name).touch()
+        os.utime(cache / name, (1000 - age, 1000 - age))
+    prepare(bundled, None, lambda: None)
+    assert {path.name for path in cache.iterdir()} == {cache_key(ingredients(bundled, None)), "newest"}

@@ -1,0 +1,13 @@
+"""Fixtures of all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What workers keep between starts goes to a folder of this run, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
