@@ -3,6 +3,7 @@
 A name that is read is looked up in lists of what lowered graphs may call, never evaluated or imported.
 """
 
+import importlib
 import keyword
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _METHOD_NAMES = frozenset(METHODS.values())
+_GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"  # of experts, where torch's own does not take them
 _TORCH_TYPES = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -79,7 +81,7 @@ class StoredModel(msgspec.Struct):
 def store(model: LoweredModel) -> StoredModel:
     """The record of ``model``. Raises NotStorableError: its graphs hold a target or an argument of an unknown kind."""
     places: dict[int, int] = {}
-    graphs = []
+    graphs: list[StoredGraphs] = []
     for part in model.parts:
         if id(part.graphs) not in places:
             places[id(part.graphs)] = len(graphs)
@@ -184,6 +186,9 @@ def _target(node: StoredNode) -> Any:
             return node.target
         case "call_function" if node.target in _FUNCTIONS:
             return _FUNCTIONS[node.target]
+        case "call_function" if node.target == _GROUPED_PRODUCT:
+            importlib.import_module("transformers.integrations.moe")  # registers it
+            return torch.ops.transformers.grouped_mm_fallback.default
         case "call_function" if node.target.startswith("aten.") and node.target.count(".") == 2:
             _, operation, overload = node.target.split(".")
             found = getattr(getattr(torch.ops.aten, operation, None), overload, None)

@@ -19,9 +19,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-import lamina
 from lamina.env import environment
-from lamina.models import tensors
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.models.tensors import Recipe, WeightPlan
 from lamina.splitter import LoweredModel
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 KEPT_FILES = 64
 """Older ones are removed: every new version of torch, transformers or Lamina leaves those of the last behind."""
 
-_CODE = (Path(lamina.__file__).parent / "splitter", Path(tensors.__file__).parent)
+_CODE = tuple(Path(__file__).parents[1] / room for room in ("compute", "models", "splitter"))
 _DIGEST_BYTES = 32
 
 
@@ -86,15 +84,13 @@ def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], N
 def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
     """All that decides what becomes of a model before its weights are read."""
     packings = [packing(dtype) for dtype in DType]
-    code = [Path(__file__), *(file for folder in _CODE for file in folder.glob("*.py"))]
+    code = [file for folder in _CODE for file in folder.glob("*.py")]
     return {
         "config": (place.path / CONFIG).read_bytes(),
         "dtype": str(dtype and dtype.value).encode(),
         "tensors": "\n".join(sorted(place.tensors)).encode(),
         "packing": str([each and (each.linear.__name__, each.inputs_multiple) for each in packings]).encode(),
-        "lamina": lamina.__version__.encode(),
-        "torch": torch.__version__.encode(),
-        "transformers": importlib.metadata.version("transformers").encode(),
+        **{name: importlib.metadata.version(name).encode() for name in ("lamina", "torch", "transformers")},
         **{f"{file.parent.name}/{file.name}": file.read_bytes() for file in code},
     }
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import lamina
 from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
 from lamina.compute.runner import Rows, SliceRunner
@@ -116,6 +115,9 @@ def test_dummy_weights_of_a_recalled_model(bundled: ModelDirectory) -> None:
     assert drawn[0].keys() == drawn[1].keys() and all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
 
 
+Change = Callable[[ModelDirectory, pytest.MonkeyPatch, Path], ModelDirectory]
+
+
 def _config(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
     (folder / "config.json").write_bytes((place.path / "config.json").read_bytes() + b"\n")
     return dataclasses.replace(place, path=folder)
@@ -130,19 +132,13 @@ def _packing(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Pat
     return place
 
 
-def _lamina(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
-    monkeypatch.setattr(lamina, "__version__", "0.0.0")
-    return place
+def _version(package: str) -> Change:
+    def change(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+        real = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0" if name == package else real(name))
+        return place
 
-
-def _torch(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
-    monkeypatch.setattr(torch, "__version__", "0.0.0")
-    return place
-
-
-def _transformers(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.0")
-    return place
+    return change
 
 
 def _code(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
@@ -151,10 +147,9 @@ def _code(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) 
     return place
 
 
-Change = Callable[[ModelDirectory, pytest.MonkeyPatch, Path], ModelDirectory]
-
-
-@pytest.mark.parametrize("change", [_config, _tensors, _packing, _lamina, _torch, _transformers, _code])
+@pytest.mark.parametrize(
+    "change", [_config, _tensors, _packing, _code, *map(_version, ("lamina", "torch", "transformers"))]
+)
 def test_the_key_holds_everything_that_matters(
     bundled: ModelDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Change
 ) -> None:
