@@ -144,7 +144,7 @@ def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
     config = load_config(place)
     model = split(config, DType.BFLOAT16)
     tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
-    inner = lower(model, {**tensors, **model.constants})[1:-1]
+    inner = lower(model).with_weights(tensors)[1:-1]
     spec, cut = model.attentions[1], model.cuts[0]
 
     @torch.inference_mode()
