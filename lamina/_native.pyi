@@ -319,14 +319,13 @@ class VirtualCluster:
         send_s: float,
         receive_s: float,
         context_s: float,
-        workers: NDArray[Any],
         shares: NDArray[Any],
         /,
     ) -> None:
         """The lane's next step, behind those it has.
 
-        ``workers`` [W] int64 names memory workers; ``shares`` [3, W] float64 are their seconds for one attention:
-        receiving, attending, sending. Raises ValueError.
+        ``shares`` [3, memory workers] float64 are their seconds for one attention: receiving, attending, sending; all
+        zero for those that have no part in it. Raises ValueError.
         """
 
     def advance(self, until_s: float, /) -> tuple[float, int, int, float] | None:

@@ -139,7 +139,9 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table"
     table.add_row(
         "cost", f"${result.usd_per_million_out:.2f} per million tokens drawn, at ${result.usd_per_hour:.2f} an hour"
     )
-    table.add_row("bottleneck", result.bottleneck)
+    table.add_row(
+        "bottleneck", f"{result.bottleneck}; requests waited to be admitted in {result.queued:.0%} of the time"
+    )
     if result.preempted:
         table.add_row("preempted", f"{result.preempted} times: KV lost and computed anew")
     return table

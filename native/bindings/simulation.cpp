@@ -16,16 +16,12 @@ using namespace lamina;
 
 namespace {
 
-using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Seconds = nb::ndarray<const double, nb::shape<3, -1>, nb::c_contig, nb::device::cpu>;
 
 void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_t number,
             const std::vector<std::size_t> &replicas, std::int64_t tick, std::int64_t ticks, double first_s,
             double inner_s, double last_s, double chunks_s, double send_s, double receive_s, double context_s,
-            Indices workers, Seconds shares) {
-    const std::size_t count = workers.shape(0);
-    if (shares.shape(1) != count)
-        throw std::invalid_argument("workers and shares differ in length");
+            Seconds shares) {
     VirtualStep step{.number = number,
                      .replicas = replicas,
                      .tick = tick,
@@ -38,10 +34,9 @@ void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_
                      .receive_s = receive_s,
                      .context_s = context_s,
                      .shares = {}};
-    step.shares.reserve(count);
-    for (std::size_t i = 0; i < count; ++i)
-        step.shares.push_back(
-            {static_cast<std::size_t>(workers(i)), shares(0, i), shares(1, i), shares(2, i)});
+    for (std::size_t i = 0; i < shares.shape(1); ++i)
+        if (shares(0, i) != 0 || shares(1, i) != 0 || shares(2, i) != 0)
+            step.shares.push_back({i, shares(0, i), shares(1, i), shares(2, i)});
     cluster.submit(lane, now_s, std::move(step));
 }
 

@@ -62,7 +62,8 @@ def mixed(count: int, seed: int = 1, rate: float = 20.0) -> Arrivals:
 
 
 def gaps_of(result: Result) -> list[float]:
-    return sorted(result.log.gaps.elements())
+    values, counts = result.log.gaps
+    return sorted(np.repeat(values, counts).tolist())
 
 
 class ClosedForm:
@@ -111,6 +112,17 @@ def test_a_long_prompt_runs_in_chunks_whose_prefix_the_memory_worker_attends_to(
     assert long.pools[1].busy * long.seconds == pytest.approx(LLAMA.layers * float(prefix), rel=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["rtx3090", "h20", "a100"])
+@pytest.mark.parametrize("model", ["Llama-2-7B", "Llama-3-70B"])
+def test_attention_is_linear_in_tokens_and_does_not_depend_on_rows(model: str, kind: str) -> None:
+    """The simulator reads its two numbers off the cost model once."""
+    cost = dataclasses.replace(pools(), model=models.find(model), memory=CATALOGUE[kind]).memory_cost
+    launch, million = float(cost.attention_seconds(0, 1)), float(cost.attention_seconds(1e6, 1))
+    for tokens, rows in ((1, 1), (777, 3), (50_000, 256), (3e6, 1000)):
+        expected = launch + (million - launch) * tokens / 1e6
+        assert float(cost.attention_seconds(tokens, rows)) == pytest.approx(expected, rel=1e-9)
+
+
 def test_tokens_are_conserved_and_every_request_ends_once() -> None:
     arrivals = mixed(300)
     for system, deployment in (
@@ -124,9 +136,9 @@ def test_tokens_are_conserved_and_every_request_ends_once() -> None:
         log = result.log
         assert log.count(State.FINISHED) == len(arrivals)
         assert (log.drawn == arrivals.output).all()
-        assert sum(log.gaps.values()) == (arrivals.output - 1).sum()
-        total = sum(gap * count for gap, count in log.gaps.items())
-        assert total == pytest.approx(float((log.end_s - log.first_s).sum()))
+        gaps, counts = log.gaps
+        assert counts.sum() == (arrivals.output - 1).sum()
+        assert float(gaps @ counts) == pytest.approx(float((log.end_s - log.first_s).sum()))
         assert (log.first_s > arrivals.arrival_s).all() and (log.end_s >= log.first_s).all()
         assert all(0 < pool.busy <= pool.busiest <= 1 and pool.network <= 1 for pool in result.pools)
 
@@ -148,7 +160,7 @@ def test_same_seed_same_result_and_another_seed_another() -> None:
     deployment = pools(compute_workers=2, memory_workers=3, lanes=None)
     first, second, other = (simulate(deployment, draw(trace, 200, seed, 30.0)) for seed in (3, 3, 4))
     assert first.summary() == second.summary() != other.summary()
-    assert (first.log.end_s == second.log.end_s).all() and first.log.gaps == second.log.gaps
+    assert (first.log.end_s == second.log.end_s).all() and gaps_of(first) == gaps_of(second)
 
 
 def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ def submit(
         network.get("send_s", 0.0),
         network.get("receive_s", 0.0),
         network.get("context_s", 0.0),
-        np.arange(len(attention_s)),
         shares,
     )
 
@@ -165,6 +164,6 @@ def test_a_chunk_keeps_the_replica_busy_while_its_keys_travel() -> None:
 
 def test_what_cannot_be_run_is_refused() -> None:
     cluster = VirtualCluster(1, 1, 1, 0.0)
-    for replicas, workers in (([0], [0]), ([0, 1], [0]), ([0, 0], [1])):
+    for replicas, memories in (([0], 1), ([0, 1], 1), ([0, 0], 2)):
         with pytest.raises(ValueError, match="a step n"):
-            cluster.submit(0, 0.0, 0, replicas, 0, 1, 1, 1, 1, 0, 0, 0, 0, np.array(workers), np.zeros((3, 1)))
+            cluster.submit(0, 0.0, 0, replicas, 0, 1, 1, 1, 1, 0, 0, 0, 0, np.ones((3, memories)))

@@ -13,7 +13,6 @@ import enum
 import heapq
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -62,6 +61,7 @@ class BaselineSimulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._steps = 0
+        self._queued_s = 0.0
         for fault in faults:
             self._at(fault.at_s, partial(self._strike, fault))
 
@@ -84,6 +84,7 @@ class BaselineSimulation:
         now, arrived, turns = 0.0, 0, 0
         arrival_s = self._arrivals.arrival_s
         while self._log.ended < len(self._arrivals):
+            before, waited = now, self._prefilled or any(one.waiting for one in (*self._first, *self._decode))
             arrival = float(arrival_s[arrived]) if arrived < len(arrival_s) else math.inf
             if self._events and self._events[0][0] < arrival:
                 now, _, happen = heapq.heappop(self._events)
@@ -93,6 +94,7 @@ class BaselineSimulation:
                 now = arrival
                 self._arrive(arrived, now)
                 arrived += 1
+            self._queued_s += now - before if waited else 0.0
             turns += 1
             if on_progress is not None and turns % 256 == 0:
                 on_progress(self._log.ended)
@@ -159,7 +161,7 @@ class BaselineSimulation:
             elif self._decode and instance in self._first:
                 instance.running.remove(sequence)  # its blocks stay until its KV has gone
                 self._prefilled.append((instance, sequence))
-        self._log.gaps.update(Counter(gaps))
+        self._log.note_gaps(gaps)
         self._pull(now)
         self._begin(instance, now)
 
@@ -247,6 +249,7 @@ class BaselineSimulation:
                 for name, hardware, instances in kinds
             ),
             usd_per_hour=deployment.usd_per_hour,
+            queued=self._queued_s / now if now else 0.0,
             steps=self._steps,
             preempted=sum(instance.preempted for instance in (*self._first, *self._decode)),
         )

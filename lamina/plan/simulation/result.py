@@ -4,6 +4,7 @@ import csv
 import enum
 import importlib.util
 import math
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ class State(enum.Enum):
 
 _STATES = tuple(State)
 
+BUSY = 0.8
+"""Share of the time from which something is called the bottleneck for what it does or makes wait."""
+
 
 class RequestLog:
     """Collects what becomes of requests, by their index among the arrivals, and every time between two tokens."""
@@ -41,8 +45,19 @@ class RequestLog:
         self.drawn: NDArray[np.int64] = np.zeros(count, np.int64)
         self.longest_gap_s: Floats = np.full(count, np.nan)
         self._state: NDArray[np.int8] = np.full(count, -1, np.int8)
-        self.gaps: Counter[float] = Counter()
+        self._gaps, self._gap_counts = array("d"), array("q")
         self.ended = 0
+
+    def note_gaps(self, seconds: Sequence[float]) -> None:
+        """A step has brought a next token to sequences that had waited so long for it."""
+        for gap, count in Counter(seconds).items():
+            self._gaps.append(gap)
+            self._gap_counts.append(count)
+
+    @property
+    def gaps(self) -> tuple[Floats, NDArray[np.int64]]:
+        """Times between two tokens of a request, with how many there were: not sorted, and some several times."""
+        return np.array(self._gaps), np.array(self._gap_counts)
 
     def end(self, index: int, state: State, now_s: float, drawn: int, longest_gap_s: float) -> None:
         """A request has come to its end."""
@@ -113,7 +128,7 @@ class Result:
     Attributes:
         system: what was simulated. log: what became of every request.
         seconds: from the first arrival to the last end. pools: how busy they were.
-        usd_per_hour: of all pools.
+        usd_per_hour: of all pools. queued: share of the time in which requests waited to be admitted.
         decisions: of the engine, in real time: the one part that differs from run to run.
         preempted: sequences that lost their KV and were computed anew.
         spans: what workers did when, by worker, as far as recorded.
@@ -124,6 +139,7 @@ class Result:
     seconds: float
     pools: tuple[PoolUse, ...]
     usd_per_hour: float
+    queued: float
     steps: int
     preempted: int = 0
     decisions: Decisions | None = field(default=None, compare=False)
@@ -153,12 +169,11 @@ class Result:
     @property
     def tbt_s(self) -> Percentiles:
         """Between two tokens of a request, every pair counted."""
-        gaps = self.log.gaps
-        if not gaps:
+        values, counts = self.log.gaps
+        if not len(values):
             return Percentiles(np.nan, np.nan, np.nan)
-        values = np.array(list(gaps.keys()))
         order = values.argsort()
-        counts = np.cumsum(np.array(list(gaps.values()))[order])
+        counts = np.cumsum(counts[order])
         at = [int(np.searchsorted(counts, share * counts[-1])) for share in (0.5, 0.9, 0.99)]
         return Percentiles(*(float(values[order][place]) for place in at))
 
@@ -169,10 +184,12 @@ class Result:
 
     @property
     def bottleneck(self) -> str:
-        """The pool whose workers or network cards are busiest."""
+        """The pool whose workers or network cards are busiest, or that none is and requests wait to be admitted all
+        the same: for KV slots, or for one of ``max_num_seqs`` places."""
         uses = [(pool.busiest, f"{pool.name} workers") for pool in self.pools]
         uses += [(pool.network, f"network of {pool.name} workers") for pool in self.pools]
-        return max(uses)[1]
+        share, what = max(uses)
+        return "room to admit requests (KV slots or max_num_seqs)" if share < BUSY and self.queued > BUSY else what
 
     def summary(self) -> dict[str, Any]:
         """Everything but the requests, as JSON takes it; the same for the same seed."""
@@ -187,6 +204,7 @@ class Result:
             "tbt_s": vars(self.tbt_s),
             "pools": [vars(pool) for pool in self.pools],
             "bottleneck": self.bottleneck,
+            "queued": self.queued,
             "usd_per_hour": self.usd_per_hour,
             "usd_per_million_out": self.usd_per_million_out,
             "steps": self.steps,

@@ -8,7 +8,6 @@ no latency. Every one of a worker's slowness and every message between the pools
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lamina import _native
@@ -75,6 +74,7 @@ class Simulation:
         self._homes: dict[int, int] = {}
         self._rows: dict[int, int] = {}  # by step in flight
         self._steps = 0
+        self._queued_s = 0.0
         self._next = 0  # of the arrivals
         self._next_fault = 0
         self._dead = False
@@ -106,6 +106,7 @@ class Simulation:
         """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
+            before, waited = now, self._scheduler.waiting > 0
             finished = self._cluster.advance(self._next_from_outside())
             if finished is not None:
                 now, lane, step, busy = finished
@@ -114,6 +115,7 @@ class Simulation:
                 now = self._next_from_outside()
                 assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
                 self._happen(now)
+            self._queued_s += now - before if waited else 0.0
             self._launch(now)
             turns += 1
             if on_progress is not None and turns % 256 == 0:
@@ -183,13 +185,13 @@ class Simulation:
         rows = self._rows.pop(step)
         if self._lanes is not None:
             self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
-        live, before = self._live, []
+        live, gaps = self._live, []
         for sequence, (group, completion) in drawn.items():
             completion.generated.append(0)
             own = live[sequence]
             if own.drawn:
                 gap = now - own.last_s
-                before.append(gap)
+                gaps.append(gap)
                 own.longest_gap_s = max(own.longest_gap_s, gap)
             else:
                 self._log.first_s[own.index] = now
@@ -199,7 +201,7 @@ class Simulation:
                 self._scheduler.finish(group, completion)
                 self._log.end(own.index, State.FINISHED, now, own.drawn, own.longest_gap_s)
                 del live[sequence]
-        self._log.gaps.update(Counter(before))
+        self._log.note_gaps(gaps)
 
     def _choose_lanes(self, chooser: LaneChooser, rows: int, drawn: int, busy_s: float) -> None:
         chooser.note_slices(rows, busy_s)
@@ -254,7 +256,6 @@ class Simulation:
             times.send_s,
             times.receive_s,
             times.context_s,
-            times.workers,
             times.shares,
         )
 
@@ -275,6 +276,7 @@ class Simulation:
                 _use("memory", deployment.memory.kind, deployment.memory_workers, memories, now),
             ),
             usd_per_hour=deployment.usd_per_hour,
+            queued=self._queued_s / now if now else 0.0,
             steps=self._steps,
             decisions=self._decisions,
             spans=self._spans(),

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamina.plan.cost import GEMMS, POINTWISE, CostModel
+from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
-from lamina.plan.simulation.arrivals import Ints
 from lamina.plan.simulation.deployment import Deployment
 from lamina.transport.wire import attends_locally
 from lamina.types import SequenceStep
 
 _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
+
+
+_MANY = 2.0**20  # tokens at which attention's seconds per token are read off
 
 
 class SliceTimes:
@@ -30,9 +32,6 @@ class SliceTimes:
         self.ends: list[float] = ends.tolist()
 
 
-assert set(_BEFORE_ATTENTION) <= {*GEMMS, *POINTWISE}
-
-
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step of ``rows`` rows, as ``VirtualCluster.submit`` takes them."""
@@ -45,13 +44,16 @@ class StepTimes:
     send_s: float
     receive_s: float
     context_s: float
-    workers: Ints
     shares: Floats
 
 
 class StepModel:
     """Times of steps as the runtime runs them: decode attention and what a prompt's chunks see of earlier ones on the
-    memory workers, the rest of a chunk's attention on the replica (``compute/exchange.py``)."""
+    memory workers, the rest of a chunk's attention on the replica (``compute/exchange.py``).
+
+    What a memory worker needs for one attention is linear in the rows that ask it, the tokens they see and whether any
+    does, so a step's shares are one small matrix product.
+    """
 
     def __init__(self, deployment: Deployment) -> None:
         compute, memory, shape = deployment.compute_cost, deployment.memory_cost, deployment.model
@@ -68,52 +70,55 @@ class StepModel:
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
         self.latency_s = float(compute.link_seconds(0.0))
+        launch = float(memory.attention_seconds(0, 1))
+        token = (float(memory.attention_seconds(_MANY, 1)) - launch) / _MANY
+        sent, back = (self._kept_bytes + self._asked_bytes, self._asked_bytes)
+        # [receive, attend, send] of a memory worker by [rows, tokens they see besides themselves, 1 if any]
+        self._linear = np.array(
+            [[sent * self._memory_byte_s, 0, 0], [token, token, launch], [back * self._memory_byte_s, 0, 0]]
+        )
 
     def times(self, steps: Sequence[SequenceStep], homes: Mapping[int, int]) -> StepTimes:
         """Of one step. ``homes``: the memory worker of each sequence, by number."""
         chunks = [step for step in steps if attends_locally(step)]
         singles = [step for step in steps if not attends_locally(step)] if chunks else steps
-        workers = np.fromiter((homes[step.sequence] for step in singles), np.int64, len(singles))
-        seen = np.fromiter((step.start for step in singles), np.float64, len(singles))
-        asked = np.bincount(workers, minlength=self._workers).astype(np.float64)
-        tokens = np.bincount(workers, seen, minlength=self._workers) + asked
-        attention = np.where(asked > 0, self._memory.attention_seconds(tokens, asked), 0.0)
-        kept = asked.copy()
-        rows, draws, chunks_s = len(singles), len(singles), 0.0
+        shares = self._linear @ self._counts(singles, homes)
+        rows = draws = asked = len(singles)
+        chunks_s = 0.0
         for chunk in chunks:
-            length, home = len(chunk.tokens), homes[chunk.sequence]
+            length, share = len(chunk.tokens), shares[:, homes[chunk.sequence]]
             rows += length
             draws += bool(chunk.draws)
-            kept[home] += length
             chunks_s += float(self._compute.chunk_attention_seconds(length, 0, self._tp))
+            share[0] += length * self._kept_bytes * self._memory_byte_s
             if chunk.start:
-                asked[home] += length
-                attention[home] += self._prefix_seconds(length, chunk.start)
-        return self._assembled(rows, draws, chunks_s, kept, asked, attention)
-
-    def _prefix_seconds(self, chunk: int, prefix: int) -> float:
-        """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""
-        cost = self._memory
-        arithmetic = cost.chunk_attention_seconds(chunk, prefix) - cost.chunk_attention_seconds(chunk, 0)
-        return max(float(arithmetic), float(cost.attention_seconds(prefix, 1)))
-
-    def _assembled(
-        self, rows: int, draws: int, chunks_s: float, kept: Floats, asked: Floats, attention: Floats
-    ) -> StepTimes:
+                asked += length
+                there = length * self._asked_bytes * self._memory_byte_s
+                share += (there, self._prefix_seconds(length, chunk.start), there)
         slices = self._slices
-        (workers,) = kept.nonzero()
-        kept, asked = kept[workers], asked[workers]
-        back = asked * self._asked_bytes
-        sent = kept * self._kept_bytes + back
         return StepTimes(
             rows=rows,
             first_s=slices.first[rows],
             inner_s=slices.inner[rows],
             last_s=slices.after[rows] + slices.ends[draws],
             chunks_s=chunks_s,
-            send_s=float(sent.sum()) * self._compute_byte_s,
-            receive_s=float(back.sum()) * self._compute_byte_s,
+            send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
+            receive_s=asked * self._asked_bytes * self._compute_byte_s,
             context_s=rows * self._context_bytes * self._compute_byte_s,
-            workers=workers,
-            shares=np.stack((sent * self._memory_byte_s, attention[workers], back * self._memory_byte_s)),
+            shares=shares,
         )
+
+    def _counts(self, singles: Sequence[SequenceStep], homes: Mapping[int, int]) -> Floats:
+        """[rows, tokens they see besides themselves, 1 if any] by memory worker."""
+        workers = np.array([homes[step.sequence] for step in singles], np.int64)
+        counts = np.empty((3, self._workers))
+        counts[0] = np.bincount(workers, minlength=self._workers)
+        counts[1] = np.bincount(workers, [step.start for step in singles], minlength=self._workers)
+        counts[2] = counts[0] > 0
+        return counts
+
+    def _prefix_seconds(self, chunk: int, prefix: int) -> float:
+        """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""
+        cost = self._memory
+        arithmetic = cost.chunk_attention_seconds(chunk, prefix) - cost.chunk_attention_seconds(chunk, 0)
+        return max(float(arithmetic), float(cost.attention_seconds(prefix, 1)))

@@ -1,0 +1,99 @@
+"""How fast `lamina simulate` is, and what the engine's decisions cost as the cluster grows. CPU seconds of one core.
+
+python bench/simulate.py azure_conv_2023.csv                 # the trace, and clusters of growing size
+python bench/simulate.py azure_conv_2023.csv --large         # 250 compute, 1,000 memory workers, 1,000,000 requests
+"""
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from lamina.plan import hardware, models
+from lamina.plan.simulation import Arrivals, Deployment, Result, draw, replay, simulate
+from lamina.plan.workload import read_trace
+
+RESULTS = Path(__file__).parent / "results" / "simulate.json"
+MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
+MEMORIES = 4  # for each compute worker of a growing cluster, as 1,000 for 250
+REQUESTS = 800  # for each compute worker
+RATE = 1.2  # times the trace's, for each compute worker: what it serves without a queue that grows
+CLUSTERS = (2, 10, 50)
+LARGE, LARGE_REQUESTS = 250, 1_000_000
+
+
+def deployment(computes: int, memories: int, **settings: Any) -> Deployment:
+    catalogue = hardware.load()
+    return Deployment(
+        model=models.find(MODEL),
+        compute=catalogue[COMPUTE],
+        compute_workers=computes,
+        memory=catalogue[MEMORY],
+        memory_workers=memories,
+        **settings,
+    )
+
+
+def cluster(computes: int) -> Deployment:
+    """Two lanes for each compute worker, which never leave it."""
+    return deployment(computes, MEMORIES * computes, lanes=2 * computes, pipelining="fixed")
+
+
+def measure(pools: Deployment, arrivals: Arrivals) -> dict[str, Any]:
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    result = simulate(pools, arrivals)
+    row = {
+        "compute_workers": pools.compute_workers,
+        "memory_workers": pools.memory_workers,
+        "requests": len(arrivals),
+        "cpu_s": time.process_time() - begun_cpu,
+        "wall_s": time.perf_counter() - begun,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        **decisions(result),
+        "summary": result.summary(),
+    }
+    show(row)
+    return row
+
+
+def decisions(result: Result) -> dict[str, float]:
+    """What the engine's decisions cost: wall time, so that other processes on the core count too."""
+    spent = result.decisions
+    assert spent is not None
+    return {
+        "steps": spent.steps,
+        "sequences_a_step": spent.rows / spent.steps,
+        "decisions_us_a_step": sum(spent.seconds.values()) / spent.steps * 1e6,
+        "decisions_us_a_sequence": sum(spent.seconds.values()) / spent.rows * 1e6,
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['compute_workers']:>4} compute {row['memory_workers']:>5} memory {row['requests']:>8} requests: "
+        f"{row['cpu_s']:7.1f} s CPU ({row['wall_s']:7.1f} s), {row['peak_gib']:.2f} GiB; {row['steps']} steps of "
+        f"{row['sequences_a_step']:.1f} sequences, decisions {row['decisions_us_a_step']:.0f} us a step, "
+        f"{row['decisions_us_a_sequence']:.2f} us a sequence",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--large", action="store_true")
+    arguments = parser.parse_args()
+    trace = list(read_trace(arguments.trace))
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if arguments.large:
+        results["large"] = measure(cluster(LARGE), draw(trace, LARGE_REQUESTS, 0, RATE * LARGE))
+    else:
+        results["trace"] = measure(deployment(2, 6), replay(trace))
+        results["growing"] = [measure(cluster(size), draw(trace, REQUESTS * size, 0, RATE * size)) for size in CLUSTERS]
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
