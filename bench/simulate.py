@@ -80,19 +80,24 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def keep(name: str, measured: object) -> None:
+    """Put a result into the file beside those of other runs."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps({**results, name: measured}, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--large", action="store_true")
     arguments = parser.parse_args()
     trace = list(read_trace(arguments.trace))
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if arguments.large:
-        results["large"] = measure(cluster(LARGE), draw(trace, LARGE_REQUESTS, 0, RATE * LARGE))
+        keep("large", measure(cluster(LARGE), draw(trace, LARGE_REQUESTS, 0, RATE * LARGE)))
     else:
-        results["trace"] = measure(deployment(2, 6), replay(trace))
-        results["growing"] = [measure(cluster(size), draw(trace, REQUESTS * size, 0, RATE * size)) for size in CLUSTERS]
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        keep("trace", measure(deployment(2, 6), replay(trace)))
+        growing = [measure(cluster(size), draw(trace, REQUESTS * size, 0, RATE * size)) for size in CLUSTERS]
+        keep("growing", growing)
 
 
 if __name__ == "__main__":
