@@ -122,7 +122,7 @@ class Engine:
             self._require_alive()
             if request_id in self._accepted:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            if len(self._accepted) >= MAX_WAITING:
+            if len(self._accepted) >= MAX_WAITING + self._scheduler.limits.max_num_seqs:
                 raise OverloadedError(f"{len(self._accepted)} requests are in the engine, the most it takes; try later")
             self._accepted.add(request_id)
             self._commands.append(lambda: self._add(tracked))

@@ -101,7 +101,7 @@ class PoolUse:
 
 @dataclass
 class Decisions:
-    """What the engine's decisions cost on the machine that simulated: seconds of real time.
+    """What the engine's decisions cost on the machine that simulated: seconds of CPU time.
 
     Attributes:
         steps, rows: planned. seconds: by decision.
@@ -129,7 +129,7 @@ class Result:
         system: what was simulated. log: what became of every request.
         seconds: from the first arrival to the last end. pools: how busy they were.
         usd_per_hour: of all pools. queued: share of the time in which requests waited to be admitted.
-        decisions: of the engine, in real time: the one part that differs from run to run.
+        decisions: of the engine, in CPU time: the one part that differs from run to run.
         preempted: sequences that lost their KV and were computed anew.
         spans: what workers did when, by worker, as far as recorded.
     """

@@ -2,7 +2,7 @@
 
 ``Simulation`` does what ``Engine._step`` does: it takes in what workers say, plans steps for lanes that have fewer than
 two in flight, and hears of drawn tokens. Tokens have no value here; a request ends when it has drawn as many as it is
-said to. Decisions take no virtual time (``Result.decisions`` says what they cost in real time); the control plane has
+said to. Decisions take no virtual time (``Result.decisions`` says what they cost in CPU time); the control plane has
 no latency. Every one of a worker's slowness and every message between the pools is the virtual cluster's.
 """
 
@@ -150,13 +150,13 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, output = int(self._arrivals.prompt[index]), int(self._arrivals.output[index])
         request = Request(str(index), None, [0] * prompt, SamplingParams(max_tokens=output))
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             group = self._scheduler.add(request)
         except RequestError:
             self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]), 0, 0.0)
             return
-        self._decisions.seconds["add"] += time.perf_counter() - begun
+        self._decisions.seconds["add"] += time.process_time() - begun
         self._live[group.completions[0].sequence] = _Live(index, output)
 
     def _strike(self, fault: Fault, now: float) -> None:
@@ -179,9 +179,9 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _complete(self, now: float, lane: int, step: int, busy_s: float) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         drawn = self._scheduler.complete(lane, step)
-        self._decisions.seconds["complete"] += time.perf_counter() - begun
+        self._decisions.seconds["complete"] += time.process_time() - begun
         rows = self._rows.pop(step)
         if self._lanes is not None:
             self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
@@ -214,13 +214,13 @@ class Simulation:
         """All the steps that lanes may have in flight begin; those without sequences are done at once."""
         if self._dead:
             return
-        begun = time.perf_counter()
+        begun = time.process_time()
         scheduler = self._scheduler
         planned: list[StepPlan] = []
         for lane in scheduler.plannable(DEPTH):
             while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
                 planned.append(plan)
-        self._decisions.seconds["plan"] += time.perf_counter() - begun
+        self._decisions.seconds["plan"] += time.process_time() - begun
         empty = [plan for plan in planned if not plan.sequences]
         for plan in planned:
             self._submit(plan, now)
