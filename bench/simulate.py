@@ -95,9 +95,9 @@ def main() -> None:
     if arguments.large:
         keep("large", measure(cluster(LARGE), draw(trace, LARGE_REQUESTS, 0, RATE * LARGE)))
     else:
-        growing = [measure(cluster(size), draw(trace, REQUESTS * size, 0, RATE * size)) for size in CLUSTERS]
-        keep("growing", growing)
         keep("trace", measure(deployment(2, 6), replay(trace)))
+        for size in CLUSTERS:
+            keep(f"{size} compute workers", measure(cluster(size), draw(trace, REQUESTS * size, 0, RATE * size)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
 
 import itertools
+import sys
 from collections.abc import Iterable
 from random import Random
 
@@ -297,3 +298,37 @@ def test_without_max_tokens_a_request_gets_what_a_memory_worker_holds() -> None:
     assert (group.max_tokens, group.tokens) == (6, 20)
     alone = under_test.add(Request("s", None, [1] * 10, SamplingParams(max_tokens=None)))
     assert (alone.max_tokens, alone.tokens) == (11, 20)
+
+
+def calls_a_row(lanes: int, memories: int) -> float:
+    """Functions called, ours and the interpreter's, for every sequence planned and completed in a busy cluster."""
+    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64)
+    under_test = scheduler({f"memory{index}": 400 for index in range(memories)}, lanes, limits)
+    random = Random(0)
+    for index in range(24 * lanes):
+        under_test.add(request(str(index), random.randint(1, 8), max_tokens=random.randint(4, 24)))
+    calls = rows = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    while not under_test.idle:
+        sys.setprofile(count)
+        for lane in under_test.plannable(2):
+            while under_test.in_flight(lane) < 2 and (plan := under_test.plan(lane)) is not None:
+                rows += len(plan.sequences)
+        sys.setprofile(None)  # the looks over all lanes are this test's own
+        done = random.choice([lane for lane in range(lanes) if under_test.in_flight(lane)])
+        sys.setprofile(count)
+        for group, completion in under_test.complete(done).values():
+            completion.generated.append(7)
+            if len(completion.generated) == group.max_tokens:
+                under_test.finish(group, completion)
+        sys.setprofile(None)
+    return calls / rows
+
+
+def test_what_a_decision_costs_does_not_grow_with_the_cluster() -> None:
+    small = calls_a_row(lanes=4, memories=4)
+    assert calls_a_row(lanes=40, memories=40) < 1.2 * small
