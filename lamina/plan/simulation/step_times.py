@@ -51,8 +51,8 @@ class StepModel:
     """Times of steps as the runtime runs them: decode attention and what a prompt's chunks see of earlier ones on the
     memory workers, the rest of a chunk's attention on the replica (``compute/exchange.py``).
 
-    What a memory worker needs for one attention is linear in the rows that ask it, the tokens they see and whether any
-    does, so a step's shares are one small matrix product.
+    What a memory worker needs for one attention is linear in the tokens that rows see, and any function of the number
+    of rows, so that a step's shares are one small matrix product and one look into a table.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -70,19 +70,17 @@ class StepModel:
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
         self.latency_s = float(compute.link_seconds(0.0))
-        launch = float(memory.attention_seconds(0, 1))
-        token = (float(memory.attention_seconds(_MANY, 1)) - launch) / _MANY
+        self._attend_s = memory.attention_seconds(0, np.arange(deployment.max_num_batched_tokens + 1))  # by rows
+        token = (float(memory.attention_seconds(_MANY, 1)) - float(self._attend_s[1])) / _MANY
         sent, back = (self._kept_bytes + self._asked_bytes, self._asked_bytes)
-        # [receive, attend, send] of a memory worker by [rows, tokens they see besides themselves, 1 if any]
-        self._linear = np.array(
-            [[sent * self._memory_byte_s, 0, 0], [token, token, launch], [back * self._memory_byte_s, 0, 0]]
-        )
+        # [receive, attend, send] of a memory worker by [rows, tokens they see besides themselves]
+        self._linear = np.array([[sent * self._memory_byte_s, 0], [token, token], [back * self._memory_byte_s, 0]])
 
     def times(self, steps: Sequence[SequenceStep], homes: Mapping[int, int]) -> StepTimes:
         """Of one step. ``homes``: the memory worker of each sequence, by number."""
         chunks = [step for step in steps if attends_locally(step)]
         singles = [step for step in steps if not attends_locally(step)] if chunks else steps
-        shares = self._linear @ self._counts(singles, homes)
+        shares = self._shares(singles, homes)
         rows = draws = asked = len(singles)
         chunks_s = 0.0
         for chunk in chunks:
@@ -108,14 +106,16 @@ class StepModel:
             shares=shares,
         )
 
-    def _counts(self, singles: Sequence[SequenceStep], homes: Mapping[int, int]) -> Floats:
-        """[rows, tokens they see besides themselves, 1 if any] by memory worker."""
+    def _shares(self, singles: Sequence[SequenceStep], homes: Mapping[int, int]) -> Floats:
+        """[receive, attend, send] seconds by memory worker, of decoding sequences."""
         workers = np.array([homes[step.sequence] for step in singles], np.int64)
-        counts = np.empty((3, self._workers))
-        counts[0] = np.bincount(workers, minlength=self._workers)
+        rows = np.bincount(workers, minlength=self._workers)
+        counts = np.empty((2, self._workers))
+        counts[0] = rows
         counts[1] = np.bincount(workers, [step.start for step in singles], minlength=self._workers)
-        counts[2] = counts[0] > 0
-        return counts
+        shares = self._linear @ counts
+        shares[1] += self._attend_s[rows]
+        return shares
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
         """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""
