@@ -58,6 +58,7 @@ def _pack_native(weight: Tensor) -> Tensor:
 
 
 def linear_native(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """x [..., inputs] times the weight that ``NATIVE.pack`` took, plus bias: [..., outputs], rounded once."""
     x, stride = evenly_spaced_rows(x)
     inputs = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
@@ -87,6 +88,7 @@ _POINTWISE: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
 
 
 def linear_onednn(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """The same by oneDNN, for what ``ONEDNN.pack`` made."""
     out: Tensor = _POINTWISE(x, packed, bias, "none", [], "")
     return out
 
