@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina import _native
-from lamina.kernels.segments import SegmentTable
+from lamina.kernels.segments import IntArray, SegmentTable
 from lamina.types import AttentionSpec
 
 Path = _native.AttentionPath
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
 
 BEST_PATH = _native.attention_paths()[-1]
 
