@@ -24,7 +24,10 @@ from rich.progress import track
 from rich.table import Table
 
 from lamina.errors import ConfigError
-from lamina.kernels.gpu.attention import (
+from lamina.kernels.gpu.choice import Context, Shape, default
+from lamina.kernels.gpu.device import find, select
+from lamina.kernels.gpu.program import KvElement, Program
+from lamina.kernels.gpu.specialize import (
     append_program,
     attend_program,
     combine_program,
@@ -34,9 +37,6 @@ from lamina.kernels.gpu.attention import (
     prompt_tile,
     write_words_program,
 )
-from lamina.kernels.gpu.choice import Context, Shape, default
-from lamina.kernels.gpu.device import find, select
-from lamina.kernels.gpu.program import KvElement, Program
 from lamina.types import AttentionSpec
 
 RESULTS = Path(__file__).parent / "results"

@@ -15,11 +15,12 @@ import cupy
 import numpy as np
 from rich.progress import track
 
-from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, decode_tile, merge, pair_table
+from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, merge, pair_table
 from lamina.kernels.gpu.choice import Choices, Shape, Tiling, classify, default
 from lamina.kernels.gpu.cuda import Cuda
 from lamina.kernels.gpu.polling import Doorbell, Polling
 from lamina.kernels.gpu.program import KvElement
+from lamina.kernels.gpu.specialize import decode_tile
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 

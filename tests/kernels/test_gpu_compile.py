@@ -64,8 +64,8 @@ def test_polling_source_travels_with_the_package():
 
 def test_interpreted_kernels_are_not_compiled_by_accident():
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    from lamina.kernels.gpu.attention import plan_program
     from lamina.kernels.gpu.choice import Tiling
+    from lamina.kernels.gpu.specialize import plan_program
     from lamina.kernels.gpu.triton_compile import compile_program
     from tests.kernels.cases import make_spec
 

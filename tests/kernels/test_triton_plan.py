@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from lamina.kernels.gpu.attention import PAIR_WORDS, merge, pair_table, plan_program, write_words
+from lamina.kernels.gpu.attention import PAIR_WORDS, merge, pair_table, write_words
 from lamina.kernels.gpu.choice import Tiling
+from lamina.kernels.gpu.specialize import plan_program
 from lamina.kernels.reference import visible
 from tests.kernels.cases import Pair, decode, make_spec, problem_pairs, table
 from tests.kernels.device import BACKEND, give, take

@@ -11,15 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
-from lamina.kernels.gpu.program import TRITON_NAMES, Backend, Constant, KvElement, Program
+from lamina.kernels.gpu.program import TRITON_NAMES, Backend, KvElement, Program
+from lamina.kernels.gpu.specialize import (
+    WRITTEN_WORDS,
+    append_program,
+    attend_program,
+    combine_program,
+    decode_tile,
+    merge_program,
+    plan_program,
+    prompt_tile,
+    write_words_program,
+)
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 PAIR_WORDS, ITEM_WORDS = 8, 4
-LARGEST_TILE = 64
-HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
-COMBINED_PARTS = 16  # partials that combine reads at once
-WRITTEN_WORDS = 256  # words of page tables that one program writes
 PairArray = npt.NDArray[np.int32]
 
 
@@ -78,6 +85,44 @@ def pair_table(
             "position; append their tokens before"
         )
     return table
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """What one call of ``Attention.partial`` was given."""
+
+    q: Any
+    slab: KvSlab
+    tables: Any
+    spec: AttentionSpec
+    out: Any
+    lse: Any
+    new: tuple[Any, Any] | None
+
+    def check(self, most_rows: int) -> None:
+        """Raises ValueError for a shape or an element type that does not fit, or more than ``most_rows`` rows."""
+        spec, slab, rows = self.spec, self.slab, len(self.q)
+        shapes = tuple(tuple(array.shape[1:]) for array in (self.q, slab.k, slab.v, self.out, self.lse))
+        wanted = (
+            (spec.query_heads, spec.qk_dim),
+            (spec.kv_heads, spec.qk_dim),
+            (spec.kv_heads, spec.v_dim),
+            (spec.query_heads, spec.v_dim),
+            (spec.query_heads,),
+        )
+        if shapes != wanted or not rows == len(self.out) == len(self.lse) <= most_rows:
+            raise ValueError(
+                f"q, k, v, out and lse have rows of shapes {shapes} and q has {rows} rows; the spec of layer "
+                f"{spec.layer} says {wanted} and the capacity is {most_rows} rows"
+            )
+        stored = slab.element.storage
+        if self.q.dtype not in TRITON_NAMES or slab.k.dtype != stored or slab.v.dtype != stored:
+            raise ValueError(
+                f"q is {self.q.dtype}, k {slab.k.dtype} and v {slab.v.dtype}; q must be float32, float16 or uint16 "
+                f"(bfloat16 bits), and a slab of {slab.element.name} is {stored}"
+            )
+        if self.tables.dtype != np.int32:
+            raise ValueError(f"tables are {self.tables.dtype}; page tables are words of int32")
 
 
 @dataclass(frozen=True)
@@ -171,14 +216,16 @@ class Attention:
         Raises:
             ValueError: a shape or an element type that does not fit, or pairs append and ``new`` is missing.
         """
-        self._check(q, slab, tables, spec, out, lse, new)
+        given = _Operands(q, slab, tables, spec, out, lse, new)
+        given.check(self._capacity.rows)
+        if self._appends and new is None:
+            raise ValueError("pairs of this step append a token while they attend; give the message's k and v as new")
         block_m, most_rows = decode_tile(spec)
-        few = _PairClass.of(spec, slab.element, block_m, (1, most_rows))
-        self._run(few, q, slab, tables, spec, out, lse, new)
+        self._run(_PairClass.of(spec, slab.element, block_m, (1, most_rows)), given)
         if self._most_rows > most_rows:
             rows = most_rows + 1, self._capacity.rows
             many = _PairClass.of(spec, slab.element, prompt_tile(slab.element), rows)
-            self._run(many, q, slab, tables, spec, out, lse, None)
+            self._run(many, replace(given, new=None))
 
     def append(self, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` int32 [T]; a token with slot -1 is left out."""
@@ -187,32 +234,21 @@ class Attention:
             arrays = [slab.k, slab.v, *_scales(slab, slots), k, v, slots]
             self._backend.launch(program, (len(k), k.shape[1]), arrays)
 
-    def _run(
-        self,
-        pairs: _PairClass,
-        q: Any,
-        slab: KvSlab,
-        tables: Any,
-        spec: AttentionSpec,
-        out: Any,
-        lse: Any,
-        new: tuple[Any, Any] | None,
-    ) -> None:
+    def _run(self, pairs: _PairClass, given: _Operands) -> None:
         """One class of pairs: attend, and join what was cut."""
         if pairs not in self._current:
             self._current[pairs] = self._plan(pairs)
-        plan = self._current[pairs]
-        k, v = new or (q, q)
+        plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
         part_rows = plan.bound * spec.kv_heads * pairs.block_m
         parts = self._parts(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
         slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
-        new_type = None if new is None else new[0].dtype
+        new_type = None if given.new is None else given.new[0].dtype
         program = attend_program(
             spec, slab.element, plan.tiling, pairs.block_m, q.dtype, self._backend.capability, new_type
         )
         shared = [self._words, plan.items, plan.splits, out, lse, part_out, part_lse]
-        arrays = [q, slab.k, slab.v, *_scales(slab, lse), k, v, slopes, tables, *shared]
+        arrays = [q, slab.k, slab.v, *_scales(slab, lse), *(given.new or (q, q)), slopes, given.tables, *shared]
         numbers = (self._capacity.pairs, spec.scale, spec.softcap)
         self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
         joined = [part_out, part_lse, self._words, self._row_pairs, plan.splits, out, lse]
@@ -247,158 +283,6 @@ class Attention:
             self._backend.upload(np.asarray(slopes, np.float32), self._slopes[slopes])
         return self._slopes[slopes]
 
-    def _check(
-        self, q: Any, slab: KvSlab, tables: Any, spec: AttentionSpec, out: Any, lse: Any, new: tuple[Any, Any] | None
-    ) -> None:
-        shapes = tuple(tuple(array.shape[1:]) for array in (q, slab.k, slab.v, out, lse))
-        heads = spec.query_heads
-        wanted = (
-            (heads, spec.qk_dim),
-            (spec.kv_heads, spec.qk_dim),
-            (spec.kv_heads, spec.v_dim),
-            (heads, spec.v_dim),
-            (heads,),
-        )
-        if shapes != wanted or not len(q) == len(out) == len(lse) <= self._capacity.rows:
-            raise ValueError(
-                f"q, k, v, out and lse have rows of shapes {shapes} and q has {len(q)} rows; the spec of layer "
-                f"{spec.layer} says {wanted} and the capacity is {self._capacity.rows} rows"
-            )
-        if q.dtype not in TRITON_NAMES or slab.k.dtype != slab.element.storage or slab.v.dtype != slab.element.storage:
-            raise ValueError(
-                f"q is {q.dtype}, k {slab.k.dtype} and v {slab.v.dtype}; q must be float32, float16 or uint16 "
-                f"(bfloat16 bits), and a slab of {slab.element.name} is {slab.element.storage}"
-            )
-        if tables.dtype != np.int32:
-            raise ValueError(f"tables are {tables.dtype}; page tables are words of int32")
-        if self._appends and new is None:
-            raise ValueError("pairs of this step append a token while they attend; give the message's k and v as new")
-
-
-def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
-    """Packed query rows of a program when there are few, and the most query rows of a pair that get it."""
-    group = spec.query_heads // spec.kv_heads
-    block_m = min(LARGEST_TILE, _block(group))
-    return block_m, 2**30 if block_m == LARGEST_TILE else block_m // group
-
-
-def prompt_tile(element: KvElement) -> int:
-    """Packed query rows of a program when there are many; products of float32 take twice the registers."""
-    return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
-
-
-def plan_program(
-    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], extra_items: int, pairs: int
-) -> Program:
-    """``triton_attend.plan`` for pairs with rows[0] to rows[1] query rows."""
-    return _program(
-        "triton_attend.plan",
-        ["*i32"] * 3 + ["i32"],
-        most_rows=rows[1],
-        least_rows=rows[0],
-        group=spec.query_heads // spec.kv_heads,
-        window=spec.window,
-        chunk=spec.chunk,
-        block_m=block_m,
-        block_n=tiling.block_n,
-        extra_items=extra_items,
-        least_tokens=tiling.least_tokens,
-        block_pairs=_power_of_two(pairs),
-    )
-
-
-def attend_program(
-    spec: AttentionSpec,
-    element: KvElement,
-    tiling: Tiling,
-    block_m: int,
-    query: npt.DTypeLike,
-    capability: int,
-    new: npt.DTypeLike | None = None,
-) -> Program:
-    """``triton_attend.attend`` for queries, and new k and v (None: none are appended), of these element types."""
-    query_name = TRITON_NAMES[np.dtype(query)]
-    new_name = query_name if new is None else TRITON_NAMES[np.dtype(new)]
-    # Narrow KV is exact in either 16-bit type; weights times scales need bfloat16's range.
-    value_product = "bf16" if element.scaled else element.triton_name
-    product = "fp16" if element.scaled and query_name == "fp16" else value_product
-    slab = [f"*{element.triton_name}"] * 2
-    return _program(
-        "triton_attend.attend",
-        [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
-        + ["*i32"] * 4
-        + ["*fp32"] * 4
-        + ["i32", "fp32", "fp32"],
-        tiling.warps,
-        tiling.stages,
-        kv_heads=spec.kv_heads,
-        group=spec.query_heads // spec.kv_heads,
-        qk_dim=spec.qk_dim,
-        v_dim=spec.v_dim,
-        window=spec.window,
-        chunk=spec.chunk,
-        capped=spec.softcap > 0,
-        alibi=spec.alibi_slopes is not None,
-        element=_element_code(element, capability),
-        appends=new is not None,
-        product=product,
-        value_product=value_product,
-        block_m=block_m,
-        block_n=tiling.block_n,
-        block_d=_block(spec.qk_dim),
-        block_dv=_block(spec.v_dim),
-    )
-
-
-def combine_program(spec: AttentionSpec, block_m: int) -> Program:
-    """``triton_merge.combine``."""
-    return _program(
-        "triton_merge.combine",
-        ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
-        2,
-        kv_heads=spec.kv_heads,
-        group=spec.query_heads // spec.kv_heads,
-        v_dim=spec.v_dim,
-        block_m=block_m,
-        block_dv=_block(spec.v_dim),
-        block_parts=COMBINED_PARTS,
-    )
-
-
-def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int, qk_dim: int, v_dim: int) -> Program:
-    """``triton_append.append`` for rows of ``new_element``."""
-    new = TRITON_NAMES[np.dtype(new_element)]
-    return _program(
-        "triton_append.append",
-        [f"*{element.triton_name}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
-        1,
-        kv_heads=kv_heads,
-        qk_dim=qk_dim,
-        v_dim=v_dim,
-        element=_element_code(element, HARDWARE_FP8 - 1),  # what it reads back is not used
-        block_d=_block(qk_dim),
-        block_dv=_block(v_dim),
-    )
-
-
-def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> Program:
-    """``triton_merge.merge`` of ``count`` partials."""
-    return _program(
-        "triton_merge.merge",
-        ["*fp32"] * 5 + ["i32"] * 2,
-        2,
-        query_heads=query_heads,
-        v_dim=v_dim,
-        has_sinks=has_sinks,
-        block_dv=_block(v_dim),
-        block_parts=_power_of_two(min(count, COMBINED_PARTS)),
-    )
-
-
-def write_words_program() -> Program:
-    """``triton_append.write_words``."""
-    return _program("triton_append.write_words", ["*i32", "*i32", "i32"], block=WRITTEN_WORDS)
-
 
 def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any = None) -> None:
     """Merges P partials of the same rows, each over other tokens.
@@ -429,24 +313,5 @@ def write_words(backend: Backend, words: Any, changes: npt.NDArray[np.int32]) ->
         backend.launch(write_words_program(), (-(-count // WRITTEN_WORDS),), [words, sent, count])
 
 
-def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **constants: Constant) -> Program:
-    module, _, kernel = path.partition(".")
-    return Program(module, kernel, tuple(types), tuple(constants.items()), warps, stages)
-
-
 def _scales(slab: KvSlab, unused: Any) -> tuple[Any, Any]:
     return (slab.k_scales, slab.v_scales) if slab.element.scaled else (unused, unused)
-
-
-def _element_code(element: KvElement, capability: int) -> int:
-    if element is KvElement.FP8:
-        return 2 if capability >= HARDWARE_FP8 else 3
-    return 1 if element is KvElement.INT8 else 0
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-def _block(size: int) -> int:
-    return max(16, _power_of_two(size))  # what a tensor product takes at least

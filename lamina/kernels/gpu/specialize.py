@@ -1,0 +1,157 @@
+"""Kernels specialised: the element types, constants and launch options that each gets for an attention. Pure."""
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.kernels.gpu.choice import Tiling
+from lamina.kernels.gpu.program import TRITON_NAMES, Constant, KvElement, Program
+from lamina.types import AttentionSpec
+
+LARGEST_TILE = 64
+HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
+COMBINED_PARTS = 16  # partials that combine reads at once
+WRITTEN_WORDS = 256  # words of page tables that one program writes
+
+
+def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
+    """Packed query rows of a program when there are few, and the most query rows of a pair that get it."""
+    group = spec.query_heads // spec.kv_heads
+    block_m = min(LARGEST_TILE, _block(group))
+    return block_m, 2**30 if block_m == LARGEST_TILE else block_m // group
+
+
+def prompt_tile(element: KvElement) -> int:
+    """Packed query rows of a program when there are many; products of float32 take twice the registers."""
+    return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
+
+
+def plan_program(
+    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], extra_items: int, pairs: int
+) -> Program:
+    """``triton_attend.plan`` for pairs with rows[0] to rows[1] query rows."""
+    return _program(
+        "triton_attend.plan",
+        ["*i32"] * 3 + ["i32"],
+        most_rows=rows[1],
+        least_rows=rows[0],
+        group=spec.query_heads // spec.kv_heads,
+        window=spec.window,
+        chunk=spec.chunk,
+        block_m=block_m,
+        block_n=tiling.block_n,
+        extra_items=extra_items,
+        least_tokens=tiling.least_tokens,
+        block_pairs=_power_of_two(pairs),
+    )
+
+
+def attend_program(
+    spec: AttentionSpec,
+    element: KvElement,
+    tiling: Tiling,
+    block_m: int,
+    query: npt.DTypeLike,
+    capability: int,
+    new: npt.DTypeLike | None = None,
+) -> Program:
+    """``triton_attend.attend`` for queries, and new k and v (None: none are appended), of these element types."""
+    query_name = TRITON_NAMES[np.dtype(query)]
+    new_name = query_name if new is None else TRITON_NAMES[np.dtype(new)]
+    # Narrow KV is exact in either 16-bit type; weights times scales need bfloat16's range.
+    value_product = "bf16" if element.scaled else element.triton_name
+    product = "fp16" if element.scaled and query_name == "fp16" else value_product
+    slab = [f"*{element.triton_name}"] * 2
+    return _program(
+        "triton_attend.attend",
+        [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
+        + ["*i32"] * 4
+        + ["*fp32"] * 4
+        + ["i32", "fp32", "fp32"],
+        tiling.warps,
+        tiling.stages,
+        kv_heads=spec.kv_heads,
+        group=spec.query_heads // spec.kv_heads,
+        qk_dim=spec.qk_dim,
+        v_dim=spec.v_dim,
+        window=spec.window,
+        chunk=spec.chunk,
+        capped=spec.softcap > 0,
+        alibi=spec.alibi_slopes is not None,
+        element=_element_code(element, capability),
+        appends=new is not None,
+        product=product,
+        value_product=value_product,
+        block_m=block_m,
+        block_n=tiling.block_n,
+        block_d=_block(spec.qk_dim),
+        block_dv=_block(spec.v_dim),
+    )
+
+
+def combine_program(spec: AttentionSpec, block_m: int) -> Program:
+    """``triton_merge.combine``."""
+    return _program(
+        "triton_merge.combine",
+        ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
+        2,
+        kv_heads=spec.kv_heads,
+        group=spec.query_heads // spec.kv_heads,
+        v_dim=spec.v_dim,
+        block_m=block_m,
+        block_dv=_block(spec.v_dim),
+        block_parts=COMBINED_PARTS,
+    )
+
+
+def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int, qk_dim: int, v_dim: int) -> Program:
+    """``triton_append.append`` for rows of ``new_element``."""
+    new = TRITON_NAMES[np.dtype(new_element)]
+    return _program(
+        "triton_append.append",
+        [f"*{element.triton_name}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
+        1,
+        kv_heads=kv_heads,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        element=_element_code(element, HARDWARE_FP8 - 1),  # what it reads back is not used
+        block_d=_block(qk_dim),
+        block_dv=_block(v_dim),
+    )
+
+
+def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> Program:
+    """``triton_merge.merge`` of ``count`` partials."""
+    return _program(
+        "triton_merge.merge",
+        ["*fp32"] * 5 + ["i32"] * 2,
+        2,
+        query_heads=query_heads,
+        v_dim=v_dim,
+        has_sinks=has_sinks,
+        block_dv=_block(v_dim),
+        block_parts=_power_of_two(min(count, COMBINED_PARTS)),
+    )
+
+
+def write_words_program() -> Program:
+    """``triton_append.write_words``."""
+    return _program("triton_append.write_words", ["*i32", "*i32", "i32"], block=WRITTEN_WORDS)
+
+
+def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **constants: Constant) -> Program:
+    module, _, kernel = path.partition(".")
+    return Program(module, kernel, tuple(types), tuple(constants.items()), warps, stages)
+
+
+def _element_code(element: KvElement, capability: int) -> int:
+    if element is KvElement.FP8:
+        return 2 if capability >= HARDWARE_FP8 else 3
+    return 1 if element is KvElement.INT8 else 0
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _block(size: int) -> int:
+    return max(16, _power_of_two(size))  # what a tensor product takes at least
