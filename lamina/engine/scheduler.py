@@ -133,12 +133,11 @@ class Scheduler:
         lanes: int,
         attentions: int,
         kv_heads: int,
-        active: int | None = None,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment; ``active`` of the lanes are used at first."""
+        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first."""
         self.limits = limits
         self.placement = placement
-        self.active = lanes if active is None else active
+        self.active = lanes
         self._attentions = attentions
         self._kv_heads = kv_heads
         self._waiting: collections.deque[Group] = collections.deque()
@@ -420,8 +419,10 @@ class Scheduler:
         return drawn
 
     def finish(self, group: Group, completion: Completion) -> None:
-        """A completion has ended, by itself or by its caller's wish."""
+        """A completion has ended, by itself or by its caller's wish; with the last one the request's id is free."""
         self._end(group, completion)
+        if not group.alive and self._requests.get(group.request.request_id) is group:
+            del self._requests[group.request.request_id]
         self._retire(group)
 
     def abort(self, request_id: str) -> None:
@@ -461,5 +462,3 @@ class Scheduler:
             del own.running[group]
             self._seats.change(group.lane, -len(group.completions))
             self._full = False
-            if self._requests.get(group.request.request_id) is group:
-                del self._requests[group.request.request_id]

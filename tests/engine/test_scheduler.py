@@ -292,6 +292,23 @@ def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs()
     assert under_test.idle and under_test.placement.reserved == {"memory0": 0}
 
 
+def test_the_id_of_a_finished_request_is_free_at_once_even_while_a_step_planned_ahead_runs() -> None:
+    under_test = scheduler({"memory0": 20})
+    under_test.add(request("same", 2, max_tokens=4))
+    assert under_test.plan(0) is not None and under_test.plan(0) is not None
+    ((group, completion),) = under_test.complete(0).values()
+    under_test.finish(group, completion)  # by a stop string, say: the next token is being drawn in vain
+    again = under_test.add(request("same", 3, max_tokens=1))
+    assert under_test.complete(0) == {}
+    assert under_test.plan(0) is not None
+    ((group, completion),) = under_test.complete(0).values()
+    assert group is again
+    under_test.finish(group, completion)
+    assert under_test.plan(0) is not None
+    under_test.complete(0)
+    assert under_test.idle and under_test.placement.reserved == {"memory0": 0}
+
+
 def test_without_max_tokens_a_request_gets_what_a_memory_worker_holds() -> None:
     under_test = scheduler({"memory0": 20, "memory1": 12})
     group = under_test.add(Request("r", None, [1] * 10, SamplingParams(max_tokens=None, n=2)))
