@@ -44,6 +44,7 @@ class Lane:
     ``sequence`` is what the lane's doorbell is rung with next, or more.
     """
 
+    number: int
     request: Inbox
     replies: list[Outbox]  # by compute worker
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
@@ -93,7 +94,7 @@ class MemoryWorker:
         own = connect.memories.index(self.name)
         for lane in range(connect.layout.lanes):
             replies = [self._links.outbox(name, connect.layout.reply(lane, own)) for name in connect.computes]
-            self._lanes.append(Lane(Inbox(arena, connect.layout.request(lane)), replies))
+            self._lanes.append(Lane(lane, Inbox(arena, connect.layout.request(lane)), replies))
         self._order = list(self._lanes)  # the lane served last comes last
         self._control.send(Connected())
 
@@ -108,7 +109,7 @@ class MemoryWorker:
             self._read_control()
             return
         lane = self._order.pop(ready)
-        self._timeline.add("wait", lane.request.doorbell, waiting)
+        self._timeline.add("wait", lane.number, waiting)
         self._order.append(lane)  # others come first
         deadline = time.monotonic() + PLAN_TIMEOUT_S
         while self._running and not lane.steps:  # the data overtook its plan
