@@ -12,7 +12,6 @@ import openvino
 import openvino_genai
 from offline import STEP_TOKENS, Cell, Generate, run
 
-GIGABYTE = 1 << 30
 SETTINGS = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "PERFORMANCE_HINT": "LATENCY"}
 
 
@@ -50,7 +49,7 @@ def load(cell: Cell) -> Iterator[Generate]:
         arrivals: list[list[float]] = [[] for _ in prompts]
         while pipeline.has_non_finished_requests():
             pipeline.step()
-            now = time.perf_counter()
+            now = time.monotonic()
             for handle, times in zip(handles, arrivals, strict=True):
                 while handle.can_read():
                     for output in handle.read().values():

@@ -74,11 +74,6 @@ class LocalWorkers:
         """What starts a worker, which must be the process started itself."""
         return [sys.executable, "-P", "-m", module]
 
-    @property
-    def pids(self) -> Mapping[str, int]:
-        """Process ids by worker."""
-        return {name: process.pid for name, process in self._processes.items()}
-
     def ended(self) -> Mapping[str, str]:
         """Workers that are gone, with their exit status."""
         if self._closing:
