@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_version_and_help_do_not_wait_for_torch() -> None:
     code = "import sys, lamina.cli; sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     shown = run("--help").stdout
-    for command in ("generate", "chat", "launch", "split", "plan", "doctor"):
+    for command in ("generate", "chat", "launch", "split", "plan", "bench", "doctor"):
         assert f" {command} " in shown
 
 
@@ -301,8 +302,10 @@ def test_ctrl_c_ends_everything_at_once_even_with_an_answer_under_way() -> None:
 def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: signal.Signals, status: int) -> None:
     process = subprocess.Popen([*LAMINA, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     parent = psutil.Process(process.pid)
+    deadline = time.monotonic() + RUN_S
     while len(workers := parent.children()) < 2 and process.poll() is None:
-        pass
+        assert time.monotonic() < deadline, f"{len(workers)} workers after {RUN_S:.0f} s"
+        time.sleep(0.001)
     process.send_signal(sent)
     assert process.wait(END_S) == status
     assert psutil.wait_procs(workers, END_S)[1] == []
