@@ -12,8 +12,6 @@ import json
 import os
 import random
 import statistics
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +21,9 @@ from bench_models import MODELS, model_directory
 from rich.console import Console
 from rich.table import Table
 
-from lamina import RequestOutput, SamplingParams
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
+from lamina.observe.decoding import decode_batch, decode_window
 from lamina.observe.trace import shares
 from lamina.transport.timeline import Span
 
@@ -81,30 +79,14 @@ def decode(path: str, batch: int, context: int, settings: Mapping[str, Any]) -> 
     )
     spans: dict[str, list[Span]] = {}
     engine = launch(config, None, spans.update)
-    arrivals: list[list[int]] = [[] for _ in range(batch)]
-    unfinished = set(range(batch))
-    done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        arrivals[int(output.request_id)].append(time.monotonic_ns())
-        if output.finished:
-            unfinished.discard(int(output.request_id))
-            if not unfinished:
-                done.set()
-
     try:
         draw = random.Random(context)
-        params = SamplingParams(temperature=0.0, max_tokens=DECODED, ignore_eos=True)
-        for index in range(batch):
-            engine.submit(str(index), [draw.randrange(3, 900) for _ in range(context)], params, on_output)
-        if not done.wait(TIMEOUT_S):
-            raise TimeoutError(f"{len(unfinished)} of {batch} requests did not end within {TIMEOUT_S:.0f} s")
+        prompts = [[draw.randrange(3, 900) for _ in range(context)] for _ in range(batch)]
+        window = decode_window(decode_batch(engine, prompts, DECODED, TIMEOUT_S))
     finally:
         engine.close()
-    begin, end = max(own[0] for own in arrivals), min(own[-1] for own in arrivals)
-    drawn = sum(begin < when <= end for own in arrivals for when in own)
-    parts = {(part.worker, part.stage): part.share for part in shares(spans, begin, end)}
-    return Run(drawn / ((end - begin) / 1e9), parts)
+    parts = {(part.worker, part.stage): part.share for part in shares(spans, window.begin_ns, window.end_ns)}
+    return Run(window.tokens_per_s, parts)
 
 
 def balanced_context(path: str, batch: int) -> int:

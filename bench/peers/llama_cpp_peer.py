@@ -163,14 +163,14 @@ def load(cell: Cell) -> Iterator[Generate]:
         for start in range(0, len(rows), STEP_TOKENS):
             columns = [list(column) for column in zip(*rows[start : start + STEP_TOKENS], strict=True)]
             drawn = decode(*columns)
-            now = time.perf_counter()
+            now = time.monotonic()
             for token in drawn.tolist():
                 arrivals[len(newest)].append(now)
                 newest.append(token)
         sequences, wanted = list(range(len(prompts))), [True] * len(prompts)
         for index in range(tokens - 1):
             newest = decode(newest, [len(prompt) + index for prompt in prompts], sequences, wanted).tolist()
-            now = time.perf_counter()
+            now = time.monotonic()
             for times in arrivals:
                 times.append(now)
         return arrivals

@@ -25,7 +25,7 @@ STEP_TOKENS = 2048
 """Prompt tokens that an engine may take in one step, where it lets one choose."""
 
 Generate = Callable[[list[list[int]], int], list[list[float]]]
-"""(prompts, tokens to decode for each) -> ``time.perf_counter()`` when each token of each request was known."""
+"""(prompts, tokens to decode for each) -> ``time.monotonic()`` when each token of each request was known."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callabl
         generate(prompts(draw, 1, cell.context), 2)
         generate(prompts(draw, cell.batch, min(cell.context, WARM_CONTEXT)), 4)
         wanted = prompts(draw, cell.batch, cell.context)
-        start = time.perf_counter()
+        start = time.monotonic()
         arrivals = generate(wanted, DECODED)
     counts = {len(times) for times in arrivals}
     if len(arrivals) != cell.batch or counts != {DECODED}:

@@ -143,7 +143,7 @@ def load(cell: Cell) -> Iterator[Generate]:
             model.kv.slab.open(sequence)
         for chunks in packed(prompts):
             drawn = model.step(chunks)
-            now = time.perf_counter()
+            now = time.monotonic()
             for chunk, token in zip(chunks, drawn, strict=True):
                 if chunk.start + len(chunk.tokens) == len(prompts[chunk.sequence]):
                     newest[chunk.sequence] = token
@@ -151,7 +151,7 @@ def load(cell: Cell) -> Iterator[Generate]:
         for index in range(tokens - 1):
             chunks = [Chunk(sequence, len(prompts[sequence]) + index, [newest[sequence]]) for sequence in newest]
             newest = dict(zip(newest, model.step(chunks), strict=True))
-            now = time.perf_counter()
+            now = time.monotonic()
             for times in arrivals:
                 times.append(now)
         for sequence in range(len(prompts)):

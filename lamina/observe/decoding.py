@@ -1,0 +1,77 @@
+"""A batch of requests decoded together: when each of its tokens came, and how fast while all of them decoded."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lamina.engine.engine import Engine
+from lamina.errors import DeadlineError, LaminaError
+from lamina.types import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time in which every request of a batch decoded, on the monotonic clock, and the tokens drawn in it."""
+
+    begin_ns: int
+    end_ns: int
+    drawn: int
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return (self.end_ns - self.begin_ns) / 1e9
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens drawn per second, of all requests."""
+        return self.drawn / self.seconds
+
+
+def decode_batch(engine: Engine, prompts: Sequence[list[int]], tokens: int, timeout_s: float) -> list[list[int]]:
+    """Draw ``tokens`` for every prompt, greedily, all submitted at once.
+
+    Returns, by prompt, when each of its tokens was known: nanoseconds of the monotonic clock, as spans have.
+
+    Raises:
+        DeadlineError: not all of them ended within ``timeout_s``. LaminaError: one ended in an error.
+    """
+    arrivals: list[list[int]] = [[] for _ in prompts]
+    unfinished = set(range(len(prompts)))
+    errors: list[str] = []
+    done = threading.Event()
+
+    def receiver(index: int) -> Callable[[RequestOutput], None]:
+        def on_output(output: RequestOutput) -> None:
+            times = arrivals[index]
+            times += [time.monotonic_ns()] * (len(output.outputs[0].token_ids) - len(times))
+            if output.finished:
+                errors.extend([output.error] if output.error else [])
+                unfinished.discard(index)
+                if not unfinished:
+                    done.set()
+
+        return on_output
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.submit(str(index), prompt, params, receiver(index))
+    if not done.wait(timeout_s):
+        raise DeadlineError(
+            f"{len(unfinished)} of {len(prompts)} requests did not end within {timeout_s:.0f} s; "
+            "give fewer or shorter requests"
+        )
+    if errors:
+        raise LaminaError(errors[0])
+    return arrivals
+
+
+def decode_window(arrivals: Sequence[Sequence[int]]) -> Window:
+    """From the last prompt's first token to the first request's last. Raises LaminaError if that is no time at all."""
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    if end <= begin:
+        raise LaminaError(
+            "the first request ended before the last prompt was done; give more tokens or a smaller batch"
+        )
+    return Window(begin, end, sum(begin < when <= end for times in arrivals for when in times))
