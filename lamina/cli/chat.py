@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import options
+from lamina.config import EngineConfig
 from lamina.errors import RequestError
 from lamina.types import SamplingParams
 
@@ -15,37 +16,24 @@ if TYPE_CHECKING:
 HELP = "/clear begins a new conversation, /exit ends it; Ctrl-C stops an answer."
 
 
+@options.engine_options
 def chat(
-    model: options.Model = None,
-    compute: options.Compute = "cpu:1",
-    memory: options.Memory = "cpu:1",
+    config: EngineConfig,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
-    dtype: options.DTypeName = "auto",
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory_bytes: options.KvBytes = None,
-    threads: options.Threads = None,
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input ends it."""
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 
-    with Lamina(
-        model,
-        compute=compute,
-        memory=memory,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        threads=threads,
-    ) as lamina:
+    with Lamina(**vars(config)) as lamina:
         if sys.stdin.isatty():
             output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]", soft_wrap=True)
-            if model is None:
+            if config.model is None:
                 output().print("[dim]The bundled model continues Python source; --model DIR brings one that talks.[/]")
         _Conversation(lamina, params, system).run()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import options
+from lamina.config import EngineConfig
 from lamina.errors import RequestError
 from lamina.types import RequestOutput
 
@@ -14,21 +15,14 @@ if TYPE_CHECKING:
     from lamina.engine.engine import Engine
 
 
+@options.engine_options
 def generate(
+    config: EngineConfig,
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue. Default: standard input.")] = None,
-    model: options.Model = None,
-    compute: options.Compute = "cpu:1",
-    memory: options.Memory = "cpu:1",
     max_tokens: options.MaxTokens = 64,
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
-    load_format: options.Weights = "auto",
-    dtype: options.DTypeName = "auto",
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory_bytes: options.KvBytes = None,
-    threads: options.Threads = None,
-    transport: options.Transport = "auto",
 ) -> None:
     """Continue one or several texts."""
     texts = prompts or [_standard_input()]
@@ -38,17 +32,7 @@ def generate(
     from lamina.sdk import Lamina
 
     start = time.perf_counter()
-    with Lamina(
-        model,
-        compute=compute,
-        memory=memory,
-        load_format=load_format,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        threads=threads,
-        transport=transport,
-    ) as lamina:
+    with Lamina(**vars(config)) as lamina:
         loaded = time.perf_counter()
         outputs = lamina.generate(texts, params)
         ended = time.perf_counter()

@@ -7,61 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import options
+from lamina.config import EngineConfig
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
 
 
+@options.engine_options
 def launch(
-    compute: options.Compute = "cpu:1",
-    memory: options.Memory = "cpu:1",
-    model: options.Model = None,
+    config: EngineConfig,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
-    load_format: options.Weights = "auto",
-    dtype: options.DTypeName = "auto",
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory_bytes: options.KvBytes = None,
-    threads: options.Threads = None,
-    lanes: options.Lanes = "auto",
-    pipelining: options.PipeliningName = "auto",
-    q_first: options.QFirst = False,
-    mini_batches: options.MiniBatches = 1,
-    plan_ahead: options.PlanAhead = True,
-    transport: options.Transport = "auto",
-    secret_file: options.SecretFile = None,
-    compute_cores: options.ComputeCores = None,
-    memory_cores: options.MemoryCores = None,
-    trace: options.Trace = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does. Ctrl-C or SIGTERM ends it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the way a server is meant to end
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
-    with (
-        bind(host, port) as listener,
-        Lamina(
-            model,
-            compute=compute,
-            memory=memory,
-            load_format=load_format,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            threads=threads,
-            lanes=options.as_lanes(lanes),
-            pipelining=pipelining,
-            q_first=q_first,
-            mini_batches=mini_batches,
-            plan_ahead=plan_ahead,
-            transport=transport,
-            secret_file=secret_file,
-            compute_cores=compute_cores,
-            memory_cores=memory_cores,
-            trace=trace,
-        ) as lamina,
-    ):
+    with bind(host, port) as listener, Lamina(**vars(config)) as lamina:
         serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
 
 

@@ -1,66 +1,105 @@
 """Options that several commands share."""
 
-from typing import Annotated, Literal
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import typer
 
-from lamina.config import LoadFormat, Pipelining, TransportName
+from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName
 from lamina.errors import ConfigError, RequestError
 from lamina.types import DType, SamplingParams
 
-Model = Annotated[str | None, typer.Option(help="Hugging Face model directory. Default: the bundled small model.")]
-Compute = Annotated[str, typer.Option(help="Compute workers, kind:count joined by commas.")]
-Memory = Annotated[str, typer.Option(help="Memory workers, kind:count joined by commas.")]
 MaxTokens = Annotated[int, typer.Option(help="At most so many tokens per completion.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share of probability.")]
 Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable.")]
-Weights = Annotated[
-    LoadFormat, typer.Option("--load-format", help="dummy: random weights of the right shapes, for benchmarks.")
-]
-DTypeName = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option("--dtype", help="Of weights, activations and KV; auto takes the checkpoint's."),
-]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Tokens of prompt and answer together. Default: what the model and the pool allow.")
-]
-KvBytes = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-cache-memory-bytes", help="KV bytes per memory worker. Default: half of what is free beside the weights."
-    ),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. Default: each pool shares all cores.")]
 
-Lanes = Annotated[str, typer.Option(help="Batches in flight: auto, or a number.")]
-PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
-QFirst = Annotated[bool, typer.Option(help="Send q before k and v are computed.")]
-MiniBatches = Annotated[int, typer.Option(help="Pieces in which q is sent.")]
-Transport = Annotated[
-    TransportName, typer.Option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp.")
-]
-SecretFile = Annotated[
-    str | None,
-    typer.Option(help="File of the cluster's secret, made if it is not there. Default: a new one, kept in memory."),
-]
-PlanAhead = Annotated[bool, typer.Option(help="Plan the next step while one runs.")]
-ComputeCores = Annotated[str | None, typer.Option(help="CPU list of the compute workers, as 0-3,8. Default: all.")]
-MemoryCores = Annotated[str | None, typer.Option(help="CPU list of the memory workers. Default: all.")]
-Trace = Annotated[str | None, typer.Option(help="Write a timeline for Perfetto to this file at the end.")]
+_engine_option = functools.partial(typer.Option, rich_help_panel="Engine")
+Lanes = Annotated[str | None, _engine_option(help="Batches in flight: a number, or auto (the default).")]
+PipeliningName = Annotated[Pipelining, _engine_option("--pipelining", help="How lanes take turns on compute workers.")]
+
+ENGINE: dict[str, Any] = {
+    "model": Annotated[
+        str | None, _engine_option(help="Hugging Face model directory. Default: the bundled small model.")
+    ],
+    "compute": Annotated[str, _engine_option(help="Compute workers, kind:count joined by commas.")],
+    "memory": Annotated[str, _engine_option(help="Memory workers, kind:count joined by commas.")],
+    "load_format": Annotated[
+        LoadFormat, _engine_option(help="dummy: random weights of the right shapes, for benchmarks.")
+    ],
+    "dtype": Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _engine_option(help="Of weights, activations and KV; auto takes the checkpoint's."),
+    ],
+    "max_model_len": Annotated[
+        int | None,
+        _engine_option(help="Tokens of prompt and answer together. Default: what the model and the pool allow."),
+    ],
+    "kv_cache_memory_bytes": Annotated[
+        int | None,
+        _engine_option(help="KV bytes per memory worker. Default: half of what is free beside the weights."),
+    ],
+    "threads": Annotated[
+        int | None, _engine_option(help="CPU threads per worker. Default: each pool shares all cores.")
+    ],
+    "lanes": Lanes,
+    "pipelining": PipeliningName,
+    "q_first": Annotated[bool, _engine_option(help="Send q before k and v are computed.")],
+    "mini_batches": Annotated[int, _engine_option(help="Pieces in which q is sent.")],
+    "plan_ahead": Annotated[bool, _engine_option(help="Plan the next step while one runs.")],
+    "transport": Annotated[
+        TransportName,
+        _engine_option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp."),
+    ],
+    "secret_file": Annotated[
+        str | None,
+        _engine_option(
+            help="File of the cluster's secret, made if it is not there. Default: a new one, kept in memory."
+        ),
+    ],
+    "compute_cores": Annotated[
+        str | None, _engine_option(help="CPU list of the compute workers, as 0-3,8. Default: all.")
+    ],
+    "memory_cores": Annotated[str | None, _engine_option(help="CPU list of the memory workers. Default: all.")],
+    "trace": Annotated[str | None, _engine_option(help="Write a timeline for Perfetto to this file at the end.")],
+}
+"""The options of every command that runs a model, by the field of EngineConfig that each sets; defaults are its own."""
 
 
-def as_lanes(text: str) -> int | None:
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with the options of ``ENGINE`` behind its own: they reach it as an EngineConfig, its first argument.
+
+    What is returned raises ConfigError for a value that cannot be.
+    """
+    defaults = EngineConfig()
+    own = list(inspect.signature(command).parameters.values())[1:]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=option)
+        for name, option in ENGINE.items()
+    ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        settings = {name: values.pop(name) for name in ENGINE}
+        settings |= {"lanes": as_lanes(settings["lanes"]), "dtype": _dtype(settings["dtype"])}
+        command(EngineConfig(**settings), **values)
+
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return run
+
+
+def as_lanes(text: str | None) -> int | None:
     """The number of lanes, None for auto. Raises ConfigError."""
-    if text == "auto":
+    if text is None or text == "auto":
         return None
     if not text.isdigit():
         raise ConfigError(f"lanes is {text!r}; give auto or a number")
     return int(text)
 
 
-def as_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> DType | Literal["auto"]:
-    """The element type of this name."""
+def _dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> DType | Literal["auto"]:
     return name if name == "auto" else DType(name)
 
 

@@ -1,0 +1,84 @@
+"""Options of the engine on the command line: what a command is given for them."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lamina.cli import app
+from lamina.cli.options import engine_options
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError
+from lamina.types import DType
+
+GIVEN: dict[str, Any] = {
+    "model": "M",
+    "compute": "cpu:2",
+    "memory": "cpu:3",
+    "load_format": "dummy",
+    "dtype": DType.FLOAT16,
+    "max_model_len": 5,
+    "kv_cache_memory_bytes": 6,
+    "threads": 7,
+    "lanes": 8,
+    "pipelining": "fixed",
+    "q_first": True,
+    "mini_batches": 9,
+    "plan_ahead": False,
+    "transport": "tcp",
+    "secret_file": "s",
+    "compute_cores": "0-1",
+    "memory_cores": "2",
+    "trace": "t.json",
+}
+
+
+def call(*arguments: str) -> tuple[EngineConfig, int]:
+    """What a command of one option of its own gets."""
+    got: list[tuple[EngineConfig, int]] = []
+
+    @engine_options
+    def command(config: EngineConfig, own: int = 3) -> None:
+        got.append((config, own))
+
+    under_test = typer.Typer()
+    under_test.command()(command)
+    result = CliRunner().invoke(under_test, arguments)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return got[0]
+
+
+def test_without_options_a_command_gets_the_configuration_s_own_defaults() -> None:
+    assert call() == (EngineConfig(), 3)
+    assert call("--lanes", "auto", "--dtype", "auto")[0] == EngineConfig()
+
+
+def test_every_option_reaches_its_field() -> None:
+    assert all(getattr(EngineConfig(), name) != value for name, value in GIVEN.items())
+    words = ["--own", "4"]
+    for name, value in GIVEN.items():
+        option = f"--{name.replace('_', '-')}"
+        text = value.value if isinstance(value, DType) else str(value)
+        words += [option if value else f"--no-{option[2:]}"] if isinstance(value, bool) else [option, text]
+    assert call(*words) == (EngineConfig(**GIVEN), 4)
+
+
+def test_lanes_are_a_number_or_auto() -> None:
+    with pytest.raises(ConfigError, match="give auto or a number"):
+        call("--lanes", "many")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "launch", "bench"])
+def test_every_command_that_runs_a_model_has_all_of_them(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    assert [name for name in GIVEN if f"--{name.replace('_', '-')}" not in shown] == []
+
+
+def test_what_the_command_line_cannot_set_is_known() -> None:
+    """A new setting gets an option, or its name here."""
+    unset = {field.name for field in fields(EngineConfig)} - set(GIVEN)
+    assert unset == {"max_num_seqs", "max_num_batched_tokens", "seed"}
