@@ -141,7 +141,7 @@ class Engine:
         with self._lock:
             if self._dead is not None:
                 return
-            self._commands.append(lambda: self._abort(request_id))
+            self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
     def stats(self) -> EngineStats:
@@ -209,9 +209,6 @@ class Engine:
     def _add(self, tracked: TrackedRequest) -> None:
         tracked.start(self._scheduler.add(tracked.request))
         self._tracked[tracked.request.request_id] = tracked
-
-    def _abort(self, request_id: str) -> None:
-        self._end_request(request_id, FinishReason.ABORT)
 
     def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """Give a request its terminal state now, whatever it was doing; one that has ended is left alone."""

@@ -21,7 +21,7 @@ class LaneChooser:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.active = pipeline.lanes
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # weights, rows, rows^2, seconds, rows x seconds
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weights, rows, rows^2, seconds, rows x seconds
         self._attention: dict[str, float] = {}  # seconds so far, by memory worker
         self._attention_before: Mapping[str, float] = {}
         self._steps = 0
@@ -29,7 +29,7 @@ class LaneChooser:
     def note_slices(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` rows took ``seconds`` in slices."""
         terms = (1.0, rows, rows * rows, seconds, rows * seconds)
-        self._sums = tuple(FORGET * old + new for old, new in zip(self._sums, terms, strict=True))  # type: ignore[assignment]
+        self._sums = tuple(FORGET * old + new for old, new in zip(self._sums, terms, strict=True))
         self._steps += 1
 
     def note_attention(self, worker: str, seconds: float) -> None:
