@@ -24,12 +24,11 @@ from rich.table import Table
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
 from lamina.observe.decoding import decode_batch, decode_window
-from lamina.observe.trace import shares
+from lamina.observe.trace import IDLE, shares
 from lamina.transport.timeline import Span
 
 TIMEOUT_S = 600.0
 DECODED = 48
-WORKING = {"slice", "send", "receive", "draw", "attention", "chunk attention"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one lane": {"lanes": 1},
     "two lanes, rotational": {"lanes": 2},
@@ -62,7 +61,7 @@ class Run:
 
     def idle(self, worker: str) -> float:
         """Share of the time in which ``worker`` does nothing for a step."""
-        return 1.0 - sum(share for (name, stage), share in self.parts.items() if name == worker and stage in WORKING)
+        return 1.0 - sum(share for (name, stage), share in self.parts.items() if name == worker and stage not in IDLE)
 
 
 def decode(path: str, batch: int, context: int, settings: Mapping[str, Any]) -> Run:

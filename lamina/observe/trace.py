@@ -8,7 +8,9 @@ import msgspec
 
 from lamina.transport.timeline import Span
 
-IDLE = "wait"
+OTHER = "other"
+IDLE = {"wait", OTHER}
+"""Stages in which a worker does nothing for a step; all others are work."""
 
 
 def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
@@ -45,7 +47,7 @@ class Share:
 
 
 def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[Share]:
-    """Time of every stage inside [begin_ns, end_ns), longest first by worker; "other" is what no span covers."""
+    """Time of every stage inside [begin_ns, end_ns), longest first by worker; ``OTHER`` is what no span covers."""
     total = (end_ns - begin_ns) / 1e9
     result = []
     for worker, own in spans.items():
@@ -54,7 +56,7 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
             inside = (min(span.end_ns, end_ns) - max(span.begin_ns, begin_ns)) / 1e9
             if inside > 0:
                 seconds[span.stage] = seconds.get(span.stage, 0.0) + inside
-        seconds["other"] = max(0.0, total - sum(seconds.values()))
+        seconds[OTHER] = max(0.0, total - sum(seconds.values()))
         ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
         result += [Share(worker, stage, value, value / total) for stage, value in ordered]
     return result
@@ -62,4 +64,4 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
 
 def bottleneck(parts: Sequence[Share]) -> Share:
     """The stage that takes most of the time: what would have to become faster first. Waiting is not work."""
-    return max((part for part in parts if part.stage not in (IDLE, "other")), key=lambda part: part.seconds)
+    return max((part for part in parts if part.stage not in IDLE), key=lambda part: part.seconds)
