@@ -1,6 +1,6 @@
 """Round trip of one message between two processes over shared memory, spinning and sleeping.
 
-    python bench/doorbell.py [--rounds 20000] [--nbytes 4096] [--json]
+    python bench/doorbell.py [--rounds 20000] [--nbytes 4096] [--json FILE]
 
 Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -76,25 +77,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--nbytes", type=int, default=4096, help="bytes of a message, each way")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--answer", metavar="DESCRIPTOR", help=argparse.SUPPRESS)
     parser.add_argument("--spin-s", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.answer:
         os.sched_setaffinity(0, {args.core})
-        return answer(args.answer, args.spin_s, args.rounds, args.nbytes)
+        answer(args.answer, args.spin_s, args.rounds, args.nbytes)
+        return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     results = [measure(mode, args.rounds, args.nbytes, far_core=cores[-1]) for mode in MODES]
-    if args.json:
-        print(json.dumps({"nbytes": args.nbytes, "rounds": args.rounds, "round_trips": [asdict(r) for r in results]}))
-        return None
     table = Table("waiting", "spin us", "p50 us", "p99 us", title=f"round trip of {args.nbytes} bytes each way")
     for result in results:
         table.add_row(result.mode, f"{result.spin_us:.0f}", f"{result.p50_us:.1f}", f"{result.p99_us:.1f}")
     Console().print(table)
-    return None
+    if args.json:
+        figures = {"nbytes": args.nbytes, "rounds": args.rounds, "round_trips": [asdict(r) for r in results]}
+        args.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
