@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from lamina.kernels import attention
+from lamina.kernels import attention, reference
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table, write_words
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.program import KvElement
@@ -43,8 +43,6 @@ def test_compute_sanitizer_finds_nothing():
 
 
 def expected(case):
-    from lamina.kernels import reference
-
     return reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
 
 
@@ -93,8 +91,6 @@ def test_a_captured_layer_follows_the_tables():
                 graph = stream.end_capture()
             graph.launch(stream)
             stream.synchronize()
-            from lamina.kernels import reference
-
             wanted = reference.partial(q, k, v, segments, spec, threads=1)
             for got, right in zip((out, lse), wanted, strict=True):
                 np.testing.assert_allclose(got.get(), right, atol=3e-5)
