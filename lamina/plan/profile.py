@@ -13,7 +13,6 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lamina.errors import LaminaError
 from lamina.plan import models
 from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
 from lamina.plan.gemm import Floats
 from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, Sample
-from lamina.types import DType, RequestOutput, SamplingParams
+from lamina.types import DType
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
+    from lamina.observe.decoding import Window
     from lamina.transport.timeline import Span
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -200,41 +199,23 @@ def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[R
     return [_run(spans, batch, prompt, lanes, window) for (batch, prompt), window in zip(batches, windows, strict=True)]
 
 
-def _decode(engine: "Engine", batch: int, prompt: int) -> tuple[int, int, int]:
-    """(begin, end, tokens drawn in between): from the last prompt's first token to the first request's last."""
-    arrivals: list[list[int]] = [[] for _ in range(batch)]
-    unfinished = set(range(batch))
-    done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        index = int(output.request_id.rpartition("-")[2])
-        arrivals[index].append(time.monotonic_ns())
-        if output.finished:
-            unfinished.discard(index)
-            if not unfinished:
-                done.set()
+def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
+    """``batch`` requests of ``prompt`` random tokens, in the time in which all of them decode."""
+    from lamina.observe.decoding import decode_batch, decode_window
 
     draw = random.Random(batch)
+    prompts = [[draw.randrange(3, 900) for _ in range(prompt)] for _ in range(batch)]
     # Sequences whose prompts come first draw more, so that all decode together for DRAWN tokens.
-    params = SamplingParams(temperature=0.0, max_tokens=DRAWN + 2 * batch, ignore_eos=True)
-    for index in range(batch):
-        tokens = [draw.randrange(3, 900) for _ in range(prompt)]
-        engine.submit(f"{batch}-{prompt}-{index}", tokens, params, on_output)
-    if not done.wait(TIMEOUT_S):
-        raise LaminaError(f"{len(unfinished)} of {batch} requests did not end within {TIMEOUT_S:.0f} s")
-    begin, end = max(own[0] for own in arrivals), min(own[-1] for own in arrivals)
-    return begin, end, sum(begin < when <= end for own in arrivals for when in own)
+    return decode_window(decode_batch(engine, prompts, DRAWN + 2 * batch, TIMEOUT_S))
 
 
-def _run(
-    spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: int, window: tuple[int, int, int]
-) -> Run:
+def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: int, window: "Window") -> Run:
     from lamina.observe.trace import shares
 
-    begin, end, drawn = window
-    step_s = (end - begin) / 1e9 / (drawn / batch)
-    steps = (end - begin) / 1e9 / step_s * min(lanes, batch)  # each lane's own
-    parts = {(part.worker, part.stage): part.seconds / steps for part in shares(spans, begin, end)}
+    step_s = window.seconds / (window.drawn / batch)
+    steps = window.seconds / step_s * min(lanes, batch)  # each lane's own
+    times = shares(spans, window.begin_ns, window.end_ns)
+    parts = {(part.worker, part.stage): part.seconds / steps for part in times}
 
     def of(worker: str, *stages: str) -> float:
         return sum(parts.get((worker, stage), 0.0) for stage in stages)
