@@ -12,10 +12,10 @@ run: venv
 		"def fibonacci(n):" "class Stack:" "def read(self, size=-1):" "for key, value in"
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -rs -n 2 --dist loadfile -m "not slow"
 
 test-all: check
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -rs -n 2 --dist loadfile
 
 # On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
 test-gpu: venv

@@ -28,7 +28,7 @@ from lamina.observe.trace import IDLE, shares
 from lamina.transport.timeline import Span
 
 TIMEOUT_S = 600.0
-DECODED = 48
+DECODED = 96
 VARIANTS: dict[str, dict[str, Any]] = {
     "one lane": {"lanes": 1},
     "two lanes, rotational": {"lanes": 2},
