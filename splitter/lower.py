@@ -85,7 +85,7 @@ class LoweredSlice:
 
 
 class PositionTable:
-    """What a prelude gives for positions 0, 1, ...: computed once, then looked up, which takes a tenth of the time.
+    """What a prelude gives for positions 0, 1, ...: computed once, then looked up.
 
     Every value of a slice belongs to one row, so a prelude's value for a position does not depend on other positions.
     ``positions`` is how many the model knows: it may refuse the next one.
