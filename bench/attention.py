@@ -95,21 +95,19 @@ class Requests:
         self.q = np.random.default_rng(1).standard_normal((rows * len(tokens), query_heads, dim)).astype(np.float32)
         slots = np.random.default_rng(2).permutation(count) if scattered else np.arange(count)
         self.slots = slots.astype(np.int32)
-        self.whole = self.segment(0, 1)
+        self.whole = self.pairs(1)
 
-    def segment(self, index: int, count: int) -> SegmentTable:
-        """Segment ``index`` of ``count`` equal ones of every request."""
-        ends = np.cumsum(self.tokens)
-        starts, stops = self.tokens * index // count, self.tokens * (index + 1) // count
-        parts = [
-            self.slots[end - tokens + start : end - tokens + stop]
-            for end, tokens, start, stop in zip(ends, self.tokens, starts, stops, strict=True)
-        ]
+    def pairs(self, count: int) -> SegmentTable:
+        """Every request as ``count`` equal segments, each with the request's query rows: first segments first."""
+        requests = len(self.tokens)
+        starts = np.array([self.tokens * index // count for index in range(count + 1)])  # [count + 1, requests]
+        places = starts + np.cumsum(self.tokens) - self.tokens
+        parts = [self.slots[begin:end] for begin, end in zip(places[:-1].ravel(), places[1:].ravel(), strict=True)]
         return SegmentTable(
-            query_offsets=np.arange(0, self.rows * len(self.tokens) + 1, self.rows, dtype=np.int32),
-            query_start=(self.tokens - self.rows).astype(np.int32),
-            kv_offsets=np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int64),
-            kv_start=starts.astype(np.int32),
+            query_offsets=np.arange(0, self.rows * requests * count + 1, self.rows, dtype=np.int32),
+            query_start=np.tile(self.tokens - self.rows, count).astype(np.int32),
+            kv_offsets=np.cumsum([0, *map(len, parts)]),
+            kv_start=starts[:-1].ravel().astype(np.int32),
             slots=np.concatenate(parts),
         )
 
@@ -146,11 +144,13 @@ def decode(shape: Shape, threads: int, scattered: bool, tokens: list[int], round
 
 def split(shape: Shape, threads: int, tokens: list[int], rounds: int, memory: Array) -> Result:
     requests = Requests(shape, tokens)
-    segments = [requests.segment(index, SEGMENTS) for index in range(SEGMENTS)]
+    segments, q = requests.pairs(SEGMENTS), np.tile(requests.q, (SEGMENTS, 1, 1))
+    out, lse = partial(q, requests.k, requests.v, segments, requests.spec, threads)
+    outs, lses = np.split(out, SEGMENTS), np.split(lse, SEGMENTS)
 
     def in_segments() -> None:
-        partials = [requests.attend(segment, threads) for segment in segments]
-        merge([out for out, _ in partials], [lse for _, lse in partials])
+        partial(q, requests.k, requests.v, segments, requests.spec, threads, out, lse)
+        merge(outs, lses, threads=threads)
 
     _, whole, _, merged = interleave(
         rounds,

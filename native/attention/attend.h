@@ -86,7 +86,6 @@ private:
                 Tile::pack_query(problem_, (at.row * shape_.query_heads + at.head) * shape_.qk_dim,
                                  query_words(head) + i * work_.qk_padded);
             }
-            Tile::arrange_queries(shape_.qk_dim, queries_, query_words(head), work_.qk_padded);
         }
     }
 
@@ -118,7 +117,7 @@ private:
 
     void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
         const int64_t first = state(head, 0);
-        Tile::scores(rows, shape_.qk_dim, queries_, work_, query_words(head), ahead_);
+        packed_scores<Tile>(rows, shape_.qk_dim, queries_, work_, query_words(head), ahead_);
         for (int64_t i = 0; i < queries_; ++i) {
             for (int64_t step = 0; step < kSoftmaxSteps; step += queries_)
                 ahead_.step();
@@ -130,9 +129,6 @@ private:
         if (queries_ <= Tile::kRows && shape_.v_dim % W == 0) {
             multiply<Tile>(queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums,
                            ahead_);
-        } else if (queries_ <= Tile::kTallRows && shape_.v_dim % W == 0) {
-            multiply<Tile, Tile::kTallRows, Tile::kTallColumns>(
-                queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums, ahead_);
         } else {
             Tile::pack_values(rows.values, shape_.v_dim, work_.v_padded, work_.values, ahead_);
             multiply<Tile>(queries_, work_.v_padded, probabilities, Words{work_.values, work_.v_padded},

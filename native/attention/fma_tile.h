@@ -53,7 +53,6 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
     static constexpr int W = WIDTH, kRows = ROWS, kColumns = COLUMNS;
     static constexpr int64_t kTokens = kTileTokens;
     static constexpr int kWord = 1;
-    static constexpr int kTallRows = ROWS, kTallColumns = COLUMNS; // no other block is better
     using F = Floats<W>;
 
     static F multiply_add(F sum, const float *a, F b) { return sum + *a * b; }
@@ -63,19 +62,12 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
         return kSoftmaxSteps + kTokens * ((shape.qk_dim + shape.v_dim) / 64);
     }
 
-    static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
-                       const float *query, Ahead &ahead) {
-        packed_scores<FmaTile>(rows, dim, queries, work, query, ahead);
-    }
-
     static void pack_query(const Problem &problem, int64_t offset, float *packed) {
         for (int64_t d = 0; d < problem.shape.qk_dim; ++d)
             packed[d] = problem.q_type == ElementType::Float32
                             ? static_cast<const float *>(problem.q)[offset + d]
                             : Element::widen(static_cast<const Kv *>(problem.q)[offset + d]);
     }
-
-    static void arrange_queries(int64_t, int64_t, float *, int64_t) {} // they are used as packed
 
     static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
         int64_t d = 0;

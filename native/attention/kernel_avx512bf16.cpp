@@ -1,135 +1,30 @@
+#include "decode_avx512bf16.h"
 #include "fma_tile.h"
 
 namespace lamina::attention {
 namespace {
 
-constexpr int64_t kMaxDirectDim = 256;
-
 // Tiles of bfloat16 pairs, multiplied and summed into floats by one instruction.
-template <int64_t TOKENS> struct PairTile {
-    static constexpr int64_t kTokens = TOKENS;
+struct PairTile {
+    static constexpr int64_t kTokens = kTileTokens;
     using Kv = uint16_t;
     static constexpr int W = 16, kRows = 6, kColumns = 4;
-    static constexpr int kTallRows = 8, kTallColumns = 2; // for 7 or 8 queries in one block
     static constexpr int kWord = 2;
     using F = Floats<W>;
 
-    static F multiply_add(F sum, const float *a, F b) { return dot_pairs(sum, _mm512_set1_ps(*a), b); }
+    static F multiply_add(F sum, const float *a, F b) {
+        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_ps(*a)),
+                                reinterpret_cast<__m512bh>(b));
+    }
 
-    // Reading-ahead steps of one tile and head: those of direct_scores and of the product with its values.
+    // Reading-ahead steps of one tile and head: those of packing keys and of both products.
     static int64_t steps(const Shape &shape) {
-        return kTokens / 4 * (shape.qk_dim / 32) + kSoftmaxSteps +
+        return kTokens * shape.qk_dim / 256 + shape.qk_dim / 2 + kSoftmaxSteps +
                kTokens / 2 * std::max<int64_t>(1, shape.v_dim / 64);
     }
 
-    static void scores(const TileRows<Kv> &rows, int64_t dim, int64_t queries, const Workspace &work,
-                       const float *query, Ahead &ahead) {
-        if (!direct(dim, queries))
-            packed_scores<PairTile>(rows, dim, queries, work, query, ahead);
-        else if (queries > 4)
-            direct_scores<2>(rows.keys, dim, work, query, ahead);
-        else
-            direct_scores<1>(rows.keys, dim, work, query, ahead);
-    }
-
-    // Whether scores are taken from the keys as they lie in the slab.
-    static bool direct(int64_t dim, int64_t queries) {
-        return queries <= 8 && dim % 8 == 0 && dim <= kMaxDirectDim;
-    }
-
-    // Lays a KV head's packed queries out as direct_scores reads them: [parts][groups of 4 queries][vector].
-    static void arrange_queries(int64_t dim, int64_t queries, float *packed, int64_t stride) {
-        if (!direct(dim, queries))
-            return;
-        const int64_t groups = (queries + 3) / 4;
-        F arranged[kMaxDirectDim / 8 * 2];
-        for (int64_t part = 0; part < dim / 8; ++part)
-            for (int64_t g = 0; g < groups; ++g)
-                arranged[part * groups + g] = gather_quarters(packed + 4 * g * stride + 4 * part, stride);
-        std::memcpy(packed, arranged, sizeof(F) * (dim / 8 * groups));
-    }
-
-    template <int G>
-    static void direct_scores(const Kv *const *keys, int64_t dim, const Workspace &work, const float *query,
-                              Ahead &ahead) {
-        if (dim == 64)
-            direct_scores<G, 64>(keys, dim, work, query, ahead);
-        else if (dim == 128)
-            direct_scores<G, 128>(keys, dim, work, query, ahead);
-        else
-            direct_scores<G, 0>(keys, dim, work, query, ahead);
-    }
-
-    // Scores of up to 4 * G queries without packing the keys: a vector holds 8 elements of each of 4 queries,
-    // and meets the same 8 elements of a key in all its quarters. DIM is `dim` where the compiler may unroll
-    // for it, or 0.
-    template <int G, int DIM>
-    static void direct_scores(const Kv *const *keys, int64_t dim, const Workspace &work, const float *query,
-                              Ahead &ahead) {
-        const int64_t parts = (DIM ? DIM : dim) / 8;
-        F packed[(DIM ? DIM : kMaxDirectDim) / 8][G];
-        for (int64_t part = 0; part < parts; ++part)
-            for (int g = 0; g < G; ++g)
-                packed[part][g] = load<F>(query + (part * G + g) * W);
-        for (int64_t t = 0; t < kTokens; t += 4) {
-            for (int64_t d = 0; d < dim; d += 32)
-                ahead.step();
-            F sums[G][4] = {};
-            for (int64_t part = 0; part < parts; ++part)
-                for (int i = 0; i < 4; ++i) {
-                    const F key = broadcast_quarter(keys[t + i] + 8 * part);
-                    for (int g = 0; g < G; ++g)
-                        sums[g][i] = dot_pairs(sums[g][i], packed[part][g], key);
-                }
-            for (int g = 0; g < G; ++g)
-                scatter_quarters(sum_quarters(sums[g]), work.scores + 4 * g * kTokens + t, kTokens);
-        }
-    }
-
-    static F dot_pairs(F sum, F a, F b) {
-        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-    }
-
-    static F broadcast_quarter(const Kv *source) {
-        return _mm512_castsi512_ps(_mm512_maskz_broadcast_i32x4(0xffff, load<__m128i>(source)));
-    }
-
-    static F gather_quarters(const float *source, int64_t stride) {
-        F quarters;
-        for (int i = 0; i < 4; ++i)
-            std::memcpy(reinterpret_cast<float *>(&quarters) + 4 * i, source + i * stride, 16);
-        return quarters;
-    }
-
-    static void scatter_quarters(F quarters, float *target, int64_t stride) {
-        for (int i = 0; i < 4; ++i)
-            std::memcpy(target + i * stride, reinterpret_cast<const float *>(&quarters) + 4 * i, 16);
-    }
-
-    // Quarter q of the result holds the sums of quarter q of each of the 4 vectors.
-    static F sum_quarters(const F (&v)[4]) { return add_pairs(add_pairs(v[0], v[1]), add_pairs(v[2], v[3])); }
-
-    // In each quarter: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
-    static F add_pairs(F a, F b) {
-        return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-               __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-    }
-
     static void pack_query(const Problem &problem, int64_t offset, float *packed) {
-        const int64_t dim = problem.shape.qk_dim;
-        auto *target = reinterpret_cast<uint16_t *>(packed);
-        for (int64_t d = 0; d < dim; d += 16) {
-            const auto mask = static_cast<__mmask16>(dim - d < 16 ? (1u << (dim - d)) - 1 : 0xffffu);
-            __m256i words;
-            if (problem.q_type == ElementType::Float32) {
-                const float *source = static_cast<const float *>(problem.q) + offset + d;
-                words = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, source)));
-            } else {
-                const uint16_t *source = static_cast<const uint16_t *>(problem.q) + offset + d;
-                words = _mm256_maskz_loadu_epi16(mask, source);
-            }
-            store(target + d, words);
-        }
+        round_pairs(problem, offset, problem.shape.qk_dim, reinterpret_cast<uint16_t *>(packed));
     }
 
     static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
@@ -203,14 +98,25 @@ template <int64_t TOKENS> struct PairTile {
     }
 };
 
-// A single query computes so little that reading is all: a short tile stays in the first-level cache from
-// when it is asked for. More queries gain from the longer one, which takes less work a token.
+template <int QUERIES>
+bool decode(int64_t queries, const Problem &problem, const Task &task, const Workspace &work) {
+    if (queries == QUERIES)
+        DecodeTask<QUERIES>(problem, task, work).run();
+    return queries == QUERIES;
+}
+
+template <int... LESS_ONE>
+bool decode_any(int64_t queries, const Problem &problem, const Task &task, const Workspace &work,
+                std::integer_sequence<int, LESS_ONE...>) {
+    return (decode<LESS_ONE + 1>(queries, problem, task, work) || ...);
+}
+
 void attend_pairs(const Problem &problem, const Task &task, const Workspace &work) {
     const int64_t group = problem.shape.query_heads / problem.shape.kv_heads;
-    if ((task.row_end - task.row_begin) * group == 1)
-        attend<PairTile<kTileTokens / 2>>(problem, task, work);
-    else
-        attend<PairTile<kTileTokens>>(problem, task, work);
+    const bool one_row = task.row_end - task.row_begin == 1;
+    if (!one_row || !decodable(problem.shape) ||
+        !decode_any(group, problem, task, work, std::make_integer_sequence<int, kDecodeQueries>{}))
+        attend<PairTile>(problem, task, work);
 }
 
 } // namespace

@@ -34,7 +34,7 @@ void round_row(const float *row, int64_t size, uint16_t *target) {
 }
 
 template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t end) {
-    std::vector<float> merged(task.v_dim);
+    std::vector<float> merged(task.v_dim), weights(task.count);
     for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * task.v_dim;
         Out *target = static_cast<Out *>(task.out) + at;
@@ -48,12 +48,12 @@ template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t e
             largest = std::max(largest, task.lses[part][row]);
         float sum = weight(sink, largest);
         for (int64_t part = 0; part < task.count; ++part)
-            sum += weight(task.lses[part][row], largest);
+            sum += weights[part] = weight(task.lses[part][row], largest);
         std::fill(merged.begin(), merged.end(), 0.0f);
         for (int64_t part = 0; part < task.count; ++part) {
             if (task.lses[part][row] == -kInfinity) // whatever its out holds
                 continue;
-            const float w = weight(task.lses[part][row], largest) / sum;
+            const float w = weights[part] / sum;
             for (int64_t d = 0; d < task.v_dim; ++d)
                 merged[d] += w * task.outs[part][at + d];
         }

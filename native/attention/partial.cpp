@@ -204,7 +204,9 @@ std::vector<Path> available_paths() {
 }
 
 void partial(const Problem &problem, int threads, Path path) {
-    const Plan plan = Planner(problem, threads).plan();
+    Plan plan = Planner(problem, threads).plan();
+    for (size_t i = 0; i + threads < plan.tasks.size(); ++i)
+        plan.tasks[i].following = &plan.tasks[i + threads];
     const TaskKernel kernel = kernel_for(path, problem.kv_type);
     parallel_for(threads, static_cast<int64_t>(plan.tasks.size()),
                  [&](int64_t i) { run_task(problem, plan.tasks[i], kernel); });

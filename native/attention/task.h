@@ -47,9 +47,10 @@ struct Task {
     int64_t pair;
     int64_t row_begin, row_end; // rows of q
     int64_t head_begin, head_end;
-    int64_t token_begin, token_end; // into the pair's tokens
-    float *out;                     // of row_begin, all heads: rows of [query_heads, v_dim]
-    float *lse;                     // of row_begin, all heads: rows of [query_heads]
+    int64_t token_begin, token_end;  // into the pair's tokens
+    float *out;                      // of row_begin, all heads: rows of [query_heads, v_dim]
+    float *lse;                      // of row_begin, all heads: rows of [query_heads]
+    const Task *following = nullptr; // what the thread is likely to run next, if anything
 };
 
 // Scratch memory of one running task, carved out of one buffer. "Words" are what the kernel multiplies: a
@@ -59,7 +60,7 @@ struct Workspace {
     float *keys;          // [qk_words][tile]
     float *values;        // [tile][v_padded]
     float *scores;        // [queries][tile]
-    float *probabilities; // [queries][tile]
+    float *probabilities; // [queries][tile], or in a decode step [heads][queries][8]
     float *rescale;       // [queries]
     float *accumulator;   // [heads][queries][v_padded]
     float *reference;     // [heads][queries] the score that sums are relative to
@@ -86,7 +87,7 @@ struct Workspace {
         take(workspace.keys, qk * kTileTokens);
         take(workspace.values, kTileTokens * v);
         take(workspace.scores, queries * kTileTokens);
-        take(workspace.probabilities, queries * kTileTokens);
+        take(workspace.probabilities, queries * std::max(kTileTokens, 8 * heads));
         take(workspace.rescale, queries);
         take(workspace.accumulator, heads * queries * v);
         take(workspace.reference, heads * queries);

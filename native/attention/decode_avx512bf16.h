@@ -1,0 +1,382 @@
+// Runs one task of a decode step: one query row, KV of bfloat16, head sizes that are multiples of 32.
+//
+// Tiles of 16 tokens: first the scores of all heads, while the tile's values are read ahead, then the values
+// of all heads, while the next tile's keys are. Scores of 4 tokens and one query come from the tokens' keys
+// transposed within quarters of vectors: quarter i of word vector j holds word 4i + j of each token, and
+// meets word 4i + j of the query. Values of 2 tokens are interleaved within quarters, which leaves columns in
+// an order that finish() mends. Both need only shuffles that run beside multiplications.
+#pragma once
+
+#include "task.h"
+#include "vector_math.h"
+
+namespace lamina::attention {
+namespace {
+
+constexpr int64_t kDecodeTokens = 16;
+constexpr int64_t kDecodeColumns = 32; // elements of a vector of bfloat16: head sizes are multiples of it
+constexpr int64_t kDecodeQueries = 8;  // per KV head, at most
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x to 4 ulp for x <= 127 (2^-126 below -126); NaN stays NaN.
+[[gnu::always_inline]] inline Floats<16> power_of_two(Floats<16> x) {
+    using F = Floats<16>;
+    x = maximum(x, broadcast<16>(-126.0f));
+    const F n = _mm512_maskz_roundscale_ps(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F r = x - n;
+    F p = r * 1.339887440e-3f + 9.618437357e-3f;
+    p = p * r + 5.550332548e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+    p = p * r + 1.0f;
+    return _mm512_maskz_scalef_ps(0xffff, p, n);
+}
+
+// In every quarter (16 bytes) of a vector: elements I of the same quarter of a, then b, counted on.
+template <class V, int... I> inline V in_quarters(const V &a, const V &b) {
+    constexpr int size = sizeof...(I), elements = 4 * size;
+    constexpr auto place = [](int lane, int i) { return i < size ? lane + i : elements + lane + i - size; };
+    return __builtin_shufflevector(a, b, place(0, I)..., place(size, I)..., place(2 * size, I)...,
+                                   place(3 * size, I)...);
+}
+
+// Quarters A, B, C and D of those of a, then b, counted on.
+template <int A, int B, int C, int D>
+inline Floats<16> of_quarters(const Floats<16> &a, const Floats<16> &b) {
+    return __builtin_shufflevector(a, b, 4 * A, 4 * A + 1, 4 * A + 2, 4 * A + 3, 4 * B, 4 * B + 1, 4 * B + 2,
+                                   4 * B + 3, 4 * C, 4 * C + 1, 4 * C + 2, 4 * C + 3, 4 * D, 4 * D + 1,
+                                   4 * D + 2, 4 * D + 3);
+}
+
+bool decodable(const Shape &shape) {
+    return shape.qk_dim % kDecodeColumns == 0 && shape.v_dim % kDecodeColumns == 0;
+}
+
+// Elements of q as bfloat16, rounded to nearest even if they are not yet.
+void round_pairs(const Problem &problem, int64_t offset, int64_t count, uint16_t *target) {
+    for (int64_t i = 0; i < count; i += 16) {
+        const auto mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : 0xffffu);
+        __m256i words;
+        if (problem.q_type == ElementType::Float32) {
+            const float *source = static_cast<const float *>(problem.q) + offset + i;
+            words = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, source)));
+        } else {
+            const uint16_t *source = static_cast<const uint16_t *>(problem.q) + offset + i;
+            words = _mm256_maskz_loadu_epi16(mask, source);
+        }
+        store(target + i, words);
+    }
+}
+
+// The rows of two tiles in the order of the work: the keys of one, its values, the keys of the next, its
+// values. A row begins at the task's first head; tokens past the last one of a tile have zeros.
+using Rows = const uint16_t * [4 * kDecodeTokens];
+constexpr int64_t kValues = kDecodeTokens, kNextKeys = 2 * kDecodeTokens; // where they begin
+
+// Asks for rows a tile ahead of their use. A core drops a prefetch when it has no room to note another miss,
+// which is often while memory is the limit: so every line is asked for twice, half a tile apart. On a Zen 5
+// core that raises the bytes read per second by a fifth to a third.
+class AheadTwice {
+public:
+    // Asks for the keys of the first tile and half of its values.
+    AheadTwice(const Rows &rows, int64_t key_bytes, int64_t value_bytes)
+        : rows_(rows), bytes_{key_bytes, value_bytes} {
+        for (start_row(0); late_ < kDecodeTokens;)
+            ask_for_two();
+    }
+
+    // Once the rows have moved on by a tile: goes on with the second half of the first tile's values.
+    void next_tile() { start_row(kDecodeTokens); }
+
+    // Always inlined, as what only prefetches must be: GCC takes it for a function without effects and drops
+    // its calls.
+    [[gnu::always_inline]] void ask_for_two() {
+        __builtin_prefetch(early_row_ + at_);
+        __builtin_prefetch(early_row_ + at_ + kCacheLine);
+        __builtin_prefetch(late_row_ + at_);
+        __builtin_prefetch(late_row_ + at_ + kCacheLine);
+        at_ += 2 * kCacheLine;
+        if (at_ >= end_) [[unlikely]]
+            start_row(late_ + 1);
+    }
+
+private:
+    [[gnu::always_inline]] void start_row(int64_t late) {
+        const int64_t early = late + kDecodeTokens / 2;
+        late_ = late;
+        late_row_ = reinterpret_cast<const std::byte *>(rows_[late]);
+        early_row_ = reinterpret_cast<const std::byte *>(rows_[early]);
+        end_ = bytes_[early / kDecodeTokens % 2];
+        at_ = 0;
+    }
+
+    const uint16_t *const *rows_; // all of them
+    int64_t bytes_[2];            // of a row of keys, of values
+    int64_t late_;                // the row that is asked for again
+    const std::byte *early_row_, *late_row_;
+    int64_t at_, end_; // bytes into both
+};
+
+// QUERIES query heads share a KV head.
+template <int QUERIES> class DecodeTask {
+    static constexpr int W = 16;
+    static constexpr int kBlock = QUERIES <= 4 ? 4 : 2; // vectors of a query's sums that registers hold
+    static constexpr float kSlack = 8;
+    using F = Floats<W>;
+    using Halves = Vectors<2 * W>::Halves;
+    using Word = uint32_t; // two bfloat16
+
+public:
+    DecodeTask(const Problem &problem, const Task &task, const Workspace &work)
+        : problem_(problem), shape_(problem.shape), task_(task), work_(work),
+          heads_(task.head_end - task.head_begin) {}
+
+    void run() {
+        start();
+        const int64_t bytes = heads_ * int64_t{sizeof(uint16_t)};
+        Rows rows;
+        gather(task_, task_.token_begin, rows + kNextKeys);
+        advance(task_.token_begin + kDecodeTokens, rows);
+        AheadTwice ahead(rows, bytes * shape_.qk_dim, bytes * shape_.v_dim);
+        for (int64_t token = task_.token_begin; token < task_.token_end; token += kDecodeTokens) {
+            const int64_t tokens = std::min(kDecodeTokens, task_.token_end - token);
+            for (int64_t head = 0; head < heads_; ++head) {
+                F halves[2][QUERIES];
+                score(rows, head, halves[0], ahead);
+                score(rows + kDecodeTokens / 2, head, halves[1], ahead);
+                weigh(head, token, tokens, halves);
+            }
+            for (int64_t head = 0; head < heads_; ++head)
+                add_values(rows + kValues, head, ahead);
+            advance(token + 2 * kDecodeTokens, rows);
+            ahead.next_tile();
+        }
+        finish();
+    }
+
+private:
+    float *accumulator(int64_t head) const { return work_.accumulator + head * QUERIES * work_.v_padded; }
+    float *sums(int64_t head) const { return work_.sum + head * QUERIES * W; }
+    float *references(int64_t head) const { return work_.reference + head * QUERIES; }
+    uint16_t *queries(int64_t head) const {
+        return reinterpret_cast<uint16_t *>(work_.query) + head * QUERIES * shape_.qk_dim;
+    }
+    // Those of a tile's tokens, in pairs: [QUERIES][kDecodeTokens / 2].
+    Word *probabilities(int64_t head) const {
+        return reinterpret_cast<Word *>(work_.probabilities) + head * QUERIES * (kDecodeTokens / 2);
+    }
+    int64_t query_head(int64_t head, int q) const { return (task_.head_begin + head) * QUERIES + q; }
+
+    void start() {
+        std::memset(work_.zeros, 0, sizeof(float) * heads_ * std::max(work_.qk_padded, work_.v_padded));
+        std::memset(work_.accumulator, 0, sizeof(float) * heads_ * QUERIES * work_.v_padded);
+        std::memset(work_.sum, 0, sizeof(float) * heads_ * QUERIES * W);
+        std::fill_n(work_.reference, heads_ * QUERIES, -kInfinity);
+        const int64_t first = (task_.row_begin * shape_.query_heads + query_head(0, 0)) * shape_.qk_dim;
+        round_pairs(problem_, first, heads_ * QUERIES * shape_.qk_dim, queries(0));
+    }
+
+    // The next tile becomes the tile; the one that begins at `next`, or where the task ends the first one of
+    // the task that this thread may run next, becomes the next.
+    void advance(int64_t next, Rows &rows) const {
+        std::copy_n(rows + kNextKeys, 2 * kDecodeTokens, rows);
+        const bool beyond = next >= task_.token_end && task_.following;
+        const Task &task = beyond ? *task_.following : task_;
+        gather(task, beyond ? task.token_begin : next, rows + kNextKeys);
+    }
+
+    void gather(const Task &task, int64_t token, const uint16_t **keys) const {
+        const uint16_t **values = keys + kValues;
+        const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task.pair];
+        const auto *zeros = reinterpret_cast<const uint16_t *>(work_.zeros);
+        const auto *first_key = static_cast<const uint16_t *>(problem_.k) + task.head_begin * shape_.qk_dim;
+        const auto *first_value = static_cast<const uint16_t *>(problem_.v) + task.head_begin * shape_.v_dim;
+        const int64_t tokens = std::clamp<int64_t>(task.token_end - token, 0, kDecodeTokens);
+        for (int64_t t = 0; t < tokens; ++t) {
+            const int64_t row = slots[token + t] * shape_.kv_heads;
+            keys[t] = first_key + row * shape_.qk_dim;
+            values[t] = first_value + row * shape_.v_dim;
+        }
+        std::fill(keys + tokens, keys + kDecodeTokens, zeros);
+        std::fill(values + tokens, values + kDecodeTokens, zeros);
+    }
+
+    // Raw scores of 8 tokens; quarters 0 and 1 (2 and 3) hold parts of the sums of the first (second) 4
+    // tokens.
+    [[gnu::always_inline]] void score(const uint16_t *const *keys, int64_t head, F (&halves)[QUERIES],
+                                      AheadTwice &ahead) {
+        const int64_t dim = shape_.qk_dim;
+        const uint16_t *query = queries(head);
+        asm("" : "+r"(query)); // else GCC keeps queries in registers from call to call, and sums in memory
+        F sums[2][QUERIES] = {};
+        for (int64_t d = 0; d < dim; d += kDecodeColumns) {
+            F words[2][4];
+            for (int g = 0; g < 2; ++g)
+                key_words(keys + 4 * g, head * dim + d, words[g], ahead);
+            add_products<0>(query + d, dim, words, sums);
+            add_products<1>(query + d, dim, words, sums);
+            add_products<2>(query + d, dim, words, sums);
+            add_products<3>(query + d, dim, words, sums);
+        }
+        for (int q = 0; q < QUERIES; ++q)
+            halves[q] = of_quarters<0, 1, 4, 5>(sums[0][q], sums[1][q]) +
+                        of_quarters<2, 3, 6, 7>(sums[0][q], sums[1][q]);
+    }
+
+    // Of word J of every quarter. Sums that do not wait for each other are next to each other.
+    template <int J>
+    [[gnu::always_inline]] static void add_products(const uint16_t *query, int64_t dim,
+                                                    const F (&words)[2][4], F (&sums)[2][QUERIES]) {
+        for (int q = 0; q < QUERIES; ++q) {
+            const auto pairs = load<F>(query + q * dim);
+            const F part = in_quarters<F, J, J, J, J>(pairs, pairs);
+            for (int g = 0; g < 2; ++g)
+                sums[g][q] = dot_pairs(sums[g][q], words[g][J], part);
+        }
+    }
+
+    [[gnu::always_inline]] static void key_words(const uint16_t *const *keys, int64_t offset, F (&words)[4],
+                                                 AheadTwice &ahead) {
+        const auto a = load<F>(keys[0] + offset), b = load<F>(keys[1] + offset);
+        ahead.ask_for_two();
+        const auto c = load<F>(keys[2] + offset), d = load<F>(keys[3] + offset);
+        ahead.ask_for_two();
+        const F ab_low = in_quarters<F, 0, 4, 1, 5>(a, b), ab_high = in_quarters<F, 2, 6, 3, 7>(a, b),
+                cd_low = in_quarters<F, 0, 4, 1, 5>(c, d), cd_high = in_quarters<F, 2, 6, 3, 7>(c, d);
+        words[0] = in_quarters<F, 0, 1, 4, 5>(ab_low, cd_low);
+        words[1] = in_quarters<F, 2, 3, 6, 7>(ab_low, cd_low);
+        words[2] = in_quarters<F, 0, 1, 4, 5>(ab_high, cd_high);
+        words[3] = in_quarters<F, 2, 3, 6, 7>(ab_high, cd_high);
+    }
+
+    static F dot_pairs(F sum, F a, F b) {
+        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    }
+
+    // Turns a head's scores into probabilities relative to a reference: the largest score so far, give or
+    // take kSlack, so that sums rarely need rescaling.
+    [[gnu::always_inline]] void weigh(int64_t head, int64_t token, int64_t tokens, F (&halves)[2][QUERIES]) {
+        float *reference = references(head);
+        F scores[QUERIES];
+        __mmask16 above = 0;
+        for (int q = 0; q < QUERIES; ++q) {
+            scores[q] = finish_scores(of_quarters<0, 2, 4, 6>(halves[0][q], halves[1][q]) +
+                                          of_quarters<1, 3, 5, 7>(halves[0][q], halves[1][q]),
+                                      query_head(head, q), token, tokens);
+            above |= _mm512_cmp_ps_mask(scores[q], broadcast<W>(reference[q] + kSlack), _CMP_GT_OQ);
+        }
+        if (above) [[unlikely]]
+            raise_references(head, scores);
+        for (int q = 0; q < QUERIES; ++q) {
+            const F p = power_of_two(scores[q] - reference[q]);
+            float *sum = sums(head) + q * W;
+            store(sum, load<F>(sum) + p);
+            store(probabilities(head) + q * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));
+        }
+    }
+
+    // Scales, caps, biases and masks raw scores, in units of log 2.
+    F finish_scores(F s, int64_t query_head, int64_t token, int64_t tokens) const {
+        const Scoring &scoring = problem_.scoring;
+        if (scoring.softcap > 0) [[unlikely]]
+            s = hyperbolic_tangent<W>(s * (scoring.scale / scoring.softcap)) * (scoring.softcap * kLog2E);
+        else
+            s = s * (scoring.scale * kLog2E);
+        const F lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        if (scoring.alibi_slopes) [[unlikely]] {
+            const Segments &segments = problem_.segments;
+            const int64_t position = query_position(segments, task_.pair, task_.row_begin);
+            const auto distance = static_cast<float>(segments.kv_start[task_.pair] + token - position);
+            s += scoring.alibi_slopes[query_head] * kLog2E * (lane + distance);
+        }
+        if (tokens < kDecodeTokens) [[unlikely]]
+            s = lane < static_cast<float>(tokens) ? s : -kInfinity + F{};
+        return s;
+    }
+
+    [[gnu::noinline]] void raise_references(int64_t head, const F (&scores)[QUERIES]) {
+        for (int q = 0; q < QUERIES; ++q) {
+            float &reference = references(head)[q];
+            const float most = horizontal_maximum<W>(scores[q]);
+            if (!(most > reference + kSlack))
+                continue;
+            const float rescale = __builtin_exp2f(reference - most);
+            reference = most;
+            float *sum = sums(head) + q * W, *accumulated = accumulator(head) + q * work_.v_padded;
+            store(sum, load<F>(sum) * rescale);
+            for (int64_t d = 0; d < shape_.v_dim; d += W)
+                store(accumulated + d, load<F>(accumulated + d) * rescale);
+        }
+    }
+
+    // Adds a tile's values of a head, weighed by its probabilities.
+    [[gnu::always_inline]] void add_values(const uint16_t *const *values, int64_t head, AheadTwice &ahead) {
+        int64_t d = 0;
+        for (; d + kBlock * W <= shape_.v_dim; d += kBlock * W)
+            add_columns<kBlock>(values, head, d, ahead);
+        if constexpr (kBlock > 2)
+            for (; d < shape_.v_dim; d += kDecodeColumns)
+                add_columns<2>(values, head, d, ahead);
+    }
+
+    template <int VECTORS>
+    [[gnu::always_inline]] void add_columns(const uint16_t *const *values, int64_t head, int64_t column,
+                                            AheadTwice &ahead) {
+        const int64_t stride = work_.v_padded;
+        const int64_t offset = head * shape_.v_dim + column;
+        float *accumulated = accumulator(head) + column;
+        const Word *pairs = probabilities(head);
+        asm("" : "+r"(pairs)); // else GCC keeps them in registers from block to block, and sums in memory
+        F sums[QUERIES][VECTORS];
+        for (int q = 0; q < QUERIES; ++q)
+            for (int n = 0; n < VECTORS; ++n)
+                sums[q][n] = load<F>(accumulated + q * stride + n * W);
+#pragma GCC unroll 8
+        for (int w = 0; w < kDecodeTokens / 2; ++w) {
+            F words[VECTORS];
+            for (int n = 0; n < VECTORS; n += 2) {
+                const auto even = load<Halves>(values[2 * w] + offset + n * W),
+                           odd = load<Halves>(values[2 * w + 1] + offset + n * W);
+                ahead.ask_for_two();
+                words[n] = reinterpret_cast<F>(in_quarters<Halves, 0, 8, 1, 9, 2, 10, 3, 11>(even, odd));
+                words[n + 1] =
+                    reinterpret_cast<F>(in_quarters<Halves, 4, 12, 5, 13, 6, 14, 7, 15>(even, odd));
+            }
+            for (int q = 0; q < QUERIES; ++q) {
+                const F p =
+                    reinterpret_cast<F>(Ints<W>{} + static_cast<int32_t>(pairs[q * (kDecodeTokens / 2) + w]));
+                for (int n = 0; n < VECTORS; ++n)
+                    sums[q][n] = dot_pairs(sums[q][n], p, words[n]);
+            }
+        }
+        for (int q = 0; q < QUERIES; ++q)
+            for (int n = 0; n < VECTORS; ++n)
+                store(accumulated + q * stride + n * W, sums[q][n]);
+    }
+
+    void finish() {
+        for (int64_t head = 0; head < heads_; ++head)
+            for (int q = 0; q < QUERIES; ++q) {
+                const float sum = horizontal_sum<W>(load<F>(sums(head) + q * W));
+                const float share = sum == 0 ? 0.0f : 1 / sum;
+                const float *accumulated = accumulator(head) + q * work_.v_padded;
+                float *out = task_.out + query_head(head, q) * shape_.v_dim;
+                for (int64_t d = 0; d < shape_.v_dim; d += kDecodeColumns) {
+                    const auto low = load<F>(accumulated + d) * share,
+                               high = load<F>(accumulated + d + W) * share;
+                    store(out + d, of_quarters<0, 4, 1, 5>(low, high));
+                    store(out + d + W, of_quarters<2, 6, 3, 7>(low, high));
+                }
+                task_.lse[query_head(head, q)] = (references(head)[q] + __builtin_log2f(sum)) / kLog2E;
+            }
+    }
+
+    const Problem &problem_;
+    const Shape &shape_;
+    const Task &task_;
+    const Workspace &work_;
+    const int64_t heads_; // KV heads
+};
+
+} // namespace
+} // namespace lamina::attention
