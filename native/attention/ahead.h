@@ -6,11 +6,11 @@
 namespace lamina::attention {
 namespace {
 
-// The K and V rows of one KV head over one tile of tokens; rows past `tokens` point at zeros.
+// The K and V rows of one KV head over one tile of tokens; rows past its last token point at zeros.
 template <class Kv> struct TileRows {
     const Kv *keys[kTileTokens];
     const Kv *values[kTileTokens];
-    int64_t tokens;
+    int64_t columns; // tokens, rounded up to a vector
 };
 
 // Steps that softmax makes for one tile and head, at least; packing and products make the others.

@@ -14,8 +14,8 @@ namespace {
 template <class Tile>
 void packed_scores(const TileRows<typename Tile::Kv> &rows, int64_t dim, int64_t queries,
                    const Workspace &work, const float *query, Ahead &ahead) {
-    Tile::pack_keys(rows.keys, dim, work.keys, ahead);
-    multiply<Tile>(queries, Tile::kTokens, {query, work.qk_padded}, Words{work.keys, Tile::kTokens},
+    Tile::pack_keys(rows, dim, work.keys, ahead);
+    multiply<Tile>(queries, rows.columns, {query, work.qk_padded}, Words{work.keys, Tile::kTokens},
                    (dim + Tile::kWord - 1) / Tile::kWord, {work.scores, Tile::kTokens, nullptr}, ahead);
 }
 
@@ -92,7 +92,7 @@ private:
     // The rows of the task's first head.
     TileRows<Kv> gather(int64_t token, int64_t tokens) const {
         TileRows<Kv> rows;
-        rows.tokens = tokens;
+        rows.columns = round_up(tokens, W);
         const int32_t *slots = slots_ + token;
         const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
         const Kv *keys = static_cast<const Kv *>(problem_.k) + task_.head_begin * shape_.qk_dim;
@@ -121,16 +121,16 @@ private:
         for (int64_t i = 0; i < queries_; ++i) {
             for (int64_t step = 0; step < kSoftmaxSteps; step += queries_)
                 ahead_.step();
-            softmax(head, i, token, rows.tokens);
+            softmax(head, i, token, rows.columns);
         }
         const Words probabilities{work_.probabilities, Tile::kTokens};
         const Sums sums{work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale};
-        constexpr int64_t words = Tile::kTokens / Tile::kWord;
+        const int64_t words = rows.columns / Tile::kWord;
         if (queries_ <= Tile::kRows && shape_.v_dim % W == 0) {
             multiply<Tile>(queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums,
                            ahead_);
         } else {
-            Tile::pack_values(rows.values, shape_.v_dim, work_.v_padded, work_.values, ahead_);
+            Tile::pack_values(rows, shape_.v_dim, work_.v_padded, work_.values, ahead_);
             multiply<Tile>(queries_, work_.v_padded, probabilities, Words{work_.values, work_.v_padded},
                            words, sums, ahead_);
         }
@@ -138,37 +138,38 @@ private:
 
     // Turns one query's scores over a tile into exponentials relative to its reference score: the largest so
     // far, give or take kSlack, so that sums rarely need rescaling.
-    void softmax(int64_t head, int64_t index, int64_t token, int64_t tokens) {
+    void softmax(int64_t head, int64_t index, int64_t token, int64_t columns) {
         const Query at = query(head, index);
         const Interval seen = visible_tokens(problem_, task_.pair, at.row);
         const int64_t low = std::max<int64_t>(seen.begin - token, 0),
-                      high = std::min(seen.end - token, tokens);
+                      high = std::min({seen.end - token, task_.token_end - token, columns});
         float *scores = work_.scores + index * Tile::kTokens;
         float *probabilities = work_.probabilities + index * Tile::kTokens;
         work_.rescale[index] = 1.0f;
         if (low >= high) {
-            std::memset(probabilities, 0, sizeof(float) * Tile::kTokens);
+            std::memset(probabilities, 0, sizeof(float) * columns);
             return;
         }
         float &reference = work_.reference[state(head, index)];
-        const F most = finish_scores(scores, at, token, low, high);
+        const F most = finish_scores(scores, at, token, low, high, columns);
         if (!within<W>(most, reference + kSlack)) {
             const float before = reference;
             reference = std::max(before, horizontal_maximum<W>(most));
-            work_.rescale[index] = exponential<W>(broadcast<W>(before - reference))[0];
+            work_.rescale[index] = __builtin_exp2f(before - reference);
         }
         float *sums = work_.sum + state(head, index) * W;
         F total = load<F>(sums) * work_.rescale[index];
-        for (int64_t t = 0; t < Tile::kTokens; t += W) {
-            const F p = exponential<W>(load<F>(scores + t) - reference);
+        for (int64_t t = 0; t < columns; t += W) {
+            const F p = power_of_two<W>(load<F>(scores + t) - reference);
             total += p;
             Tile::store_probabilities(probabilities, t, p);
         }
         store(sums, total);
     }
 
-    // Scales, caps, biases and masks raw scores; returns the largest of each vector lane.
-    F finish_scores(float *scores, Query at, int64_t token, int64_t low, int64_t high) const {
+    // Scales, caps, biases and masks raw scores, in units of log 2; returns the largest of each vector lane.
+    F finish_scores(float *scores, Query at, int64_t token, int64_t low, int64_t high,
+                    int64_t columns) const {
         const Scoring &scoring = problem_.scoring;
         const float slope = scoring.alibi_slopes ? scoring.alibi_slopes[at.head] : 0.0f;
         const Segments &segments = problem_.segments;
@@ -178,14 +179,14 @@ private:
         for (int i = 0; i < W; ++i)
             lane[i] = i;
         F most = broadcast<W>(-kInfinity);
-        for (int64_t t = 0; t < Tile::kTokens; t += W) {
-            F s = load<F>(scores + t) * scoring.scale;
+        for (int64_t t = 0; t < columns; t += W) {
+            F s = load<F>(scores + t) * (scoring.scale * kLog2E);
             const Ints<W> column = lane + static_cast<int32_t>(t);
             if (scoring.softcap > 0)
-                s = hyperbolic_tangent<W>(s / scoring.softcap) * scoring.softcap;
+                s = hyperbolic_tangent<W>(s / (scoring.softcap * kLog2E)) * (scoring.softcap * kLog2E);
             if (slope != 0)
-                s += slope * (__builtin_convertvector(column, F) + distance);
-            if (high - low < Tile::kTokens) {
+                s += slope * kLog2E * (__builtin_convertvector(column, F) + distance);
+            if (high - low < columns) {
                 s = column < static_cast<int32_t>(low) ? -kInfinity + F{} : s;
                 s = column < static_cast<int32_t>(high) ? s : -kInfinity + F{};
             }
@@ -205,7 +206,7 @@ private:
                 const float *accumulated = work_.accumulator + s * work_.v_padded;
                 for (int64_t d = 0; d < shape_.v_dim; ++d)
                     task_.out[target * shape_.v_dim + d] = sum == 0 ? 0.0f : accumulated[d] / sum;
-                task_.lse[target] = sum == 0 ? -kInfinity : work_.reference[s] + __builtin_logf(sum);
+                task_.lse[target] = (work_.reference[s] + __builtin_log2f(sum)) / kLog2E;
             }
     }
 

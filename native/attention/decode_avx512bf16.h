@@ -16,21 +16,6 @@ namespace {
 constexpr int64_t kDecodeTokens = 16;
 constexpr int64_t kDecodeColumns = 32; // elements of a vector of bfloat16: head sizes are multiples of it
 constexpr int64_t kDecodeQueries = 8;  // per KV head, at most
-constexpr float kLog2E = 1.44269504088896341f;
-
-// 2^x to 4 ulp for x <= 127 (2^-126 below -126); NaN stays NaN.
-[[gnu::always_inline]] inline Floats<16> power_of_two(Floats<16> x) {
-    using F = Floats<16>;
-    x = maximum(x, broadcast<16>(-126.0f));
-    const F n = _mm512_maskz_roundscale_ps(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const F r = x - n;
-    F p = r * 1.339887440e-3f + 9.618437357e-3f;
-    p = p * r + 5.550332548e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472028e-1f;
-    p = p * r + 1.0f;
-    return _mm512_maskz_scalef_ps(0xffff, p, n);
-}
 
 // In every quarter (16 bytes) of a vector: elements I of the same quarter of a, then b, counted on.
 template <class V, int... I> inline V in_quarters(const V &a, const V &b) {
@@ -268,7 +253,7 @@ private:
         if (above) [[unlikely]]
             raise_references(head, scores);
         for (int q = 0; q < QUERIES; ++q) {
-            const F p = power_of_two(scores[q] - reference[q]);
+            const F p = power_of_two<W>(scores[q] - reference[q]);
             float *sum = sums(head) + q * W;
             store(sum, load<F>(sum) + p);
             store(probabilities(head) + q * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));

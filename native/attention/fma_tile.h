@@ -69,22 +69,22 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                             : Element::widen(static_cast<const Kv *>(problem.q)[offset + d]);
     }
 
-    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
+    static void pack_keys(const TileRows<Kv> &rows, int64_t dim, float *packed, Ahead &ahead) {
         int64_t d = 0;
         for (; d + W <= dim; d += W)
-            for (int64_t t = 0; t < kTokens; t += W) {
+            for (int64_t t = 0; t < rows.columns; t += W) {
                 F block[W];
                 for (int i = 0; i < W / 8; ++i)
                     ahead.step();
                 for (int i = 0; i < W; ++i)
-                    block[i] = Element::template load_wide<W>(rows[t + i] + d);
+                    block[i] = Element::template load_wide<W>(rows.keys[t + i] + d);
                 transpose<W>(block);
                 for (int i = 0; i < W; ++i)
                     store(packed + (d + i) * kTokens + t, block[i]);
             }
         for (; d < dim; ++d)
-            for (int64_t t = 0; t < kTokens; ++t)
-                packed[d * kTokens + t] = Element::widen(rows[t][d]);
+            for (int64_t t = 0; t < rows.columns; ++t)
+                packed[d * kTokens + t] = Element::widen(rows.keys[t][d]);
     }
 
     template <int N> static void value_words(const Kv *const *rows, int64_t column, F (&words)[N]) {
@@ -92,15 +92,16 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
             words[n] = Element::template load_wide<W>(rows[0] + column + n * W);
     }
 
-    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
-        for (int64_t t = 0; t < kTokens; ++t, packed += padded) {
+    static void pack_values(const TileRows<Kv> &rows, int64_t dim, int64_t padded, float *packed,
+                            Ahead &ahead) {
+        for (int64_t t = 0; t < rows.columns; ++t, packed += padded) {
             if (t % 2)
                 ahead.step();
             int64_t d = 0;
             for (; d + W <= dim; d += W)
-                store(packed + d, Element::template load_wide<W>(rows[t] + d));
+                store(packed + d, Element::template load_wide<W>(rows.values[t] + d));
             for (; d < dim; ++d)
-                packed[d] = Element::widen(rows[t][d]);
+                packed[d] = Element::widen(rows.values[t][d]);
             for (; d < padded; ++d)
                 packed[d] = 0;
         }

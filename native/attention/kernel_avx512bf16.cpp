@@ -27,16 +27,16 @@ struct PairTile {
         round_pairs(problem, offset, problem.shape.qk_dim, reinterpret_cast<uint16_t *>(packed));
     }
 
-    static void pack_keys(const Kv *const *rows, int64_t dim, float *packed, Ahead &ahead) {
+    static void pack_keys(const TileRows<Kv> &rows, int64_t dim, float *packed, Ahead &ahead) {
         for (int64_t d = 0; d < dim; d += 2 * W) {
             const __mmask32 mask = low_bits(dim - d);
             const int64_t words = std::min<int64_t>(W, (dim - d + 1) / 2);
-            for (int64_t t = 0; t < kTokens; t += W) {
+            for (int64_t t = 0; t < rows.columns; t += W) {
                 F block[W];
                 for (int i = 0; i < W / 8; ++i)
                     ahead.step();
                 for (int i = 0; i < W; ++i)
-                    block[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, rows[t + i] + d));
+                    block[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, rows.keys[t + i] + d));
                 transpose<W>(block);
                 for (int64_t i = 0; i < words; ++i)
                     store(packed + (d / 2 + i) * kTokens + t, block[i]);
@@ -64,14 +64,15 @@ struct PairTile {
     }
 
     // Word (t, d) is the pair of element d of tokens 2t and 2t + 1.
-    static void pack_values(const Kv *const *rows, int64_t dim, int64_t padded, float *packed, Ahead &ahead) {
+    static void pack_values(const TileRows<Kv> &rows, int64_t dim, int64_t padded, float *packed,
+                            Ahead &ahead) {
         const auto low = interleave(0), high = interleave(W);
-        for (int64_t t = 0; t < kTokens; t += 2, packed += padded) {
+        for (int64_t t = 0; t < rows.columns; t += 2, packed += padded) {
             ahead.step();
             for (int64_t d = 0; d < padded; d += 2 * W) {
                 const __mmask32 mask = low_bits(dim - d);
-                const __m512i even = _mm512_maskz_loadu_epi16(mask, rows[t] + d);
-                const __m512i odd = _mm512_maskz_loadu_epi16(mask, rows[t + 1] + d);
+                const __m512i even = _mm512_maskz_loadu_epi16(mask, rows.values[t] + d);
+                const __m512i odd = _mm512_maskz_loadu_epi16(mask, rows.values[t + 1] + d);
                 store(packed + d, _mm512_permutex2var_epi16(even, low, odd));
                 if (d + W < padded)
                     store(packed + d + W, _mm512_permutex2var_epi16(even, high, odd));

@@ -62,15 +62,16 @@ void multiply_rows(int64_t rows, Words a, const Source &b, int64_t column, int64
             multiply_rows<Tile, NV, MR - 1>(rows, a, b, column, words, c, ahead);
 }
 
-// C[rows x columns]; columns is a multiple of Tile::W.
+// C[rows x columns] in panels of NV vectors, then narrower ones; columns is a multiple of Tile::W.
 template <class Tile, int MR = Tile::kRows, int NV = Tile::kColumns, class Source>
-void multiply(int64_t rows, int64_t columns, Words a, const Source &b, int64_t words, Sums c, Ahead &ahead) {
+void multiply(int64_t rows, int64_t columns, Words a, const Source &b, int64_t words, Sums c, Ahead &ahead,
+              int64_t column = 0) {
     constexpr int64_t panel = NV * Tile::W;
-    int64_t column = 0;
-    for (; column + panel <= columns; column += panel)
+    for (; columns >= panel; columns -= panel, column += panel)
         multiply_rows<Tile, NV, MR>(rows, a, b, column, words, c, ahead);
-    for (; column < columns; column += Tile::W)
-        multiply_rows<Tile, 1, MR>(rows, a, b, column, words, c, ahead);
+    if constexpr (NV > 1)
+        if (columns > 0)
+            multiply<Tile, MR, NV / 2>(rows, columns, a, b, words, c, ahead, column);
 }
 
 } // namespace

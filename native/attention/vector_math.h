@@ -83,6 +83,28 @@ template <int W> inline bool within(const Floats<W> &value, float bound) {
     return horizontal_maximum<W>(value) <= bound;
 }
 
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x to 3 ulp, in half the operations of e^x, for x < 128 (2^-126 below -126); NaN stays NaN.
+template <int W> [[gnu::always_inline]] inline Floats<W> power_of_two(Floats<W> x) {
+    using F = Floats<W>;
+    x = maximum(x, broadcast<W>(-126.0f));
+    constexpr float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    const F n = (x + magic) - magic;
+    const F r = x - n;
+    F p = r * 1.326472690e-3f + 9.671512661e-3f;
+    p = p * r + 5.550733744e-2f;
+    p = p * r + 2.402224208e-1f;
+    p = p * r + 6.931469776e-1f;
+    p = p * r + 1.0f;
+#ifdef __AVX512F__
+    if constexpr (W == 16)
+        return _mm512_maskz_scalef_ps(0xffff, p, n);
+#endif
+    const Ints<W> exponent = __builtin_convertvector(n, Ints<W>) << 23;
+    return reinterpret_cast<F>(reinterpret_cast<Ints<W>>(p) + exponent);
+}
+
 // e^x to 2 ulp for x <= 88 (0 below -87.3); NaN stays NaN.
 template <int W> [[gnu::always_inline]] inline Floats<W> exponential(Floats<W> x) {
     using F = Floats<W>;
