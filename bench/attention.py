@@ -15,6 +15,7 @@ Figures are medians over the rounds; ratios are medians of the ratios of neighbo
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # else torch's idle threads spin on the cores that attention is timed on
 import torch
 from rich.console import Console
 from rich.table import Table

@@ -30,7 +30,7 @@ template <class Tile> struct ValueRows {
 };
 
 template <class Tile> class Attend {
-    static constexpr int W = Tile::W;
+    static constexpr int W = Tile::W, kVectors = Tile::kTokens / W;
     using F = Floats<W>;
     using Kv = typename Tile::Kv;
     static constexpr float kSlack = 8;
@@ -118,11 +118,10 @@ private:
     void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
         const int64_t first = state(head, 0);
         packed_scores<Tile>(rows, shape_.qk_dim, queries_, work_, query_words(head), ahead_);
-        for (int64_t i = 0; i < queries_; ++i) {
-            for (int64_t step = 0; step < kSoftmaxSteps; step += queries_)
-                ahead_.step();
-            softmax(head, i, token, rows.columns);
-        }
+        for (int64_t step = 0; step < kSoftmaxSteps; ++step)
+            ahead_.step();
+        for (int64_t row = task_.row_begin; row < task_.row_end; ++row)
+            softmax(head, row, token);
         const Words probabilities{work_.probabilities, Tile::kTokens};
         const Sums sums{work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale};
         const int64_t words = rows.columns / Tile::kWord;
@@ -136,63 +135,69 @@ private:
         }
     }
 
-    // Turns one query's scores over a tile into exponentials relative to its reference score: the largest so
-    // far, give or take kSlack, so that sums rarely need rescaling.
-    void softmax(int64_t head, int64_t index, int64_t token, int64_t columns) {
-        const Query at = query(head, index);
-        const Interval seen = visible_tokens(problem_, task_.pair, at.row);
-        const int64_t low = std::max<int64_t>(seen.begin - token, 0),
-                      high = std::min({seen.end - token, task_.token_end - token, columns});
-        float *scores = work_.scores + index * Tile::kTokens;
-        float *probabilities = work_.probabilities + index * Tile::kTokens;
-        work_.rescale[index] = 1.0f;
-        if (low >= high) {
-            std::memset(probabilities, 0, sizeof(float) * columns);
-            return;
+    // Turns the scores of one row's queries over a tile into exponentials relative to a reference score: a
+    // query's largest so far, give or take kSlack, so that sums rarely need rescaling.
+    void softmax(int64_t head, int64_t row, int64_t token) {
+        const Interval seen = visible_tokens(problem_, task_.pair, row);
+        const Interval columns{std::max<int64_t>(seen.begin - token, 0),
+                               std::min({seen.end - token, task_.token_end - token, Tile::kTokens})};
+        const int64_t first = (row - task_.row_begin) * group_;
+        for (int64_t i = first; i < first + group_; ++i) {
+            float *probabilities = work_.probabilities + i * Tile::kTokens;
+            work_.rescale[i] = 1.0f;
+            if (columns.begin >= columns.end) {
+                std::memset(probabilities, 0, sizeof(float) * Tile::kTokens);
+                continue;
+            }
+            F scores[kVectors];
+            const F most = finish_scores(work_.scores + i * Tile::kTokens, {row, head * group_ + i - first},
+                                         token, columns, scores);
+            float &reference = work_.reference[state(head, i)];
+            if (!within<W>(most, reference + kSlack)) [[unlikely]] {
+                const float before = reference;
+                reference = std::max(before, horizontal_maximum<W>(most));
+                work_.rescale[i] = __builtin_exp2f(before - reference);
+            }
+            float *sums = work_.sum + state(head, i) * W;
+            F total = load<F>(sums) * work_.rescale[i];
+            for (int v = 0; v < kVectors; ++v) {
+                const F p = power_of_two<W>(scores[v] - reference);
+                total += p;
+                Tile::store_probabilities(probabilities, v * W, p);
+            }
+            store(sums, total);
         }
-        float &reference = work_.reference[state(head, index)];
-        const F most = finish_scores(scores, at, token, low, high, columns);
-        if (!within<W>(most, reference + kSlack)) {
-            const float before = reference;
-            reference = std::max(before, horizontal_maximum<W>(most));
-            work_.rescale[index] = __builtin_exp2f(before - reference);
-        }
-        float *sums = work_.sum + state(head, index) * W;
-        F total = load<F>(sums) * work_.rescale[index];
-        for (int64_t t = 0; t < columns; t += W) {
-            const F p = power_of_two<W>(load<F>(scores + t) - reference);
-            total += p;
-            Tile::store_probabilities(probabilities, t, p);
-        }
-        store(sums, total);
     }
 
     // Scales, caps, biases and masks raw scores, in units of log 2; returns the largest of each vector lane.
-    F finish_scores(float *scores, Query at, int64_t token, int64_t low, int64_t high,
-                    int64_t columns) const {
+    [[gnu::always_inline]] F finish_scores(const float *raw, Query at, int64_t token, Interval columns,
+                                           F (&scores)[kVectors]) const {
         const Scoring &scoring = problem_.scoring;
-        const float slope = scoring.alibi_slopes ? scoring.alibi_slopes[at.head] : 0.0f;
-        const Segments &segments = problem_.segments;
-        const int64_t position = query_position(segments, task_.pair, at.row);
-        const auto distance = static_cast<float>(segments.kv_start[task_.pair] + token - position);
+        for (int v = 0; v < kVectors; ++v)
+            scores[v] = load<F>(raw + v * W) * (scoring.scale * kLog2E);
+        if (scoring.softcap > 0) [[unlikely]]
+            for (F &s : scores)
+                s = hyperbolic_tangent<W>(s / (scoring.softcap * kLog2E)) * (scoring.softcap * kLog2E);
         Ints<W> lane;
         for (int i = 0; i < W; ++i)
             lane[i] = i;
-        F most = broadcast<W>(-kInfinity);
-        for (int64_t t = 0; t < columns; t += W) {
-            F s = load<F>(scores + t) * (scoring.scale * kLog2E);
-            const Ints<W> column = lane + static_cast<int32_t>(t);
-            if (scoring.softcap > 0)
-                s = hyperbolic_tangent<W>(s / (scoring.softcap * kLog2E)) * (scoring.softcap * kLog2E);
-            if (slope != 0)
-                s += slope * kLog2E * (__builtin_convertvector(column, F) + distance);
-            if (high - low < columns) {
-                s = column < static_cast<int32_t>(low) ? -kInfinity + F{} : s;
-                s = column < static_cast<int32_t>(high) ? s : -kInfinity + F{};
-            }
-            store(scores + t, s);
-            most = maximum(most, s);
+        if (scoring.alibi_slopes) [[unlikely]] {
+            const Segments &segments = problem_.segments;
+            const int64_t distance =
+                segments.kv_start[task_.pair] + token - query_position(segments, task_.pair, at.row);
+            for (int v = 0; v < kVectors; ++v)
+                scores[v] += scoring.alibi_slopes[at.head] * kLog2E *
+                             __builtin_convertvector(lane + static_cast<int32_t>(distance + v * W), F);
         }
+        if (columns.begin > 0 || columns.end < Tile::kTokens) [[unlikely]]
+            for (int v = 0; v < kVectors; ++v) {
+                const Ints<W> column = lane + v * W;
+                scores[v] = column < static_cast<int32_t>(columns.begin) ? -kInfinity + F{} : scores[v];
+                scores[v] = column < static_cast<int32_t>(columns.end) ? scores[v] : -kInfinity + F{};
+            }
+        F most = scores[0];
+        for (int v = 1; v < kVectors; ++v)
+            most = maximum(most, scores[v]);
         return most;
     }
 

@@ -11,7 +11,7 @@
 namespace lamina::attention {
 
 constexpr int64_t kTileTokens = 64;     // tokens whose scores are held at once, at most
-constexpr int64_t kMaxQueries = 64;     // query rows times query heads that share one KV head, in a task
+constexpr int64_t kMaxQueries = 256;    // query rows times query heads that share one KV head, in a task
 constexpr int64_t kCacheLine = 64;      // bytes
 constexpr int64_t kVectorElements = 16; // floats of the widest vector; packed rows are padded to it
 
