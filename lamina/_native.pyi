@@ -220,18 +220,30 @@ class ShmWaiter:
         Raises TimeoutError; ConnectionResetError(index of the peer) if nothing is ready and a peer is gone.
         """
 
+class Connection:
+    """A connected socket, owned, until something takes it over."""
+
+    def __init__(self, fd: int) -> None: ...
+
 class TcpSender:
-    """The stream to one peer."""
+    """The stream to one peer, and what reads from the same peer."""
+
+    @property
+    def is_broken(self) -> bool:
+        """True while the stream has no connection and may get another."""
 
     @property
     def is_lost(self) -> bool:
         """True once nothing can be sent any more."""
 
-    def reopen(self, fd: int, position: int) -> None:
-        """Go on over another connected socket, taking it over, from the byte that the receiver wants next.
+    def reopen(self, connection: Connection, position: int) -> None:
+        """Go on over another connection, taking it over, from the byte that the receiver wants next.
 
-        Raises ValueError, and leaves the socket alone, if that byte is not kept any more or not written yet.
+        Raises ValueError if that byte is not kept any more or not written yet.
         """
+
+    def reopen_fetches(self, connection: Connection) -> None:
+        """Read from the peer over this connection, taking it over: what has not arrived is asked for again."""
 
     def lose(self) -> None:
         """Close the connection for good."""
@@ -243,8 +255,8 @@ class TcpEndpoint:
     """The TCP streams of one endpoint. One thread owns it; expect() and accept() are for any thread."""
 
     def __init__(self, arena: Arena) -> None: ...
-    def connect(self, fd: int, identity: int, nbytes: int, doorbells: int) -> TcpSender:
-        """The sender over a connected socket, which it takes over, to the peer of that identity and arena."""
+    def connect(self, connection: Connection, identity: int, nbytes: int, doorbells: int) -> TcpSender:
+        """The sender over a connection, which it takes over, to the peer of that identity and arena."""
 
     def disconnect(self, sender: TcpSender) -> None:
         """Close a sender and forget it."""
@@ -255,8 +267,17 @@ class TcpEndpoint:
         None if the stream was refused, or is neither new nor known.
         """
 
-    def accept(self, stream: int, connection: int, fd: int) -> None:
-        """Take over a connected socket that carries the stream; closes it if another is expected by now."""
+    def accept(self, stream: int, number: int, connection: Connection) -> None:
+        """Take over a connection that carries the stream; closes it if another is expected by now."""
+
+    def serve(self, connection: Connection) -> None:
+        """Take over a connection over which a peer reads the arena, served in a thread without the GIL."""
+
+    def fetch(self, sender: TcpSender, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Ask for a range of the peer's arena, to lie at ``to`` of this one; rings a doorbell of this one then.
+
+        Raises ValueError outside an arena or for nothing.
+        """
 
     def write(self, sender: TcpSender, offset: int, data: Part, stall_s: float, mend: Mend) -> None:
         """Send a frame that only writes. Raises like post()."""

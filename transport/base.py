@@ -78,6 +78,17 @@ class Endpoint(Protocol):
         """
         ...
 
+    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell.
+
+        Returns before that: ``wait`` sees the doorbell once all bytes are there. The peer need not wait or do anything
+        else for it, and must leave these bytes alone until it hears that they have been read. What is fetched from one
+        peer arrives in the order of asking, on a way of its own: messages do not queue behind it.
+
+        Raises ValueError outside an arena or for nothing; PeerLostError like ``write``.
+        """
+        ...
+
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence.
 
@@ -93,10 +104,24 @@ class Endpoint(Protocol):
         ...
 
 
+def check_fetch(offset: int, nbytes: int, to: int, peer_nbytes: int, own_nbytes: int) -> None:
+    """Raise ValueError unless a fetch is of something, and inside both arenas."""
+    check_range(offset, nbytes, peer_nbytes)
+    check_range(to, nbytes, own_nbytes)
+    if nbytes == 0:
+        raise ValueError("a fetch of 0 bytes is none")
+
+
 def check_range(offset: int, nbytes: int, arena_nbytes: int) -> None:
     """Raise ValueError unless [offset, offset + nbytes) lies inside an arena of ``arena_nbytes``."""
     if offset < 0 or nbytes < 0 or offset + nbytes > arena_nbytes:
         raise ValueError(f"{nbytes} bytes at offset {offset} lie outside an arena of {arena_nbytes} bytes")
+
+
+def check_doorbell(doorbell: int, doorbells: int) -> None:
+    """Raise ValueError unless the arena has such a doorbell."""
+    if not 0 <= doorbell < doorbells:
+        raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")
 
 
 def deadline_error(

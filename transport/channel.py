@@ -4,6 +4,11 @@ Per lane there is one request slot in every memory worker's arena, one reply slo
 worker's arena, and one context slot there for what compute workers hand to each other. No credits are needed: message
 n + 1 of a lane is sent only by who has seen every answer to message n, so its slot is free again. For the same reason
 several workers may ring a lane's doorbell: they take turns.
+
+K and V of prompt chunks are no messages: a compute worker lays them out in a bulk slot of its own arena, and memory
+workers fetch them piece by piece into their landing slots. A lane has ``BULK_SLOTS`` of them, used in turn. The answer
+to attention n says that all of attention n + 1 - ``BULK_SLOTS`` has been fetched, so there are no credits here either;
+the answer to a step's last attention says it of the whole step.
 """
 
 from collections.abc import Sequence
@@ -12,6 +17,9 @@ from dataclasses import dataclass
 from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer
 
 ALIGNMENT = 64  # slots start at cache lines, which is also what vector loads like best
+BULK_SLOTS = 2  # of a lane: one attention's K and V are computed while those of the one before travel
+LANDINGS = 4  # fetches that a memory worker has under way at once
+LANDING_NBYTES = 128 << 10  # of a fetch: what a message may have to wait for
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Layout:
     Attributes:
         lanes, memories: how many there are.
         request_nbytes, reply_nbytes, context_nbytes: the largest message of each sort; 0: there are none.
+        bulk_nbytes: K and V of one attention of a step at most; landing_nbytes: of a fetch. 0: nothing is fetched.
     """
 
     lanes: int
@@ -37,6 +46,8 @@ class Layout:
     request_nbytes: int
     reply_nbytes: int
     context_nbytes: int = 0
+    bulk_nbytes: int = 0
+    landing_nbytes: int = 0
 
     def request(self, lane: int) -> Slot:
         """The slot of a lane's requests, in the arena of each memory worker."""
@@ -53,16 +64,31 @@ class Layout:
         offset = replies * _aligned(self.reply_nbytes) + lane * _aligned(self.context_nbytes)
         return Slot(offset, self.context_nbytes, replies + lane)
 
+    def bulk(self, lane: int, turn: int) -> int:
+        """Where the K and V of a lane's attention ``turn`` begin, in the arena of each compute worker."""
+        place = lane * BULK_SLOTS + turn % BULK_SLOTS
+        return self.context(self.lanes).offset + place * _aligned(self.bulk_nbytes)
+
+    @property
+    def landings(self) -> int:
+        """Landing slots of a memory worker."""
+        return LANDINGS if self.landing_nbytes else 0
+
+    def landing(self, number: int) -> Slot:
+        """A slot for what is fetched, in the arena of each memory worker, after all requests."""
+        offset = self.lanes * _aligned(self.request_nbytes) + number * _aligned(self.landing_nbytes)
+        return Slot(offset, self.landing_nbytes, self.lanes + number)
+
     @property
     def memory_arena(self) -> tuple[int, int]:
         """(bytes, doorbells) of a memory worker's arena."""
-        return self.lanes * _aligned(self.request_nbytes), self.lanes
+        end = self.landing(self.landings)
+        return end.offset, end.doorbell
 
     @property
     def compute_arena(self) -> tuple[int, int]:
         """(bytes, doorbells) of a compute worker's arena."""
-        end = self.context(self.lanes)
-        return end.offset, end.doorbell
+        return self.bulk(self.lanes, 0), self.context(self.lanes).doorbell
 
 
 class Outbox:

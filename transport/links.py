@@ -148,6 +148,13 @@ class Links:
         """Sends into a slot of a linked peer."""
         return Outbox(self._links[name].endpoint, self._links[name].peer, slot)
 
+    def fetch(self, name: str, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Read from a linked peer's arena, see ``Endpoint.fetch``. Raises PeerLostError, also if it is not linked."""
+        link = self._links.get(name)
+        if link is None:
+            raise PeerLostError(name, "it has been disconnected")
+        link.endpoint.fetch(link.peer, offset, nbytes, to, doorbell, sequence)
+
     def disconnect(self, name: str) -> None:
         """Forget a peer, if it is linked; its death no longer ends waits."""
         if link := self._links.pop(name, None):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport.base import Buffer, Part, Peer, check_range, deadline_error
+from lamina.transport.base import Buffer, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
 
 
 class Operation(enum.Enum):
@@ -212,18 +212,27 @@ class NullEndpoint:
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
-        _check_doorbell(doorbell, peer.doorbells)
+        check_doorbell(doorbell, peer.doorbells)
         self.faults.pass_on(_Sent(Operation.RING, self._living(peer), doorbell, b"", sequence))
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
-        _check_doorbell(doorbell, peer.doorbells)
+        check_doorbell(doorbell, peer.doorbells)
         check_range(offset, nbytes, peer.nbytes)
         content = b"".join(_content(part) for part in parts)
         if len(content) > nbytes:
             raise ValueError(f"a message of {len(content)} bytes does not fit into {nbytes} bytes")
         self.write(peer, offset, content)
         self.ring(peer, doorbell, sequence)
+
+    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell."""
+        own = self._registered()
+        check_doorbell(doorbell, own.doorbells)
+        check_fetch(offset, nbytes, to, peer.nbytes, own.nbytes)
+        content = bytes(self._living(peer).view(offset, nbytes))
+        self.faults.pass_on(_Sent(Operation.WRITE, own, to, content, 0))
+        self.faults.pass_on(_Sent(Operation.RING, own, doorbell, b"", sequence))
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
@@ -233,7 +242,7 @@ class NullEndpoint:
         if not math.isfinite(timeout_s):
             raise ValueError("a wait needs a finite timeout")
         for doorbell, _ in targets:
-            _check_doorbell(doorbell, arena.doorbells)
+            check_doorbell(doorbell, arena.doorbells)
 
         def ready() -> int | None:
             return next((i for i, (bell, goal) in enumerate(targets) if arena.sequences[bell] >= goal), None)
@@ -284,8 +293,3 @@ def _content(part: Any) -> bytes:  # Any: numpy declares its buffer protocol fro
     if not view.c_contiguous:
         raise ValueError("a part is not C-contiguous; copy it first")
     return view.tobytes()
-
-
-def _check_doorbell(doorbell: int, doorbells: int) -> None:
-    if not 0 <= doorbell < doorbells:
-        raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")

@@ -25,13 +25,14 @@ from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
-from lamina.transport.base import Part, Peer, check_range, deadline_error
+from lamina.transport.base import Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
 from lamina.transport.endpoint import ListeningEndpoint
 from lamina.transport.listener import Descriptor, Listener
 from lamina.transport.rdma_devices import choose, inventory
-from lamina.transport.rdma_queue import Device, Granted, Pair, QueuePair, Sender, part_nbytes
+from lamina.transport.rdma_queue import Device, Granted, Pair, QueuePair, Reader, Sender, part_nbytes
 
 SLICE_S = 0.02  # between looks at whether peers are alive
+READ_SLICE_S = 100e-6  # between looks at whether a read is done
 LAST_WORDS_S = 0.05  # for what a peer wrote before it ended
 
 
@@ -55,13 +56,24 @@ class RdmaPeer:
     """A connected remote arena."""
 
     def __init__(self, where: Descriptor, connection: socket.socket, sender: Sender) -> None:
+        self.where = where
         self.name = where.name
         self.nbytes = where.nbytes
         self.doorbells = where.doorbells
         self.connection = connection
         self.sender = sender
+        self.reader: Reader | None = None
+        self.reader_connection: socket.socket | None = None
         self.lost = ""  # why; empty while it is not
         self.lost_at = 0.0
+
+    def close(self) -> None:
+        """Give back all memory."""
+        self.sender.close()
+        self.connection.close()
+        if self.reader is not None and self.reader_connection is not None:
+            self.reader.close()
+            self.reader_connection.close()
 
 
 @dataclass(frozen=True)
@@ -88,27 +100,32 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
-        own = self._registered()
         where = listener.decode(descriptor, "rdma")
         with contextlib.ExitStack() as undo:
-            pair = undo.enter_context(contextlib.closing(QueuePair(own.device)))
-            request = msgspec.msgpack.encode(pair.local)
-            connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
-            undo.callback(connection.close)
-            granted = msgspec.msgpack.decode(answer, type=Granted)
-            pair.join(granted.pair)
-            sender = Sender(own.device, pair, granted, where.name)
+            connection, pair, granted = self._join(where, timeout_s, undo)
+            sender = Sender(self._registered().device, pair, granted, where.name)
             undo.pop_all()
         peer = RdmaPeer(where, connection, sender)
         self._peers.append(peer)
         return peer
 
+    def _join(
+        self, where: Descriptor, timeout_s: float, undo: contextlib.ExitStack
+    ) -> tuple[socket.socket, QueuePair, Granted]:
+        """Another queue pair to a peer, and the connection that stands for it."""
+        pair = undo.enter_context(contextlib.closing(QueuePair(self._registered().device)))
+        request = msgspec.msgpack.encode(pair.local)
+        connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
+        undo.callback(connection.close)
+        granted = msgspec.msgpack.decode(answer, type=Granted)
+        pair.join(granted.pair)
+        return connection, pair, granted
+
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; its death no longer ends waits."""
         known = self._connected(peer)
         self._peers.remove(known)
-        known.sender.close()
-        known.connection.close()
+        known.close()
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
@@ -119,18 +136,34 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer."""
         known = self._connected(peer)
-        _check_doorbell(doorbell, known.doorbells)
+        check_doorbell(doorbell, known.doorbells)
         self._living(known).send(0, [], 0, (doorbell, sequence), self._stall_s)
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
         known = self._connected(peer)
-        _check_doorbell(doorbell, known.doorbells)
+        check_doorbell(doorbell, known.doorbells)
         check_range(offset, nbytes, known.nbytes)
         total = sum(map(part_nbytes, parts))
         if total > nbytes:
             raise ValueError(f"a message of {total} bytes does not fit into {nbytes} bytes")
         self._living(known).send(offset, parts, total, (doorbell, sequence), self._stall_s)
+
+    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell.
+
+        One-sided, on a queue pair of its own, which the first fetch connects.
+        """
+        own, known = self._registered(), self._connected(peer)
+        check_doorbell(doorbell, own.arena.native.doorbells)
+        check_fetch(offset, nbytes, to, known.nbytes, own.arena.native.nbytes)
+        self._living(known)
+        if known.reader is None:
+            with contextlib.ExitStack() as undo:
+                known.reader_connection, pair, granted = self._join(known.where, self._silence_s, undo)
+                known.reader = Reader(own.device, pair, granted, own.arena.native, known.name)
+                undo.pop_all()
+        known.reader.fetch(offset, nbytes, to, (doorbell, sequence), self._stall_s)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
@@ -138,7 +171,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         if not math.isfinite(timeout_s):
             raise ValueError("a wait needs a finite timeout")
         deadline = time.monotonic() + timeout_s
-        index = own.arena.native.watch(targets, min(timeout_s, SLICE_S), self._spin_s)
+        index = own.arena.native.watch(targets, min(timeout_s, self._slice_s()), self._spin_s)
         while index is None:
             gone = self._find_gone(own)
             index = own.arena.native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
@@ -150,8 +183,12 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
             if left <= 0.0:
                 reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
                 raise deadline_error(self.name, targets, reached, timeout_s)
-            index = own.arena.native.watch(targets, min(left, SLICE_S), 0.0)
+            index = own.arena.native.watch(targets, min(left, self._slice_s()), 0.0)
         return index
+
+    def _slice_s(self) -> float:
+        reading = any(peer.reader is not None and peer.reader.is_reading for peer in self._peers)
+        return READ_SLICE_S if reading else SLICE_S
 
     def _open(self, arena: OwnArena) -> _Own:
         choice = choose(inventory(), wanted=environment().rdma_device)
@@ -169,8 +206,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def _leave(self, own: _Own) -> None:
         own.listener.close()
         for peer in self._peers:
-            peer.sender.close()
-            peer.connection.close()
+            peer.close()
         for connection, pair in own.incoming:
             pair.close()
             connection.close()
@@ -199,6 +235,9 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
             if not peer.lost:
                 peer.sender.collect()
                 peer.lost = peer.sender.failure
+                if peer.reader is not None:
+                    peer.reader.collect()
+                    peer.lost = peer.lost or peer.reader.failure
                 if peer.connection in ended:
                     peer.lost = "its process has ended or closed its endpoint"
                 peer.lost_at = now
@@ -223,11 +262,6 @@ def _admit_to(device: Device, arena: NativeArena, incoming: "list[tuple[socket.s
         return msgspec.msgpack.encode(granted), lambda accepted: incoming.append((accepted, pair))
 
     return admit
-
-
-def _check_doorbell(doorbell: int, doorbells: int) -> None:
-    if not 0 <= doorbell < doorbells:
-        raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")
 
 
 def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:

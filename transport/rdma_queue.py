@@ -19,7 +19,8 @@ from lamina.transport.rdma_devices import INFINIBAND, Choice
 
 STAGING_NBYTES = 4 << 20  # of messages that may be on their way to one peer
 CHUNK_NBYTES = STAGING_NBYTES // 4
-QUEUE_DEPTH = 256  # writes that may be on their way to one peer
+QUEUE_DEPTH = 256  # writes, or reads, that may be on their way to one peer
+READS = 4  # of those that a queue pair carries out at once; every device can
 NUMBER = 8  # bytes of a sequence number
 
 # Ways a write can fail, by ibv_wc_status: what it means for the one who runs the cluster.
@@ -63,10 +64,12 @@ class Device:
             self.mtu: int = self.context.query_port(choice.port.number).active_mtu
             self.gid: str = self.context.query_gid(choice.port.number, choice.gid.index).gid
             self.domain = stack.enter_context(contextlib.closing(verbs.pd.PD(self.context)))
-            access = verbs.enums.IBV_ACCESS_LOCAL_WRITE | verbs.enums.IBV_ACCESS_REMOTE_WRITE
+            enums = verbs.enums
+            access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
             nbytes = arena.data_address + arena.nbytes - arena.doorbells_address
             memory = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
             self.arena_key: int = memory.rkey
+            self.arena_local_key: int = memory.lkey
             self._stack = stack.pop_all()
 
     def registered(self, address: int, nbytes: int, access: int) -> Any:
@@ -107,7 +110,7 @@ class QueuePair:
                 cap=verbs.qp.QPCap(max_send_wr=QUEUE_DEPTH, max_recv_wr=1, max_send_sge=1, max_recv_sge=1),
                 pd=device.domain,
                 comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
-                send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_WRITE,
+                send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_READ,
             )
             self.queue = stack.enter_context(contextlib.closing(verbs.qp.QPEx(device.context, wanted)))
             self._stack = stack.pop_all()
@@ -118,7 +121,9 @@ class QueuePair:
         verbs, port, gid = self._device.verbs, self._device.choice.port, self._device.choice.gid
         with self._device.translated(f"{port.device} cannot reach {other.gid}"):
             attributes = verbs.qp.QPAttr(port_num=port.number)
-            attributes.qp_access_flags = verbs.enums.IBV_ACCESS_REMOTE_WRITE
+            enums = verbs.enums
+            attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
+            attributes.max_rd_atomic = attributes.max_dest_rd_atomic = READS
             attributes.path_mtu = min(self.local.mtu, other.mtu)
             attributes.dest_qp_num = other.number
             attributes.rq_psn = other.first_packet
@@ -136,6 +141,21 @@ class QueuePair:
             )
             self.queue.to_rts(attributes)
 
+    def collect(self, what: str) -> tuple[int, str]:
+        """How many requests have been carried out since the last call; why the next failed, if one did.
+
+        ``what`` names a request in the reason.
+        """
+        count, completions = self.completions.poll(QUEUE_DEPTH)
+        for done, completion in enumerate(completions[:count]):
+            if completion.status != self._device.verbs.enums.IBV_WC_SUCCESS:
+                remedy = REMEDIES.get(completion.status, "the kernel's log may say more")
+                return done, (
+                    f"{what} failed with verbs status {completion.status} "
+                    f"(vendor error {completion.vendor_err}): {remedy}"
+                )
+        return count, ""
+
     def close(self) -> None:
         """Take the queue pair down."""
         self._stack.close()
@@ -148,7 +168,7 @@ class Sender:
         self._pair, self._granted, self._peer = pair, granted, peer
         self._queue = pair.queue
         enums = device.verbs.enums
-        self._done, self._signalled = enums.IBV_WC_SUCCESS, enums.IBV_SEND_SIGNALED
+        self._signalled = enums.IBV_SEND_SIGNALED
         self._staging_file = allocate(peer, STAGING_NBYTES, 1)
         self._staging = self._staging_file.native
         self._view = memoryview(self._staging)
@@ -179,15 +199,9 @@ class Sender:
 
     def collect(self) -> None:
         """Take in completions. Notes the first failure."""
-        count, completions = self._pair.completions.poll(QUEUE_DEPTH)
-        for completion in completions[:count]:
-            if completion.status != self._done:
-                remedy = REMEDIES.get(completion.status, "the kernel's log may say more")
-                self.failure = self.failure or (
-                    f"a write to it failed with verbs status {completion.status} "
-                    f"(vendor error {completion.vendor_err}): {remedy}"
-                )
-                return
+        done, failure = self._pair.collect("a write to it")
+        self.failure = self.failure or failure
+        for _ in range(done):
             self._freed = self._ends.popleft()
 
     def close(self) -> None:
@@ -251,6 +265,51 @@ class Sender:
             queue.wr_set_sge(element)
         queue.wr_complete()
         self._ends.append(self._written)
+
+
+class Reader:
+    """Reads from one peer's arena into one's own, and rings one's own doorbells as completions come in."""
+
+    def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
+        self._pair, self._granted, self._own, self._peer = pair, granted, own, peer
+        self._signalled = device.verbs.enums.IBV_SEND_SIGNALED
+        self._element = device.verbs.wr.SGE(own.data_address, 0, device.arena_local_key)
+        self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read that is on its way
+        self.failure = ""
+
+    @property
+    def is_reading(self) -> bool:
+        """True while reads are on their way."""
+        return bool(self._rings)
+
+    def fetch(self, offset: int, nbytes: int, to: int, ring: tuple[int, int], stall_s: float) -> None:
+        """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
+        deadline = time.monotonic() + stall_s
+        while len(self._rings) == QUEUE_DEPTH and not self.failure:
+            self.collect()
+            if time.monotonic() > deadline:
+                self.failure = f"no read from it has ended for {stall_s:g} s"
+        if self.failure:
+            raise PeerLostError(self._peer, self.failure)
+        queue, element = self._pair.queue, self._element
+        queue.wr_start()
+        queue.wr_flags = self._signalled
+        queue.wr_rdma_read(self._granted.key, self._granted.data_address + offset)
+        element.addr, element.length = self._own.data_address + to, nbytes
+        queue.wr_set_sge(element)
+        queue.wr_complete()
+        self._rings.append(ring)
+
+    def collect(self) -> None:
+        """Take in completions. Notes the first failure."""
+        done, failure = self._pair.collect("a read from it")
+        self.failure = self.failure or failure
+        for _ in range(done):
+            self._own.ring(*self._rings.popleft())
+
+    def close(self) -> None:
+        """Give back the queue pair; what is under way does not arrive."""
+        self._pair.close()
 
 
 def part_nbytes(part: Part) -> int:

@@ -7,6 +7,7 @@ The owner's thread receives, inside ``wait`` and whenever a ``post`` finds no ro
 in meanwhile. A message is handed to the kernel before ``post`` returns.
 """
 
+import enum
 import logging
 import secrets
 import socket
@@ -15,8 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lamina._native import Connection, TcpSender
 from lamina._native import TcpEndpoint as NativeEndpoint
-from lamina._native import TcpSender
 from lamina.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
@@ -29,8 +30,16 @@ logger = logging.getLogger(__name__)
 ATTEMPT_S = 1.0  # for one connection to be made again
 MIN_ATTEMPT_S = 0.1  # also when a wait has no time left: to know whether the peer is gone
 
-_REQUEST = struct.Struct("<QQ?")  # stream, identity of the sender, whether the stream is new
+_REQUEST = struct.Struct("<QQB")  # stream, identity of the sender, purpose
 _ANSWER = struct.Struct("<Q")  # the byte of the stream that the receiver wants next
+
+
+class _Purpose(enum.IntEnum):
+    """What a connection is for."""
+
+    RESUMED_STREAM = 0
+    STREAM = 1
+    FETCHES = 2
 
 
 class TcpPeer:
@@ -68,11 +77,10 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         own = self._registered()
         where = listener.decode(descriptor, "tcp")
         stream = secrets.randbits(64)
-        request = _REQUEST.pack(stream, own.arena.identity, True)
+        request = _REQUEST.pack(stream, own.arena.identity, _Purpose.STREAM)
         connection, _ = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
-        peer = TcpPeer(
-            where, stream, own.streams.connect(connection.detach(), where.identity, where.nbytes, where.doorbells)
-        )
+        opened = Connection(connection.detach())
+        peer = TcpPeer(where, stream, own.streams.connect(opened, where.identity, where.nbytes, where.doorbells))
         self._peers.append(peer)
         return peer
 
@@ -108,6 +116,13 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         except TimeoutError:
             raise self._stalled(known) from None
 
+    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell."""
+        known = self._connected(peer)
+        if known.lost:
+            raise PeerLostError(known.name, known.lost)
+        self._registered().streams.fetch(known.sender, offset, nbytes, to, doorbell, sequence)
+
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
         own = self._registered()
@@ -135,7 +150,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         return peer
 
     def _mend(self, sender: TcpSender, seconds: float) -> None:
-        """Try once to replace a lost connection. Raises PeerLostError once that is hopeless."""
+        """Try once to make a connection that is missing. Raises PeerLostError once that is hopeless."""
         peer = next(peer for peer in self._peers if peer.sender is sender)
         if peer.lost:
             raise PeerLostError(peer.name, peer.lost)
@@ -144,16 +159,20 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         now = time.monotonic()
         if peer.broken_since is None:
             peer.broken_since = now
-            logger.info("%s lost its connection to %s; trying again", self.name, peer.name)
+            if sender.is_broken:
+                logger.info("%s lost its connection to %s; trying again", self.name, peer.name)
         deadline = peer.broken_since + self._silence_s
         timeout_s = min(max(seconds, MIN_ATTEMPT_S), ATTEMPT_S, max(deadline - now, MIN_ATTEMPT_S))
         try:
-            request = _REQUEST.pack(peer.stream, self._registered().arena.identity, False)
+            purpose = _Purpose.RESUMED_STREAM if sender.is_broken else _Purpose.FETCHES
+            request = _REQUEST.pack(peer.stream, self._registered().arena.identity, purpose)
             connection, answer = listener.attempt(peer.where, self._secret, request, timeout_s, self._silence_s)
-            with connection:
-                (position,) = _ANSWER.unpack(answer)
-                sender.reopen(connection.fileno(), position)
-                connection.detach()
+            opened, (position,) = Connection(connection.detach()), _ANSWER.unpack(answer)
+            if purpose is _Purpose.FETCHES:
+                sender.reopen_fetches(opened)
+            else:
+                sender.reopen(opened, position)
+                logger.warning("%s resumed its connection to %s", self.name, peer.name)
         except ConnectionRefusedError:
             return self._lose(peer, f"nobody listens on {peer.where.host} port {peer.where.port} any more")
         except (RefusedError, ValueError) as error:
@@ -163,7 +182,6 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
                 return self._lose(peer, f"no connection for {self._silence_s:g} s: {error}")
             time.sleep(max(0.0, min(RETRY_S, seconds)))
             return None
-        logger.warning("%s resumed its connection to %s", self.name, peer.name)
         peer.broken_since = None
         return None
 
@@ -183,11 +201,13 @@ def _admit_to(streams: NativeEndpoint) -> Admit:
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         if len(request) != _REQUEST.size:
             raise TransportError(f"a request has {_REQUEST.size} bytes, this one {len(request)}")
-        stream, identity, is_new = _REQUEST.unpack(request)
-        expected = streams.expect(stream, identity, is_new)
+        stream, identity, purpose = _REQUEST.unpack(request)
+        if purpose == _Purpose.FETCHES:
+            return _ANSWER.pack(0), lambda accepted: streams.serve(Connection(accepted.detach()))
+        expected = streams.expect(stream, identity, purpose == _Purpose.STREAM)
         if expected is None:
             raise TransportError("this stream was refused for one of its frames, or has been forgotten")
-        position, connection = expected
-        return _ANSWER.pack(position), lambda accepted: streams.accept(stream, connection, accepted.detach())
+        position, number = expected
+        return _ANSWER.pack(position), lambda accepted: streams.accept(stream, number, Connection(accepted.detach()))
 
     return admit

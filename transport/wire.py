@@ -1,8 +1,11 @@
 """What a data-plane message holds, derived from the StepPlan by both ends alike: no header, no serialisation.
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
-k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the tokens kept there, then q [Rq, Hq, D] of the rows that attend there, in the
-model's element type. Its reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
+k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
+in the model's element type. K and V of prompt chunks lie in a bulk slot, from which the memory worker fetches them (see
+``transport.channel``): pieces of rows, each k and then v, where all rows of the step before it would end.
+
+The reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
 
 A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
 batches of query rows, and q before k and v (Lamina, section 4.2.2).
@@ -10,7 +13,7 @@ batches of query rows, and q before k and v (Lamina, section 4.2.2).
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,22 +44,32 @@ class SegmentRows:
 
 
 @dataclass(frozen=True)
+class PulledRows:
+    """Rows [row, row + rows) of a step: tokens of one sequence whose k and v are fetched."""
+
+    sequence: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class MessageRows:
     """The rows of one step that concern one memory worker, in the order their bytes travel.
 
     ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the step's rows; ``attends`` covers ``queries`` in order,
-    ``kept`` = (sequence, tokens) covers ``appends`` in order.
+    ``kept`` = (sequence, tokens) covers ``appends`` in order. ``pulled`` are kept too, but not part of the request.
     """
 
     queries: npt.NDArray[np.int64]
     appends: npt.NDArray[np.int64]
     attends: tuple[SegmentRows, ...]
     kept: tuple[tuple[int, int], ...]
+    pulled: tuple[PulledRows, ...] = ()
 
     @property
     def empty(self) -> bool:
         """True if no message is exchanged."""
-        return len(self.queries) == 0 and len(self.appends) == 0
+        return len(self.queries) == 0 and len(self.appends) == 0 and not self.pulled
 
 
 def attends_locally(step: SequenceStep) -> bool:
@@ -71,6 +84,7 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
     appends: list[tuple[int, int]] = []
     attends: list[SegmentRows] = []
     kept: list[tuple[int, int]] = []
+    pulled: list[PulledRows] = []
     row = 0
     for step in plan.sequences:
         count = len(step.tokens)
@@ -80,14 +94,16 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
                 continue
             first, last = segment.tokens[0], step.stop if segment.tokens[1] is None else segment.tokens[1]
             low, high = max(step.start, first), min(step.stop, last)
-            if low < high:
+            if low < high and attends_locally(step):
+                pulled.append(PulledRows(step.sequence, row + low - step.start, high - low))
+            elif low < high:
                 appends.append((row + low - step.start, row + high - step.start))
                 kept.append((step.sequence, high - low))
             if first < min(visible, last):
                 queries.append((row, row + count))
                 attends.append(SegmentRows(step.sequence, row, count, step.start, first, min(visible, last)))
         row += count
-    return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept))
+    return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
@@ -159,10 +175,17 @@ def read_queries(
     return _view(buffer, dtype, shape, query_offset(spec, dtype, rows, start))
 
 
-def read_keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows) -> tuple[Array, Array]:
-    """Views (k [Rk, Hkv, D], v [Rk, Hkv, Dv]) of a request's bytes."""
-    k = _view(buffer, dtype, (len(rows.appends), spec.kv_heads, spec.qk_dim), 0)
-    return k, _view(buffer, dtype, (len(rows.appends), spec.kv_heads, spec.v_dim), k.nbytes)
+def keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
+    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of what lies at ``offset`` of a request, bulk or landing slot."""
+    k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
+    return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
+
+
+def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRows]:
+    """The pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
+    for rows in pulled:
+        for first in range(0, rows.rows, most):
+            yield PulledRows(rows.sequence, rows.row + first, min(most, rows.rows - first))
 
 
 def _view(buffer: memoryview, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:

@@ -18,8 +18,10 @@ from lamina.transport.wire import (
     MessageRows,
     Piece,
     attends_locally,
+    keys_values,
     message_rows,
     pieces,
+    pulled_pieces,
     query_offset,
     read_reply,
     reply_number,
@@ -75,6 +77,7 @@ class StepExchange:
         rows: int,
     ) -> None:
         self.rows = rows
+        self._links = links
         self._turn = plan.turn
         self._dtype = dtype
         self._threads = threads
@@ -139,11 +142,22 @@ class StepExchange:
 
     def send(self, index: int, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Send the rest: k [rows, Hkv, D], v [rows, Hkv, Dv] and the pieces of q [rows, Hq, D] that were not sent."""
+        self._lay_out(index, spec, as_numpy(k), as_numpy(v))
         for remote in self._remotes:
             queries, appends = remote.rows.queries, remote.rows.appends
             keys_values = [self._take(as_numpy(k), appends), self._take(as_numpy(v), appends)]
             rows = self._take(as_numpy(q), queries)
             self._send_pieces(remote, index, spec, rows, keys_values)
+
+    def _lay_out(self, index: int, spec: AttentionSpec, k: Array, v: Array) -> None:
+        """Put k and v of prompt chunks where memory workers fetch them once the request is there."""
+        nbytes = spec.kv_bytes_per_token(self._dtype)
+        bulk = self._links.bulk[(self._turn + index) % len(self._links.bulk)]
+        for remote in self._remotes:
+            for piece in pulled_pieces(remote.rows.pulled, self._links.landing_nbytes // nbytes):
+                rows = slice(piece.row, piece.row + piece.rows)
+                place_k, place_v = keys_values(bulk, spec, self._dtype, piece.row * nbytes, piece.rows)
+                place_k[:], place_v[:] = k[rows], v[rows]
 
     def _send_pieces(
         self, remote: Remote, index: int, spec: AttentionSpec, q: Array, keys_values: list[Array] | None

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.engine.pipeline import Pipeline
-from lamina.transport.base import Arena
-from lamina.transport.channel import Inbox, Outbox
+from lamina.transport.base import Arena, Buffer
+from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.transport.links import Links
 from lamina.transport.messages import Connect
 
@@ -17,12 +17,16 @@ class LaneLinks:
     Attributes:
         requests, replies: by memory worker. context: what the replica before hands over; None if lanes stay.
         contexts: to every other replica, by its number.
+        bulk: where K and V of prompt chunks are laid out for memory workers, by the attention's turn modulo their
+            number. landing_nbytes: how much of it is fetched at once.
     """
 
     requests: Mapping[str, Outbox]
     replies: Mapping[str, Inbox]
     context: Inbox | None
     contexts: Mapping[int, Outbox]
+    bulk: tuple[Buffer, ...]
+    landing_nbytes: int
 
 
 def lane_links(own: str, links: Links, arena: Arena, connect: Connect) -> list[LaneLinks]:
@@ -36,6 +40,8 @@ def lane_links(own: str, links: Links, arena: Arena, connect: Connect) -> list[L
             {name: Inbox(arena, layout.reply(lane, number)) for number, name in enumerate(connect.memories)},
             Inbox(arena, layout.context(lane)) if layout.context_nbytes else None,
             {number: links.outbox(name, layout.context(lane)) for number, name in others.items()},
+            tuple(arena.view(layout.bulk(lane, turn), layout.bulk_nbytes) for turn in range(BULK_SLOTS)),
+            layout.landing_nbytes,
         )
 
     return [of_lane(lane) for lane in range(layout.lanes)]

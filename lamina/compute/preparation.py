@@ -83,7 +83,7 @@ def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], N
 
 def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
     """All that decides what becomes of a model before its weights are read."""
-    packings = [packing(dtype) for dtype in DType]
+    packings = [packing(each) for each in ([dtype] if dtype else DType)]
     code = [file for folder in _CODE for file in folder.glob("*.py")]
     return {
         "config": (place.path / CONFIG).read_bytes(),

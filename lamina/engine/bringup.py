@@ -9,7 +9,7 @@ from lamina.engine.gather import Gather, Workers
 from lamina.engine.linking import link
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError
-from lamina.transport.channel import Layout
+from lamina.transport.channel import LANDING_NBYTES, Layout
 from lamina.transport.choice import Choice, Offer, candidates
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import (
@@ -106,12 +106,15 @@ def _connect(
     control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str]
 ) -> dict[tuple[str, str], Choice]:
     rows = plan.compute_setup.rows
+    per_token = max(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
     layout = Layout(
         lanes=plan.pipeline.lanes,
         memories=len(plan.memories),
         request_nbytes=request_nbytes(loaded.attentions, loaded.dtype, rows),
         reply_nbytes=reply_nbytes(loaded.attentions, rows),
         context_nbytes=loaded.context_nbytes if plan.pipeline.moves else 0,
+        bulk_nbytes=rows * per_token,
+        landing_nbytes=max(LANDING_NBYTES, per_token),
     )
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]

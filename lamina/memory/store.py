@@ -18,9 +18,9 @@ from lamina.transport.wire import (
     MessageRows,
     Piece,
     SegmentRows,
+    keys_values,
     message_rows,
     pieces,
-    read_keys_values,
     read_queries,
 )
 from lamina.types import AttentionSpec, DType, Segment, StepPlan
@@ -42,7 +42,8 @@ class StepTables:
     """What one step needs from this worker, planned once and used for every layer.
 
     ``tables`` says for every piece of a request what its query rows attend to once it is there; ``newest`` what all
-    rows attend to beyond that once k and v have come last, None if they come first. ``slots`` take the new tokens.
+    rows attend to beyond that once k and v have come last, None if they come first. ``slots`` take the new tokens that
+    come with requests, ``pulled_slots`` those of ``rows.pulled``.
     """
 
     plan: StepPlan
@@ -51,6 +52,7 @@ class StepTables:
     tables: tuple[SegmentTable | None, ...]
     newest: SegmentTable | None
     slots: npt.NDArray[np.int32]
+    pulled_slots: npt.NDArray[np.int32]
 
 
 class KvStore:
@@ -106,7 +108,8 @@ class KvStore:
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker)
-        appended = self.slab.extend([sequence for sequence, _ in rows.kept], [count for _, count in rows.kept])
+        kept = [*rows.kept, *((pulled.sequence, pulled.rows) for pulled in rows.pulled)]
+        appended = self.slab.extend([sequence for sequence, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
         stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
@@ -117,7 +120,8 @@ class KvStore:
             for piece in cut
         )
         newest = self._table(rows.attends, [attend.kv_stop for attend in rows.attends], stops) if late else None
-        return StepTables(plan, rows, cut, tables, newest, appended)
+        inline = len(rows.appends)
+        return StepTables(plan, rows, cut, tables, newest, appended[:inline], appended[inline:])
 
     def _table(
         self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
@@ -145,7 +149,7 @@ class KvStore:
         """
         cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
         if piece.keeps:
-            k, v = read_keys_values(request, cache.spec, self.dtype, rows)
+            k, v = keys_values(request, cache.spec, self.dtype, 0, len(rows.appends))
             append(cache.k, cache.v, k, v, step.slots, threads=self.threads)
         if table is not None:
             part = slice(piece.start, piece.stop)

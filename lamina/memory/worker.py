@@ -1,10 +1,12 @@
 """The memory worker: holds KV in a slab, runs attention over it, answers compute workers. Runs without torch.
 
-One thread does everything. Doorbells drive it; control messages are read when it is idle or when a message arrives
-whose plan is still on its way. Slab changes happen in the order the engine sent the plans.
+One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks. Control messages
+are read when it is idle or when a message arrives whose plan is still on its way. Slab changes happen in the order the
+engine sent the plans.
 """
 
 import collections
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -13,8 +15,9 @@ import numpy as np
 
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
+from lamina.memory.pulls import Puller
 from lamina.memory.store import Floats, KvStore, StepTables
-from lamina.transport.channel import Inbox, Outbox
+from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
@@ -35,6 +38,17 @@ log = logging.getLogger(__name__)
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 PLAN_TIMEOUT_S = 30.0
+MOST_IN_A_ROW = 4  # messages served while something is to be pulled
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer that may be sent once nothing up to attention ``pulled`` of its lane is left to pull."""
+
+    outbox: Outbox
+    parts: list[Floats]
+    number: int
+    pulled: int
 
 
 @dataclass
@@ -53,6 +67,7 @@ class Lane:
     sequence: int = 1
     out: Floats = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    reply: Reply | None = None
 
 
 class MemoryWorker:
@@ -64,6 +79,7 @@ class MemoryWorker:
         self._links = Links(control.name, control.data_secret, control.local_address)
         self._lanes: list[Lane] = []
         self._running = True
+        self._in_a_row = 0
         self._busy_s = 0.0
         self._timeline = Timeline()
 
@@ -90,6 +106,8 @@ class MemoryWorker:
         arena, connect = set_up_links(self._links, self._control)
         self._wait = self._links.settle()
         self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
+        self._puller = Puller(self._links.fetch, arena, connect.layout, self._store)
+        self._computes = connect.computes
         self._peers = set(connect.computes)
         own = connect.memories.index(self.name)
         for lane in range(connect.layout.lanes):
@@ -102,12 +120,22 @@ class MemoryWorker:
         if not self._peers:  # every compute worker is gone, and the engine ends without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
+        if self._in_a_row == MOST_IN_A_ROW:
+            self._pull()
         waiting = self._timeline.now()
-        try:
-            ready = self._wait([(lane.request.doorbell, lane.sequence) for lane in self._order], IDLE_SLICE_S)
+        requests = [(lane.request.doorbell, lane.sequence) for lane in self._order]
+        try:  # requests come first
+            ready = self._wait(requests + self._puller.awaited, 0.0 if self._puller.may_ask else IDLE_SLICE_S)
         except DeadlineError:
-            self._read_control()
+            if self._puller.may_ask:
+                self._puller.ask()
+            else:
+                self._read_control()
             return
+        if ready >= len(requests):
+            self._keep(ready - len(requests))
+            return
+        self._in_a_row += 1
         lane = self._order.pop(ready)
         self._timeline.add("wait", lane.number, waiting)
         self._order.append(lane)  # others come first
@@ -129,13 +157,41 @@ class MemoryWorker:
         self._timeline.add("attention", step.plan.lane, span)
         last = lane.piece == len(step.pieces) - 1
         if last:
-            span = self._timeline.now()
             turn = step.plan.turn + lane.layer
-            reply = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
-            reply.send([lane.out, lane.lse] if queries else [], reply_number(turn))
-            self._timeline.add("send", step.plan.lane, span)
+            if step.rows.pulled:
+                self._puller.add(self._computes[self._pipeline.replica(step.plan.lane, turn)], lane.layer, step)
+            outbox = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
+            ends = lane.layer == len(self._store.layers) - 1
+            pulled = turn if ends else turn + 1 - BULK_SLOTS
+            lane.reply = Reply(outbox, [lane.out, lane.lse] if queries else [], reply_number(turn), pulled)
+            self._answer(lane)
         self._busy_s += time.monotonic() - begun
         self._advance(lane, last)
+
+    def _answer(self, lane: Lane) -> None:
+        """Send the lane's reply, if there is one and it may be sent."""
+        reply = lane.reply
+        if reply is not None and self._puller.is_done(lane.number, reply.pulled):
+            span = self._timeline.now()
+            reply.outbox.send(reply.parts, reply.number)
+            lane.reply = None
+            self._timeline.add("send", lane.number, span)
+
+    def _pull(self) -> None:
+        """Go on pulling, by a piece at most, although requests may be waiting."""
+        self._in_a_row = 0
+        if awaited := self._puller.awaited:
+            with contextlib.suppress(DeadlineError):
+                self._keep(self._wait(awaited, 0.0))
+        if self._puller.may_ask:
+            self._puller.ask()
+
+    def _keep(self, index: int) -> None:
+        self._in_a_row = 0
+        begun = self._timeline.now()
+        lane = self._lanes[self._puller.keep(index)]
+        self._timeline.add("pull", lane.number, begun)
+        self._answer(lane)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
         step = lane.steps[0]
@@ -168,6 +224,7 @@ class MemoryWorker:
         log.info("%s: compute worker %s is gone", self.name, compute)
         self._peers.discard(compute)
         self._links.disconnect(compute)
+        self._puller.forget(compute)
 
 
 def main() -> None:

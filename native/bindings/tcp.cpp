@@ -11,6 +11,7 @@
 #include "lamina/transport_tcp.h"
 
 namespace nb = nanobind;
+using lamina::Connection;
 using lamina::Part;
 using lamina::TcpEndpoint;
 using lamina::TcpMessage;
@@ -18,6 +19,17 @@ using lamina::TcpSender;
 using Clock = std::chrono::steady_clock;
 
 namespace {
+
+// A connection until somebody takes it over.
+struct Opened {
+    std::unique_ptr<Connection> connection;
+};
+
+std::unique_ptr<Connection> take(Opened &opened) {
+    if (!opened.connection)
+        throw nb::value_error("this connection has been taken over already");
+    return std::move(opened.connection);
+}
 
 void check_signals() {
     if (PyErr_CheckSignals() != 0) // Ctrl-C ends a wait
@@ -135,17 +147,28 @@ std::size_t wait_for(TcpEndpoint &endpoint, const std::vector<std::pair<std::int
     }
 }
 
+void fetch(TcpEndpoint &endpoint, TcpSender &sender, std::int64_t offset, std::int64_t nbytes,
+           std::int64_t to, std::int64_t doorbell, std::uint64_t sequence) {
+    lamina::check_message(offset, nbytes, {}, sender.arena_nbytes());
+    lamina::check_message(to, nbytes, {}, endpoint.arena().data().size());
+    if (nbytes == 0)
+        throw nb::value_error("a fetch of 0 bytes is none");
+    const std::uint32_t index = checked_doorbell(doorbell, endpoint.arena().doorbells().size());
+    sender.fetcher().fetch({static_cast<std::uint64_t>(offset), static_cast<std::uint64_t>(nbytes)},
+                           static_cast<std::size_t>(to), index, sequence);
+}
+
 std::optional<std::pair<std::uint64_t, std::uint64_t>> expect(TcpEndpoint &endpoint, std::uint64_t stream,
                                                               std::uint64_t identity, bool is_new) {
     const auto expected = endpoint.expect(stream, identity, is_new);
     if (!expected)
         return std::nullopt;
-    return std::pair{expected->position, expected->connection};
+    return std::pair{expected->position, expected->number};
 }
 
-std::shared_ptr<TcpSender> connect(TcpEndpoint &endpoint, int fd, std::uint64_t identity, std::size_t nbytes,
-                                   std::uint32_t doorbells) {
-    auto sender = std::make_shared<TcpSender>(fd, identity, nbytes, doorbells);
+std::shared_ptr<TcpSender> connect(TcpEndpoint &endpoint, Opened &opened, std::uint64_t identity,
+                                   std::size_t nbytes, std::uint32_t doorbells) {
+    auto sender = std::make_shared<TcpSender>(take(opened), identity, nbytes, doorbells);
     endpoint.add(sender);
     return sender;
 }
@@ -155,18 +178,42 @@ std::shared_ptr<TcpSender> connect(TcpEndpoint &endpoint, int fd, std::uint64_t 
 void register_tcp(nb::module_ &module) {
     using namespace nb::literals;
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<Opened>(module, "Connection")
+        .def(
+            "__init__", [](Opened *self, int fd) { new (self) Opened{std::make_unique<Connection>(fd)}; },
+            "fd"_a);
+
     nb::class_<TcpSender>(module, "TcpSender")
+        .def_prop_ro("is_broken",
+                     [](const TcpSender &sender) { return sender.state() == TcpSender::State::Broken; })
         .def_prop_ro("is_lost",
                      [](const TcpSender &sender) { return sender.state() == TcpSender::State::Lost; })
-        .def("reopen", &TcpSender::reopen, "fd"_a, "position"_a)
+        .def(
+            "reopen",
+            [](TcpSender &sender, Opened &opened, std::uint64_t position) {
+                sender.reopen(take(opened), position);
+            },
+            "connection"_a, "position"_a)
+        .def(
+            "reopen_fetches",
+            [](TcpSender &sender, Opened &opened) { sender.fetcher().reopen(take(opened)); }, "connection"_a)
         .def("lose", &TcpSender::lose);
 
     nb::class_<TcpEndpoint>(module, "TcpEndpoint")
         .def(nb::init<std::shared_ptr<lamina::Arena>>(), "arena"_a)
-        .def("connect", &connect, "fd"_a, "identity"_a, "nbytes"_a, "doorbells"_a)
+        .def("connect", &connect, "connection"_a, "identity"_a, "nbytes"_a, "doorbells"_a)
         .def("disconnect", &TcpEndpoint::remove, "sender"_a)
         .def("expect", &expect, "stream"_a, "identity"_a, "is_new"_a, Unlocked())
-        .def("accept", &TcpEndpoint::accept, "stream"_a, "connection"_a, "fd"_a, Unlocked())
+        .def(
+            "accept",
+            [](TcpEndpoint &endpoint, std::uint64_t stream, std::uint64_t number, Opened &opened) {
+                endpoint.accept(stream, number, take(opened));
+            },
+            "stream"_a, "number"_a, "connection"_a, Unlocked())
+        .def(
+            "serve", [](TcpEndpoint &endpoint, Opened &opened) { endpoint.serve(take(opened)); },
+            "connection"_a, Unlocked())
+        .def("fetch", &fetch, "sender"_a, "offset"_a, "nbytes"_a, "to"_a, "doorbell"_a, "sequence"_a)
         .def("write", &write_part, "sender"_a, "offset"_a, "data"_a, "stall_s"_a, "mend"_a)
         .def("ring", &ring, "sender"_a, "doorbell"_a, "sequence"_a, "stall_s"_a, "mend"_a)
         .def("post", &post, "sender"_a, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a,

@@ -28,16 +28,6 @@ constexpr auto kSlice = std::chrono::milliseconds(20);
 constexpr auto kDrainTime = std::chrono::seconds(1);   // for what a lost peer sent last
 constexpr auto kResumeTime = std::chrono::minutes(10); // that a stream without connection is remembered
 
-void close_fd(int &fd) {
-    if (fd >= 0)
-        ::close(fd);
-    fd = -1;
-}
-
-bool would_block() {
-    return errno == EAGAIN || errno == EWOULDBLOCK;
-}
-
 } // namespace
 
 // -- message
@@ -59,21 +49,17 @@ void TcpMessage::note_progress(std::uint64_t progress) {
 
 // -- sender
 
-TcpSender::TcpSender(int fd, std::uint64_t identity, std::size_t arena_nbytes, std::uint32_t doorbells)
-    : fd_(fd), identity_(identity), arena_nbytes_(arena_nbytes), doorbells_(doorbells),
-      window_(std::make_unique_for_overwrite<std::byte[]>(kWindowNbytes)) {}
+TcpSender::TcpSender(std::unique_ptr<Connection> connection, std::uint64_t identity, std::size_t arena_nbytes,
+                     std::uint32_t doorbells)
+    : connection_(std::move(connection)), identity_(identity), arena_nbytes_(arena_nbytes),
+      doorbells_(doorbells), window_(std::make_unique_for_overwrite<std::byte[]>(kWindowNbytes)) {}
 
-TcpSender::~TcpSender() {
-    close_fd(fd_);
-}
-
-void TcpSender::reopen(int fd, std::uint64_t position) {
+void TcpSender::reopen(std::unique_ptr<Connection> connection, std::uint64_t position) {
     if (position < confirmed_ || position > written_)
         throw std::invalid_argument("the receiver wants byte " + std::to_string(position) +
                                     " of the stream; kept are " + std::to_string(confirmed_) + " to " +
                                     std::to_string(written_));
-    close_fd(fd_);
-    fd_ = fd;
+    connection_ = std::move(connection);
     confirmed_ = sent_ = position;
     confirmation_nbytes_ = 0;
     state_ = State::Open;
@@ -83,7 +69,8 @@ void TcpSender::reopen(int fd, std::uint64_t position) {
 void TcpSender::lose() {
     if (state_ != State::Lost)
         lost_at_ = Clock::now();
-    close_fd(fd_);
+    connection_.reset();
+    fetcher_.close();
     state_ = State::Lost;
 }
 
@@ -93,7 +80,7 @@ void TcpSender::close() {
 }
 
 void TcpSender::break_off() {
-    close_fd(fd_);
+    connection_.reset();
     state_ = State::Broken;
 }
 
@@ -125,15 +112,13 @@ bool TcpSender::flush() {
     while (state_ == State::Open && sent_ < written_) {
         const std::size_t at = sent_ % kWindowNbytes;
         const std::size_t nbytes = std::min<std::size_t>(written_ - sent_, kWindowNbytes - at);
-        const ssize_t sent = ::send(fd_, window_.get() + at, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent > 0) {
-            sent_ += static_cast<std::size_t>(sent);
-            moved = true;
-        } else if (would_block()) {
-            break;
-        } else if (errno != EINTR) {
+        const auto sent = connection_->send({window_.get() + at, nbytes});
+        if (!sent)
             break_off();
-        }
+        if (!sent || *sent == 0)
+            break;
+        sent_ += *sent;
+        moved = true;
     }
     return moved;
 }
@@ -141,17 +126,14 @@ bool TcpSender::flush() {
 bool TcpSender::take_in() {
     bool moved = false;
     while (state_ == State::Open) {
-        std::byte *to = confirmation_.data() + confirmation_nbytes_;
-        const ssize_t got = ::recv(fd_, to, confirmation_.size() - confirmation_nbytes_, MSG_DONTWAIT);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got < 0 && would_block())
-            break;
-        if (got <= 0) {
+        const iovec piece{confirmation_.data() + confirmation_nbytes_,
+                          confirmation_.size() - confirmation_nbytes_};
+        const auto got = connection_->receive({&piece, 1});
+        if (!got)
             break_off();
+        if (!got || *got == 0)
             break;
-        }
-        confirmation_nbytes_ += static_cast<std::size_t>(got);
+        confirmation_nbytes_ += *got;
         if (confirmation_nbytes_ < confirmation_.size())
             continue;
         confirmation_nbytes_ = 0;
@@ -168,27 +150,22 @@ bool TcpSender::take_in() {
 
 // -- receiver
 
-bool TcpReceiver::receive(int fd, Arena &arena) {
+bool TcpReceiver::receive(Connection &connection, Arena &arena) {
     for (int turn = 0; turn < kReceivesPerTurn; ++turn) {
-        iovec pieces[] = {{missing_.data(), missing_.size()},
-                          {staging_.data() + staged_, staging_.size() - staged_}};
-        msghdr header{};
-        header.msg_iov = pieces;
-        header.msg_iovlen = 2;
-        const ssize_t got = ::recvmsg(fd, &header, MSG_DONTWAIT);
-        if (got < 0)
-            return would_block() || errno == EINTR;
-        if (got == 0)
+        const iovec pieces[] = {{missing_.data(), missing_.size()},
+                                {staging_.data() + staged_, staging_.size() - staged_}};
+        const auto got = connection.receive(pieces);
+        if (!got)
             return false;
-        const auto arrived = static_cast<std::size_t>(got);
-        const bool all = arrived < pieces[0].iov_len + pieces[1].iov_len;
-        position_ += arrived;
-        if (!decode(arrived, arena))
+        if (*got == 0)
+            return true;
+        const bool all = *got < pieces[0].iov_len + pieces[1].iov_len;
+        position_ += *got;
+        if (!decode(*got, arena))
             return false;
         if (position_ - confirmed_ >= kConfirmNbytes) {
             confirmed_ = position_;
-            const auto sent = ::send(fd, &confirmed_, sizeof confirmed_, MSG_DONTWAIT | MSG_NOSIGNAL);
-            if (sent != sizeof confirmed_)
+            if (connection.send(std::as_bytes(std::span(&confirmed_, 1))) != sizeof confirmed_)
                 return false;
         }
         if (all)
@@ -243,7 +220,7 @@ std::string TcpReceiver::check(const TcpFrame &frame, const Arena &arena) {
 // -- endpoint
 
 TcpEndpoint::TcpEndpoint(std::shared_ptr<Arena> arena)
-    : arena_(std::move(arena)), news_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : arena_(std::move(arena)), fetch_server_(arena_), news_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (news_ < 0)
         throw std::system_error(errno, std::generic_category(), "eventfd");
 }
@@ -252,13 +229,11 @@ void TcpEndpoint::close() {
     for (const auto &sender : senders_)
         sender->close();
     senders_.clear();
+    fetch_server_.close();
     const std::lock_guard lock(mutex_);
-    for (auto &[stream, incoming] : incoming_) {
-        close_fd(incoming.fd);
-        close_fd(incoming.next_fd);
-    }
     incoming_.clear();
-    close_fd(news_);
+    if (news_ >= 0)
+        ::close(std::exchange(news_, -1));
 }
 
 void TcpEndpoint::remove(const std::shared_ptr<TcpSender> &sender) {
@@ -274,32 +249,29 @@ std::optional<TcpEndpoint::Expected> TcpEndpoint::expect(std::uint64_t stream, s
     Incoming &incoming = incoming_.try_emplace(stream, identity).first->second;
     if (!incoming.receiver.refusal().empty())
         return std::nullopt;
-    if (incoming.fd >= 0)
-        ::shutdown(incoming.fd, SHUT_RDWR); // its owner, who may be polling it, closes it
-    close_fd(incoming.next_fd);
+    if (incoming.connection)
+        incoming.connection->shut_down(); // its owner, who may be polling it, closes it
+    incoming.next.reset();
     incoming.detached = true;
     incoming.closed_at = Clock::now();
-    return Expected{incoming.receiver.position(), ++incoming.connection};
+    return Expected{incoming.receiver.position(), ++incoming.number};
 }
 
-void TcpEndpoint::accept(std::uint64_t stream, std::uint64_t connection, int fd) {
+void TcpEndpoint::accept(std::uint64_t stream, std::uint64_t number, std::unique_ptr<Connection> connection) {
     const std::lock_guard lock(mutex_);
     const auto found = incoming_.find(stream);
-    if (found == incoming_.end() || found->second.connection != connection) {
-        ::close(fd);
+    if (found == incoming_.end() || found->second.number != number)
         return;
-    }
-    found->second.next_fd = fd;
+    found->second.next = std::move(connection);
     eventfd_write(news_, 1);
 }
 
 void TcpEndpoint::adopt(Incoming &incoming) {
     if (!incoming.detached)
         return;
-    close_fd(incoming.fd);
-    if (incoming.next_fd < 0)
+    incoming.connection = std::move(incoming.next);
+    if (!incoming.connection)
         return;
-    incoming.fd = std::exchange(incoming.next_fd, -1);
     incoming.detached = false;
     incoming.readable = true;
 }
@@ -309,12 +281,12 @@ bool TcpEndpoint::receive(bool only_readable) {
     const std::lock_guard lock(mutex_);
     for (auto &[stream, incoming] : incoming_) {
         adopt(incoming);
-        if (incoming.fd < 0 || (only_readable && !incoming.readable))
+        if (!incoming.connection || (only_readable && !incoming.readable))
             continue;
         incoming.readable = false;
         const std::uint64_t before = incoming.receiver.position();
-        if (!incoming.receiver.receive(incoming.fd, *arena_)) {
-            close_fd(incoming.fd);
+        if (!incoming.receiver.receive(*incoming.connection, *arena_)) {
+            incoming.connection.reset();
             incoming.closed_at = Clock::now();
         }
         moved |= incoming.receiver.position() != before;
@@ -322,11 +294,22 @@ bool TcpEndpoint::receive(bool only_readable) {
     return moved;
 }
 
+bool TcpEndpoint::fetch() {
+    bool moved = false;
+    for (const auto &sender : senders_)
+        moved |= sender->fetcher().advance(*arena_);
+    return moved;
+}
+
 bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most) {
+    const auto watched = [](const auto &way) -> pollfd {
+        const int events = way.has_unsent() ? POLLIN | POLLOUT : POLLIN;
+        return {.fd = way.fd(), .events = static_cast<short>(events), .revents = 0};
+    };
     polled_.assign(1, {.fd = news_, .events = POLLIN, .revents = 0});
     for (const auto &sender : senders_) {
-        const int events = sender->has_unsent() ? POLLIN | POLLOUT : POLLIN;
-        polled_.push_back({.fd = sender->fd(), .events = static_cast<short>(events), .revents = 0});
+        polled_.push_back(watched(*sender));
+        polled_.push_back(watched(sender->fetcher()));
     }
     polled_incoming_.clear();
     {
@@ -334,11 +317,12 @@ bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most) {
         const auto forgotten = Clock::now() - kResumeTime;
         std::erase_if(incoming_, [&](const auto &item) {
             const Incoming &incoming = item.second;
-            return incoming.fd < 0 && incoming.next_fd < 0 && incoming.closed_at < forgotten;
+            return !incoming.connection && !incoming.next && incoming.closed_at < forgotten;
         });
         for (auto &[stream, incoming] : incoming_) {
             adopt(incoming);
-            polled_.push_back({.fd = incoming.fd, .events = POLLIN, .revents = 0});
+            const int fd = incoming.connection ? incoming.connection->fd() : -1;
+            polled_.push_back({.fd = fd, .events = POLLIN, .revents = 0});
             polled_incoming_.push_back(&incoming); // only this thread erases
         }
     }
@@ -357,6 +341,8 @@ bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most) {
             sender->take_in();
         if ((events & POLLOUT) != 0)
             sender->flush();
+        if (polled++->revents != 0)
+            sender->fetcher().advance(*arena_);
     }
     const std::lock_guard lock(mutex_);
     for (Incoming *incoming : polled_incoming_)
@@ -368,8 +354,7 @@ bool TcpEndpoint::is_drained(const TcpSender &sender) {
     const std::lock_guard lock(mutex_);
     const bool open = std::ranges::any_of(incoming_, [&](const auto &item) {
         const Incoming &incoming = item.second;
-        return incoming.receiver.identity() == sender.identity() &&
-               (incoming.fd >= 0 || incoming.next_fd >= 0);
+        return incoming.receiver.identity() == sender.identity() && (incoming.connection || incoming.next);
     });
     return !open || Clock::now() - sender.lost_at() > kDrainTime;
 }
@@ -379,14 +364,16 @@ std::optional<std::string> TcpEndpoint::new_refusal() {
     for (auto &[stream, incoming] : incoming_)
         if (!incoming.receiver.refusal().empty() && !std::exchange(incoming.refusal_is_known, true))
             return incoming.receiver.refusal();
-    return std::nullopt;
+    std::string refusal = fetch_server_.take_refusal();
+    return refusal.empty() ? std::nullopt : std::optional(std::move(refusal));
 }
 
 std::optional<TcpEndpoint::Outcome> TcpEndpoint::trouble() {
     if (auto refusal = new_refusal())
         return Outcome{Kind::Refused, 0, nullptr, *std::move(refusal)};
     for (const auto &sender : senders_) {
-        if (sender->state() == TcpSender::State::Broken)
+        if (sender->state() == TcpSender::State::Broken ||
+            (sender->state() == TcpSender::State::Open && sender->fetcher().is_broken()))
             return Outcome{Kind::Broken, 0, sender, {}};
         if (sender->state() == TcpSender::State::Lost && is_drained(*sender))
             return Outcome{Kind::Lost, 0, sender, {}};
@@ -430,7 +417,7 @@ TcpEndpoint::Outcome TcpEndpoint::wait(std::span<const Target> targets, Time dea
     while (awake) {
         Time spin_until = std::min(Clock::now() + spin, deadline);
         do {
-            if (receive(false)) // where something has come from, more is coming
+            if (receive(false) || fetch()) // where something has come from, more is coming
                 spin_until = std::min(Clock::now() + spin, deadline);
             if (const auto index = bells.ready(targets))
                 return {Kind::Ready, *index, nullptr, {}};

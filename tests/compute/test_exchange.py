@@ -17,8 +17,10 @@ from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
+from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.transport.channel import Inbox, Layout, Outbox
+from lamina.transport.base import Peer
+from lamina.transport.channel import BULK_SLOTS, Inbox, Layout, Outbox
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.wire import (
     MessageRows,
@@ -42,9 +44,24 @@ SPECS = [
 class Memory:
     """A memory worker on a thread of this process: the worker's own body, without its control plane."""
 
-    def __init__(self, name: str, overlap: Overlap) -> None:
+    def __init__(self, name: str, overlap: Overlap, layout: Layout) -> None:
         self.endpoint = ShmEndpoint(name)
         self.store = KvStore(name, SPECS, DType.FLOAT32, 200, 1, overlap)
+        self.arena = self.endpoint.register(*layout.memory_arena)
+        self.layout = layout
+
+    def connect(self, compute: ShmEndpoint) -> Peer:
+        peer = self.endpoint.connect(compute.descriptor(), TIMEOUT_S)
+        self.puller = Puller(lambda _, *place: self.endpoint.fetch(peer, *place), self.arena, self.layout, self.store)
+        return peer
+
+    def pull(self, turn: int) -> None:
+        """All up to this turn, and no more."""
+        while not self.puller.is_done(0, turn):
+            if self.puller.may_ask:
+                self.puller.ask()
+            else:
+                self.puller.keep(self.endpoint.wait(self.puller.awaited, TIMEOUT_S))
 
     def serve(self, inbox: Inbox, outbox: Outbox, plan: StepPlan) -> threading.Thread:
         step = self.store.apply(plan)
@@ -57,7 +74,10 @@ class Memory:
                     announced = request_number(plan.turn + layer, number)
                     self.endpoint.wait([(inbox.doorbell, announced)], TIMEOUT_S)
                     self.store.serve(layer, step, number, inbox.view, out, lse)
-                outbox.send([out, lse] if len(step.rows.queries) else [], reply_number(plan.turn + layer))
+                self.puller.add("compute0", layer, step)
+                turn = plan.turn + layer
+                self.pull(turn if layer == len(SPECS) - 1 else turn + 1 - BULK_SLOTS)
+                outbox.send([out, lse] if len(step.rows.queries) else [], reply_number(turn))
 
         thread = threading.Thread(target=answer if not step.rows.empty else lambda: None)
         thread.start()
@@ -76,19 +96,28 @@ class Connected(NamedTuple):
 
 @contextmanager
 def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
-    layout = Layout(1, len(names), request_nbytes(SPECS, DType.FLOAT32, ROWS), reply_nbytes(SPECS, ROWS))
+    per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in SPECS)
+    layout = Layout(
+        1,
+        len(names),
+        request_nbytes(SPECS, DType.FLOAT32, ROWS),
+        reply_nbytes(SPECS, ROWS),
+        bulk_nbytes=ROWS * per_token,
+        landing_nbytes=2 * per_token,
+    )
     compute = ShmEndpoint("compute0")
     arena = compute.register(*layout.compute_arena)
-    memories = {name: Memory(name, overlap) for name in names}
+    memories = {name: Memory(name, overlap, layout) for name in names}
     requests, inboxes, outboxes = {}, {}, {}
     for number, (name, memory) in enumerate(memories.items()):
-        inboxes[name] = Inbox(memory.endpoint.register(*layout.memory_arena), layout.request(0))
+        inboxes[name] = Inbox(memory.arena, layout.request(0))
         requests[name] = Outbox(compute, compute.connect(memory.endpoint.descriptor(), TIMEOUT_S), layout.request(0))
-        back = memory.endpoint.connect(compute.descriptor(), TIMEOUT_S)
-        outboxes[name] = Outbox(memory.endpoint, back, layout.reply(0, number))
+        outboxes[name] = Outbox(memory.endpoint, memory.connect(compute), layout.reply(0, number))
     replies = {name: Inbox(arena, layout.reply(0, number)) for number, name in enumerate(names)}
     try:
-        yield Connected(compute, LaneLinks(requests, replies, None, {}), memories, inboxes, outboxes)
+        bulk = tuple(arena.view(layout.bulk(0, turn), layout.bulk_nbytes) for turn in range(BULK_SLOTS))
+        links = LaneLinks(requests, replies, None, {}, bulk, layout.landing_nbytes)
+        yield Connected(compute, links, memories, inboxes, outboxes)
     finally:
         for memory in memories.values():
             memory.endpoint.close()

@@ -1,10 +1,17 @@
 #!/bin/bash
 # Inside the machine: make software RDMA devices, then run the command given, as the repository's owner would.
 # rxe0 is on a dummy link, which packets never leave. rxe1 and rxe2 are on the two ends of a cable, which they do cross.
-#     job.sh KERNEL_ROOT COMMAND...
+#     job.sh KERNEL_ROOT STDLIB SITE_PACKAGES COMMAND...
 set -euo pipefail
-kernel=$1
-shift
+kernel=$1 stdlib=$2 site=$3
+shift 3
+for module in virtio_blk ext4; do
+    modprobe -d "$kernel" $module
+done
+mkdir -p /run/disk
+mount -o ro /dev/vda /run/disk
+mount --bind /run/disk/stdlib "$stdlib"
+mount --bind /run/disk/site "$site"
 modprobe -d "$kernel" rdma_rxe
 modprobe -d "$kernel" dummy numdummies=0
 modprobe -d "$kernel" veth

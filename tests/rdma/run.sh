@@ -5,6 +5,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$root/build/rdma
+cd "$root"
 python=${PYTHON:-$root/.venv/bin/python}
 packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
 
@@ -38,11 +39,30 @@ ln -sfn /usr/lib/python3/dist-packages/pyverbs "$work/python/pyverbs"
 PYTHONPATH="$work/python" "$python" -c "import pyverbs.device" 2>/dev/null ||
     skip "$("$python" -V) cannot import Debian's pyverbs, which is built for $(/usr/bin/python3 -V)"
 
-[ $# -gt 0 ] || set -- "$python" -m pytest -x -rs --timeout 1200 tests/runtime/test_network.py tests/transport/test_conformance.py -k "rdma or network"
-job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$@")
+# What is read most lies on a disk of the machine's own: importing torch over the shared file system takes minutes.
+paths() { "$python" -c "import sysconfig; print(sysconfig.get_path('$1'))"; }
+stdlib=$(paths stdlib) site=$(paths platlib) disk=$work/disk.img
+unneeded="cmake fontTools hf_xet matplotlib mypy mypyc *__mypyc*.so openai openvino* pip pyarrow scipy scipy.libs torch/bin
+    torch/include torch/test transformers triton"
+if [ ! -e "$disk" ] || [ "$root/.venv/.ready" -nt "$disk" ]; then
+    rm -rf "$work/disk" && mkdir -p "$work/disk/stdlib" "$work/disk/site"
+    tar -C "$stdlib" -c --exclude=./site-packages --exclude=./test . | tar -C "$work/disk/stdlib" -x
+    set -f # the patterns are tar's
+    tar -C "$site" -c $(printf -- '--exclude=./%s ' $unneeded) . | tar -C "$work/disk/site" -x
+    set +f
+    mke2fs -q -t ext4 -d "$work/disk" "$disk.new" "$(($(du -sm "$work/disk" | cut -f1) * 5 / 4 + 100))M"
+    rm -rf "$work/disk" && mv "$disk.new" "$disk"
+fi
+rm -rf "$work/model"
+LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
+
+[ $# -gt 0 ] || set -- "$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_conformance.py \
+    tests/runtime/test_network.py -k "rdma or network"
+job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
-cd "$root"
 export PATH=$work/venv/bin:$PATH
 # Through a pipe: a file as standard output would be opened again, and overwritten, by QEMU.
-vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G --rodir "/usr/lib/systemd=$work/empty" -- \
-    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 $job" | cat
+vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G \
+    --rodir "/usr/lib/systemd=$work/empty" --qemu-opts="-drive if=virtio,format=raw,readonly=on,file=$disk" -- \
+    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model \
+        LAMINA_CACHE_DIR=$work/model/cache $job" | cat

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -17,13 +18,14 @@ import pytest
 from lamina.cluster.local import LocalWorkers, launch
 from lamina.config import EngineConfig
 from lamina.engine import bringup
+from lamina.engine.engine import Engine
 from lamina.transport.choice import Transport
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.runtime.checkpoints import CONFIGS, greedy, make_checkpoint
+from lamina.types import RequestOutput, SamplingParams
+from tests.runtime import network_model
+from tests.runtime.network_model import DTYPE, PROMPTS, TOKENS, Model
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
-PROMPTS = [[5, 6, 7], list(range(3, 40)), [9]]
-TOKENS = 60
+LOSSY = ("loss", "2%", "delay", "1ms")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 PARTITION_S = 1.0
 PATIENCE_S = 600.0
@@ -59,7 +61,7 @@ class Stacks:
         self.inside("ip", "link", "set", self.far, "up")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stacks() -> Iterator[Stacks]:
     opened = Stacks(f"lamina{os.getpid()}", f"lam{os.getpid()}a", f"lam{os.getpid()}b")
     try:
@@ -99,36 +101,48 @@ class CardWorkers(LocalWorkers):
         return ["env", f"LAMINA_RDMA_DEVICE={device}", *super().command(name, module)]
 
 
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint, and the tokens that Hugging Face draws greedily after each of the prompts."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    made = os.environ.get("LAMINA_TEST_MODEL")
+    return network_model.load(Path(made)) if made else network_model.make(tmp_path_factory.mktemp("llama"))
 
-    path: str
-    expected: list[list[int]]
+
+def start(model: Model, transport: Literal["rdma", "tcp"], workers: LocalWorkers, host: str) -> Engine:
+    """An engine whose workers are all linked by this transport."""
+    config = EngineConfig(
+        model=model.path,
+        memory="cpu:2",
+        dtype=DTYPE,
+        transport=transport,
+        kv_cache_memory_bytes=1 << 24,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,  # a prompt comes in chunks, whose K and V are read by the memory workers
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bringup, "START_TIMEOUT_S", PATIENCE_S)  # an emulated machine takes its time
+        engine = launch(config, workers=workers, host=host)
+    assert {choice.transport for choice in engine.cluster.links.values()} == {Transport(transport)}
+    return engine
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    place = tmp_path_factory.mktemp("llama")
-    reference = make_checkpoint(CONFIGS["llama"], place)
-    return Model(str(place), [greedy(reference, prompt, TOKENS) for prompt in PROMPTS])
+def tcp_engine(model: Model, stacks: Stacks) -> Iterator[Engine]:
+    engine = start(model, "tcp", StackedWorkers(stacks), NEAR)
+    yield engine
+    engine.close()
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated machine takes its time to start workers."""
-    monkeypatch.setattr(bringup, "START_TIMEOUT_S", PATIENCE_S)
+@pytest.fixture(scope="module")
+def rdma_engine(model: Model) -> Iterator[Engine]:
+    if "LAMINA_TEST_RDMA" not in os.environ:
+        pytest.skip("no RDMA devices: see tests/rdma")
+    engine = start(model, "rdma", CardWorkers(), "127.0.0.1")
+    yield engine
+    engine.close()
 
 
-def generate(
-    config: EngineConfig,
-    transports: set[Transport],
-    workers: LocalWorkers | None = None,
-    host: str = "127.0.0.1",
-    meanwhile: Callable[[], None] = lambda: None,
-) -> list[list[int]]:
+def generate(engine: Engine, meanwhile: Callable[[], None] = lambda: None) -> list[list[int]]:
     """Tokens of every prompt; ``meanwhile`` runs once the first is there."""
-    engine = launch(config, workers=workers, host=host)
     finals: dict[str, RequestOutput] = {}
     started, ended = threading.Event(), threading.Event()
 
@@ -139,38 +153,29 @@ def generate(
             if len(finals) == len(PROMPTS):
                 ended.set()
 
-    try:
-        assert {choice.transport for choice in engine.cluster.links.values()} == transports
-        for index, prompt in enumerate(PROMPTS):
-            engine.submit(str(index), prompt, GREEDY, on_output)
-        assert started.wait(PATIENCE_S)
-        meanwhile()
-        assert ended.wait(PATIENCE_S), engine.stats()
-    finally:
-        engine.close()
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(str(index), prompt, GREEDY, on_output)
+    assert started.wait(PATIENCE_S)
+    meanwhile()
+    assert ended.wait(PATIENCE_S), engine.stats()
     assert [output.error for output in finals.values() if output.error] == []
     return [finals[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
 
 
-def config(model: Model, transport: Literal["rdma", "tcp"]) -> EngineConfig:
-    return EngineConfig(
-        model=model.path, memory="cpu:2", dtype=DType.FLOAT32, transport=transport, kv_cache_memory_bytes=1 << 24
-    )
+def test_tcp_between_two_network_stacks_through_a_partition(model: Model, stacks: Stacks, tcp_engine: Engine) -> None:
+    assert generate(tcp_engine, stacks.partition) == model.expected
 
 
-def test_between_two_network_stacks_through_a_partition(model: Model, stacks: Stacks) -> None:
-    workers = StackedWorkers(stacks)
-    assert generate(config(model, "tcp"), {Transport.TCP}, workers, NEAR, stacks.partition) == model.expected
+def test_tcp_with_packets_lost_and_late(model: Model, stacks: Stacks, tcp_engine: Engine) -> None:
+    stacks.impair(*LOSSY)
+    assert generate(tcp_engine) == model.expected
 
 
-def test_with_packets_lost_and_late(model: Model, stacks: Stacks) -> None:
-    stacks.impair("loss", "2%", "delay", "1ms")
-    assert generate(config(model, "tcp"), {Transport.TCP}, StackedWorkers(stacks), NEAR) == model.expected
+def test_rdma_between_two_devices(model: Model, rdma_engine: Engine) -> None:
+    assert generate(rdma_engine) == model.expected
 
 
-@pytest.mark.skipif("LAMINA_TEST_RDMA" not in os.environ, reason="no RDMA devices: see tests/rdma")
-@pytest.mark.parametrize("netem", [(), ("loss", "2%", "delay", "1ms")], ids=["clean", "lossy"])
-def test_over_rdma_between_two_devices(model: Model, netem: tuple[str, ...]) -> None:
-    for device in ("lamina1", "lamina2") if netem else ():
-        run("tc", "qdisc", "replace", "dev", device, "root", "netem", *netem)
-    assert generate(config(model, "rdma"), {Transport.RDMA}, CardWorkers()) == model.expected
+def test_rdma_with_packets_lost_and_late(model: Model, rdma_engine: Engine) -> None:
+    for device in ("lamina1", "lamina2"):
+        run("tc", "qdisc", "replace", "dev", device, "root", "netem", *LOSSY)
+    assert generate(rdma_engine) == model.expected

@@ -63,6 +63,10 @@ class Far:
     def read(self, offset: int, nbytes: int) -> bytes:
         return bytes(self.arena.view(offset, nbytes))
 
+    def fill(self, offset: int, data: bytes) -> None:
+        """Write into one's own arena, for the near side to fetch."""
+        self.arena.view(offset, len(data))[:] = data
+
     def wait(self, targets: list[tuple[int, int]], timeout_s: float) -> int:
         return self.endpoint.wait(targets, timeout_s)
 
@@ -83,6 +87,12 @@ class Far:
             torn += not whole(request)
             Outbox(self.endpoint, self.peer, layout.reply(n % layout.lanes, 0)).send([request[:5], request[5:]], n)
         return torn
+
+    def echo_one(self, layout: Layout, n: int) -> None:
+        """Answer message ``n`` of lane 0 with its own bytes."""
+        inbox = Inbox(self.arena, layout.request(0))
+        self.endpoint.wait([(inbox.doorbell, n)], 30.0)
+        Outbox(self.endpoint, self.peer, layout.reply(0, 0)).send([inbox.view], n)
 
     def pour(self, messages: int, nbytes: int) -> None:
         """Send stamped messages without end or credit into alternating slots, until killed."""

@@ -1,5 +1,6 @@
 """The transport contract, held against every implementation."""
 
+import contextlib
 import gc
 import math
 import os
@@ -151,6 +152,74 @@ def test_no_message_is_torn_under_load(pair: Pair, nbytes: int) -> None:
         message = sent[n % len(sent)]
         outboxes[lane].send([message[: nbytes // 3], message[nbytes // 3 :]], n)
     assert echoed.result(TIMEOUT_S) == 0
+
+
+def test_what_is_fetched_lies_in_its_place_when_its_doorbell_rings(pair: Pair) -> None:
+    pair.far.call("fill", 100, b"of the far side")
+    pair.near.fetch(pair.peer, 100, 15, 7, 2, 1)  # nobody waits at the far side
+    assert pair.near.wait([(2, 1)], TIMEOUT_S) == 0
+    assert bytes(pair.arena.view(6, 17)) == b"\0of the far side\0"
+    pair.far.call("fill", 0, bytes(range(256)) * (NBYTES // 256))
+    pair.near.fetch(pair.peer, 0, NBYTES, 0, 2, 2)
+    pair.near.wait([(2, 2)], TIMEOUT_S)
+    assert bytes(pair.arena.view(0, NBYTES)) == bytes(range(256)) * (NBYTES // 256)
+
+
+def test_fetches_arrive_in_order_beside_messages(pair: Pair) -> None:
+    """Pieces are fetched out of a buffer that the far side fills anew, and messages go both ways meanwhile."""
+    nbytes, pieces, half = 50_000, 4, NBYTES // 2
+    layout = Layout(lanes=1, memories=1, request_nbytes=5000, reply_nbytes=5000)
+    outbox, inbox = Outbox(pair.near, pair.peer, layout.request(0)), Inbox(pair.arena, layout.reply(0, 0))
+    for round_ in range(1, 21):
+        expected = stamped(round_, pieces * nbytes)
+        pair.far.call("fill", half, expected)
+        echoed = pair.far.submit("echo_one", layout, round_)
+        for piece in range(pieces):
+            pair.near.fetch(pair.peer, half + piece * nbytes, nbytes, half + piece * nbytes, 10 + piece, round_)
+        outbox.send([stamped(round_, 5000)], round_)
+        pair.near.wait([(inbox.doorbell, round_)], TIMEOUT_S)
+        assert inbox.view == stamped(round_, 5000)
+        pair.near.wait([(10 + pieces - 1, round_)], TIMEOUT_S)
+        pair.near.wait([(10, round_)], 0.0)  # the earlier ones came before
+        assert bytes(pair.arena.view(half, pieces * nbytes)) == expected
+        echoed.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("offset", "nbytes", "to"), [(-1, 4, 0), (NBYTES - 3, 4, 0), (0, 4, NBYTES - 3), (0, 4, -1)])
+def test_nothing_is_fetched_from_or_to_outside_an_arena(pair: Pair, offset: int, nbytes: int, to: int) -> None:
+    with pytest.raises(ValueError, match=str(NBYTES)):
+        pair.near.fetch(pair.peer, offset, nbytes, to, 0, 1)
+    with pytest.raises(ValueError, match="0 bytes"):
+        pair.near.fetch(pair.peer, 0, 0, 0, 0, 1)
+    with pytest.raises(ValueError, match=f"doorbell {DOORBELLS} .* {DOORBELLS}"):
+        pair.near.fetch(pair.peer, 0, 1, 0, DOORBELLS, 1)
+
+
+def test_a_fetch_from_a_dead_peer_ends_the_wait(pair: Pair) -> None:
+    pair.far.die()
+    with pytest.raises(PeerLostError, match="far"):
+        pair.near.wait([(0, 1)], TIMEOUT_S)
+    with pytest.raises(PeerLostError, match="far"):
+        pair.near.fetch(pair.peer, 0, 8, 0, 0, 1)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.003, 0.03])
+def test_a_kill_amid_fetches_leaves_only_whole_ones(process_pair: Pair, after_s: float) -> None:
+    pair, nbytes = process_pair, 200_000
+    expected = stamped(1, nbytes)
+    pair.far.call("fill", 0, expected)
+    killer, fetched = threading.Timer(after_s, pair.far.die), 0
+    killer.start()
+    with pytest.raises(PeerLostError):
+        while True:
+            pair.arena.view(0, nbytes)[:] = bytes(nbytes)
+            pair.near.fetch(pair.peer, 0, nbytes, 0, 1, fetched + 1)
+            pair.near.wait([(1, fetched + 1)], TIMEOUT_S)
+            fetched += 1
+            assert bytes(pair.arena.view(0, nbytes)) == expected
+            with contextlib.suppress(DeadlineError):  # what is fetched in this process says nothing of its peer
+                pair.near.wait([(0, 1)], 0.0)
+    killer.join()
 
 
 def test_a_wait_lets_other_python_threads_run(pair: Pair) -> None:

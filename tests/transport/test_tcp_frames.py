@@ -21,6 +21,7 @@ from tcp_tools import (
     reset,
 )
 
+from lamina._native import Connection
 from lamina._native import TcpEndpoint as NativeEndpoint
 from lamina.errors import DeadlineError, RefusedError
 from lamina.transport import arena
@@ -144,7 +145,7 @@ def test_any_bytes_are_decoded_as_the_model_does(pieces: list[bytes], cuts: list
     sender, receiver = socket.socketpair()
     expected = endpoint.expect(1, 1, True)
     assert expected == (0, 1)
-    endpoint.accept(1, 1, receiver.detach())
+    endpoint.accept(1, 1, Connection(receiver.detach()))
     refusals: list[str] = []
     at = 0
     for step in itertools.cycle(cuts):

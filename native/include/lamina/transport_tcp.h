@@ -22,6 +22,8 @@
 #include <poll.h>
 
 #include "lamina/arena.h"
+#include "lamina/connection.h"
+#include "lamina/tcp_fetch.h"
 
 namespace lamina {
 
@@ -69,14 +71,17 @@ class TcpSender {
 public:
     enum class State { Open, Broken, Lost };
 
-    // Takes over the connected socket. `identity` is the peer's.
-    TcpSender(int fd, std::uint64_t identity, std::size_t arena_nbytes, std::uint32_t doorbells);
-    ~TcpSender();
+    // `identity` is the peer's.
+    TcpSender(std::unique_ptr<Connection> connection, std::uint64_t identity, std::size_t arena_nbytes,
+              std::uint32_t doorbells);
     TcpSender(const TcpSender &) = delete;
     TcpSender &operator=(const TcpSender &) = delete;
 
     State state() const { return state_; }
-    int fd() const { return fd_; }
+    // -1 without a connection.
+    int fd() const { return connection_ ? connection_->fd() : -1; }
+    // What reads from the same peer.
+    TcpFetcher &fetcher() { return fetcher_; }
     std::uint64_t identity() const { return identity_; }
     std::size_t arena_nbytes() const { return arena_nbytes_; }
     std::uint32_t doorbells() const { return doorbells_; }
@@ -87,7 +92,7 @@ public:
 
     // Goes on over another connection, from the byte the receiver wants next. Throws std::invalid_argument if
     // that byte is not kept any more or not written yet.
-    void reopen(int fd, std::uint64_t position);
+    void reopen(std::unique_ptr<Connection> connection, std::uint64_t position);
     // The peer is gone for good.
     void lose();
     // Ends the stream once the kernel has delivered what it holds.
@@ -105,7 +110,8 @@ private:
     void break_off();
     std::size_t keep(Part bytes);
 
-    int fd_;
+    std::unique_ptr<Connection> connection_;
+    TcpFetcher fetcher_;
     State state_ = State::Open;
     std::uint64_t identity_;
     std::size_t arena_nbytes_;
@@ -132,7 +138,7 @@ public:
 
     // Takes in what has arrived, some megabytes at most. False once the connection is lost or the stream
     // refused.
-    bool receive(int fd, Arena &arena);
+    bool receive(Connection &connection, Arena &arena);
 
 private:
     bool decode(std::size_t arrived, Arena &arena);
@@ -164,8 +170,8 @@ public:
         std::string refusal;               // Refused: why
     };
     struct Expected {
-        std::uint64_t position;   // the stream byte wanted next
-        std::uint64_t connection; // number to hand to accept()
+        std::uint64_t position; // the stream byte wanted next
+        std::uint64_t number;   // of the connection, to hand to accept()
     };
 
     explicit TcpEndpoint(std::shared_ptr<Arena> arena);
@@ -181,8 +187,10 @@ public:
     // Makes ready for a connection that carries this stream from the peer of that identity: an earlier
     // connection delivers nothing more. Nothing if the stream is refused, or is not new and not known.
     std::optional<Expected> expect(std::uint64_t stream, std::uint64_t identity, bool is_new);
-    // Takes over the connected socket, or closes it if another connection of the stream is expected by now.
-    void accept(std::uint64_t stream, std::uint64_t connection, int fd);
+    // Takes over a connection, or closes it if another connection of the stream is expected by now.
+    void accept(std::uint64_t stream, std::uint64_t number, std::unique_ptr<Connection> connection);
+    // Lets a peer read the arena over this connection.
+    void serve(std::unique_ptr<Connection> connection) { fetch_server_.add(std::move(connection)); }
 
     // Sends on, receiving meanwhile. Done, Again (call again), Broken, Lost; Expired if nothing moved for
     // `stall`. Unless it may block, it returns Again instead.
@@ -199,17 +207,18 @@ public:
 private:
     struct Incoming {
         TcpReceiver receiver;
-        int fd = -1;
-        int next_fd = -1;              // to be adopted by the owner
-        std::uint64_t connection = 0;  // the one expected last
-        bool detached = false;         // fd delivers nothing more
-        bool readable = false;         // poll said so
-        bool refusal_is_known = false; // the owner has been told
+        std::unique_ptr<Connection> connection;
+        std::unique_ptr<Connection> next; // to be adopted by the owner
+        std::uint64_t number = 0;         // of the connection expected last
+        bool detached = false;            // the connection delivers nothing more
+        bool readable = false;            // poll said so
+        bool refusal_is_known = false;    // the owner has been told
         Time closed_at{};
         explicit Incoming(std::uint64_t identity) : receiver(identity) {}
     };
 
     bool receive(bool only_readable); // true if anything has arrived
+    bool fetch();                     // likewise
     void adopt(Incoming &incoming);
     bool sleep(std::chrono::nanoseconds at_most); // false if nothing happened
     bool is_drained(const TcpSender &sender);
@@ -217,6 +226,7 @@ private:
     std::optional<Outcome> trouble();
 
     std::shared_ptr<Arena> arena_;
+    TcpFetchServer fetch_server_;
     std::vector<std::shared_ptr<TcpSender>> senders_;
     std::vector<pollfd> polled_;
     std::vector<Incoming *> polled_incoming_;

@@ -1,0 +1,55 @@
+"""The model that ``test_network.py`` runs, and what it must say: made outside of an emulated machine.
+
+    python -m tests.runtime.network_model FOLDER
+
+An emulated machine takes minutes to import torch and transformers, so ``tests/rdma/run.sh`` makes all of it outside:
+checkpoint, Hugging Face's tokens, and the split model in the cache that ``LAMINA_CACHE_DIR`` names.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.types import DType
+
+PROMPTS = [[5, 6, 7], list(range(3, 40)), [9]]
+TOKENS = 60
+DTYPE = DType.FLOAT32
+EXPECTED = "expected.json"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, and the tokens that Hugging Face draws greedily after each of the prompts."""
+
+    path: str
+    expected: list[list[int]]
+
+
+def make(place: Path) -> Model:
+    """Write it all to a folder."""
+    from tests.runtime.checkpoints import CONFIGS, greedy, make_checkpoint
+
+    reference = make_checkpoint(CONFIGS["llama"], place)
+    expected = [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+    (place / EXPECTED).write_text(json.dumps(expected))
+    return Model(str(place), expected)
+
+
+def load(place: Path) -> Model:
+    """What ``make`` wrote."""
+    return Model(str(place), json.loads((place / EXPECTED).read_text()))
+
+
+def main() -> None:
+    from lamina.compute.preparation import prepare
+    from lamina.models import directory
+
+    place = Path(sys.argv[1])
+    make(place)
+    prepare(directory.find(str(place)), DTYPE, lambda: None)
+
+
+if __name__ == "__main__":
+    main()
