@@ -220,10 +220,19 @@ class ShmWaiter:
         Raises TimeoutError; ConnectionResetError(index of the peer) if nothing is ready and a peer is gone.
         """
 
+def tls_obstacle() -> str:
+    """Why TLS cannot be used in this process; empty if it can."""
+
 class Connection:
     """A connected socket, owned, until something takes it over."""
 
     def __init__(self, fd: int) -> None: ...
+    @staticmethod
+    def tls(fd: int, key: bytes, listens: bool, timeout_s: float) -> Connection:
+        """TLS 1.3 over a connected socket, taken over, with a key of 32 bytes that both sides have.
+
+        Releases the GIL. Raises RuntimeError if OpenSSL is not there or the two sides have not agreed in time.
+        """
 
 class TcpSender:
     """The stream to one peer, and what reads from the same peer."""

@@ -49,6 +49,8 @@ class EngineConfig:
         plan_ahead: plan the next step of a lane while one runs.
         transport: of the data between workers; "auto" is shared memory on one host, else RDMA where it proves itself,
             else TCP. One asked for by name is used or nothing is.
+        tls: encrypt what goes from one machine to another: tcp runs under TLS 1.3 with a key that comes from the
+            cluster's secret, and rdma, which cannot be encrypted, is not used. The control plane always is encrypted.
         secret_file: of the cluster's secret, which its keys come from; made if it is not there. None: a new secret that
             only this cluster's processes ever have.
         trace: a file for what every worker did when, written when the engine ends; None: nothing is recorded.
@@ -73,6 +75,7 @@ class EngineConfig:
     mini_batches: int = 1
     plan_ahead: bool = True
     transport: TransportName = "auto"
+    tls: bool = False
     secret_file: str | None = None
     trace: str | None = None
     compute_cores: str | None = None

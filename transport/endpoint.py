@@ -2,7 +2,7 @@
 
 import abc
 from collections import Counter
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, Required, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -15,6 +15,25 @@ from lamina.transport.listener import Admit, Descriptor, Listener
 SPIN_S = 20e-6  # about what it costs to be woken: at most twice the time of the better choice of spinning and sleeping
 SILENCE_S = 10.0
 STALL_S = 60.0
+
+
+class Options(TypedDict, total=False):
+    """What may be said of an endpoint that peers reach at a host and a port.
+
+    Attributes:
+        secret: what only the workers of one cluster know, at least 16 bytes.
+        host: address of this machine that peers can reach, the port is the system's choice; None: the transport's own.
+        spin_s: seconds a wait looks for messages before it sleeps. Spin longer only if a core is free for it.
+        silence_s: seconds without a sign of life after which a connection counts as lost; and, where it can be made
+            again, as long again to do so before the peer counts as lost.
+        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
+    """
+
+    secret: Required[bytes]
+    host: str | None
+    spin_s: float
+    silence_s: float
+    stall_s: float
 
 
 class Own(Protocol):
@@ -101,33 +120,20 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
 
     Args:
         name: how peers call this endpoint in their errors.
-        secret: what only the workers of one cluster know, at least 16 bytes.
-        host: address of this machine that peers can reach, the port is the system's choice; None: the transport's own.
-        spin_s: seconds a wait looks for messages before it sleeps. Spin longer only if a core is free for it.
-        silence_s: seconds without a sign of life after which a connection counts as lost; and, where it can be made
-            again, as long again to do so before the peer counts as lost.
-        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
+        options: see ``Options``.
     """
 
     transport: ClassVar[str]
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        secret: bytes,
-        host: str | None = None,
-        spin_s: float = SPIN_S,
-        silence_s: float = SILENCE_S,
-        stall_s: float = STALL_S,
-    ) -> None:
+    def __init__(self, name: str, **options: Unpack[Options]) -> None:
+        secret = options["secret"]
         check_secret(secret)
         super().__init__(name)
         self._secret = secret
-        self._host = host
-        self._spin_s = spin_s
-        self._silence_s = silence_s
-        self._stall_s = stall_s
+        self._host = options.get("host")
+        self._spin_s = options.get("spin_s", SPIN_S)
+        self._silence_s = options.get("silence_s", SILENCE_S)
+        self._stall_s = options.get("stall_s", STALL_S)
 
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""

@@ -61,18 +61,20 @@ class Links:
         descriptors, obstacles = {}, {}
         for transport in register.transports:
             try:
-                descriptors[transport] = self._open(transport)
+                descriptors[transport] = self._open(transport, register.tls)
             except TransportError as error:
                 obstacles[transport] = f"{self.name}: {error}"
         return MappedArena(self._arena.native), Offer(host(), descriptors, obstacles)
 
-    def _open(self, transport: Transport) -> bytes:
+    def _open(self, transport: Transport, tls: bool) -> bytes:
         assert self._arena is not None
         match transport:
             case Transport.SHM:
                 endpoint: ShmEndpoint | TcpEndpoint | RdmaEndpoint = ShmEndpoint(self.name)
             case Transport.TCP:
-                endpoint = TcpEndpoint(self.name, secret=self._secret, host=self._address)
+                endpoint = TcpEndpoint(self.name, secret=self._secret, host=self._address, tls=tls)
+            case Transport.RDMA if tls:
+                raise TransportError("rdma cannot be encrypted, which --tls asks for")
             case Transport.RDMA:
                 endpoint = RdmaEndpoint(self.name, secret=self._secret)
         endpoint.adopt(self._arena)

@@ -151,7 +151,7 @@ class Listener:
         host: address of this machine to listen on.
         silence_s: see ``_tune``.
         admit: decides about the request of a peer that has proved itself. Called, like what it returns, in the
-            listener's thread.
+            listener's thread; what it returns may raise TransportError, having taken the connection over.
 
     Attributes:
         host, port: where it listens.
@@ -223,7 +223,10 @@ class Listener:
                 connection.sendall(output)  # less than a new connection's buffer
         except StopIteration:
             self._forget(waiting)
-            waiting.take(connection)
+            try:
+                waiting.take(connection)
+            except TransportError as error:
+                self.refusals.add("TLS", str(error))
         except BlockingIOError:
             return
         except (RefusedError, OSError) as error:

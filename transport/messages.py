@@ -35,13 +35,14 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make an arena of this size for peers of all ``workers``, and let them in by these transports;
-    answered by Registered."""
+    """Engine to worker: make an arena of this size for peers of all ``workers``, and let them in by these transports,
+    with ``tls`` only by those that can be encrypted or stay on one machine; answered by Registered."""
 
     nbytes: int
     doorbells: int
     workers: list[str]
     transports: list[Transport]
+    tls: bool = False
 
 
 class Link(msgspec.Struct, tag=True, frozen=True):

@@ -8,6 +8,8 @@ in meanwhile. A message is handed to the kernel before ``post`` returns.
 """
 
 import enum
+import hashlib
+import hmac
 import logging
 import secrets
 import socket
@@ -15,22 +17,23 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
-from lamina._native import Connection, TcpSender
+from lamina._native import Connection, TcpSender, tls_obstacle
 from lamina._native import TcpEndpoint as NativeEndpoint
 from lamina.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import Part, Peer, deadline_error
-from lamina.transport.endpoint import ListeningEndpoint
-from lamina.transport.listener import LOOPBACK, RETRY_S, Admit, Descriptor, Listener
+from lamina.transport.endpoint import ListeningEndpoint, Options
+from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Descriptor, Listener
 
 logger = logging.getLogger(__name__)
 
 ATTEMPT_S = 1.0  # for one connection to be made again
 MIN_ATTEMPT_S = 0.1  # also when a wait has no time left: to know whether the peer is gone
 
-_REQUEST = struct.Struct("<QQB")  # stream, identity of the sender, purpose
+_REQUEST = struct.Struct("<QQB?")  # stream, identity of the sender, purpose, whether TLS follows
 _ANSWER = struct.Struct("<Q")  # the byte of the stream that the receiver wants next
 
 
@@ -68,21 +71,39 @@ class _Own:
 
 
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
-    """One worker's end of the data plane over TCP; it listens on this machine alone unless it is given a host."""
+    """One worker's end of the data plane over TCP; it listens on this machine alone unless it is given a host.
+
+    With ``tls`` all that follows the mutual proof is encrypted, by a key that comes from the cluster's secret, and
+    peers without it are refused.
+    """
 
     transport = "tcp"
+
+    def __init__(self, name: str, *, tls: bool = False, **options: Unpack[Options]) -> None:
+        super().__init__(name, **options)
+        self._opener = _Opener(hmac.digest(options["secret"], b"tls", hashlib.sha256) if tls else None)
 
     def connect(self, descriptor: bytes, timeout_s: float) -> TcpPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
         own = self._registered()
         where = listener.decode(descriptor, "tcp")
         stream = secrets.randbits(64)
-        request = _REQUEST.pack(stream, own.arena.identity, _Purpose.STREAM)
-        connection, _ = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
-        opened = Connection(connection.detach())
+        request = _REQUEST.pack(stream, own.arena.identity, _Purpose.STREAM, self._opener.encrypts)
+        opened = self._connect(where, request, timeout_s)
         peer = TcpPeer(where, stream, own.streams.connect(opened, where.identity, where.nbytes, where.doorbells))
         self._peers.append(peer)
         return peer
+
+    def _connect(self, where: Descriptor, request: bytes, timeout_s: float) -> Connection:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            connection, _ = listener.connect(self.name, where, self._secret, request, left_s, self._silence_s)
+            try:
+                return self._opener.open(connection, listens=False, timeout_s=min(left_s, HANDSHAKE_S))
+            except TransportError:
+                if time.monotonic() >= deadline:
+                    raise
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; its death no longer ends waits."""
@@ -133,9 +154,11 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             raise deadline_error(self.name, targets, reached, timeout_s) from None
 
     def _open(self, arena: OwnArena) -> _Own:
+        self._opener.check()
         streams = NativeEndpoint(arena.native)
         try:
-            return _Own(arena, streams, self._listen(arena, self._host or LOOPBACK, _admit_to(streams)))
+            admit = _admit_to(streams, self._opener)
+            return _Own(arena, streams, self._listen(arena, self._host or LOOPBACK, admit))
         except TransportError:
             streams.close()
             raise
@@ -165,9 +188,11 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         timeout_s = min(max(seconds, MIN_ATTEMPT_S), ATTEMPT_S, max(deadline - now, MIN_ATTEMPT_S))
         try:
             purpose = _Purpose.RESUMED_STREAM if sender.is_broken else _Purpose.FETCHES
-            request = _REQUEST.pack(peer.stream, self._registered().arena.identity, purpose)
+            identity = self._registered().arena.identity
+            request = _REQUEST.pack(peer.stream, identity, purpose, self._opener.encrypts)
             connection, answer = listener.attempt(peer.where, self._secret, request, timeout_s, self._silence_s)
-            opened, (position,) = Connection(connection.detach()), _ANSWER.unpack(answer)
+            (position,) = _ANSWER.unpack(answer)
+            opened = self._opener.open(connection, listens=False, timeout_s=timeout_s)
             if purpose is _Purpose.FETCHES:
                 sender.reopen_fetches(opened)
             else:
@@ -177,7 +202,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             return self._lose(peer, f"nobody listens on {peer.where.host} port {peer.where.port} any more")
         except (RefusedError, ValueError) as error:
             return self._lose(peer, f"its connection was lost and cannot be resumed: {error}")
-        except OSError as error:
+        except (OSError, TransportError) as error:
             if time.monotonic() >= deadline:
                 return self._lose(peer, f"no connection for {self._silence_s:g} s: {error}")
             time.sleep(max(0.0, min(RETRY_S, seconds)))
@@ -195,19 +220,51 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         return PeerLostError(peer.name, peer.lost)
 
 
-def _admit_to(streams: NativeEndpoint) -> Admit:
-    """Lets peers open streams, and resume them."""
+class _Opener:
+    """Makes connections of connected sockets: plain, or under TLS if there is a key."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key = key
+
+    @property
+    def encrypts(self) -> bool:
+        """True if connections are under TLS."""
+        return self._key is not None
+
+    def check(self) -> None:
+        """Raise TransportError if connections cannot be made so here."""
+        if self.encrypts and (obstacle := tls_obstacle()):
+            raise TransportError(f"tcp cannot be encrypted here: {obstacle}")
+
+    def open(self, connection: socket.socket, *, listens: bool, timeout_s: float) -> Connection:
+        """Take over a socket. Raises TransportError if the two sides do not agree on TLS in time."""
+        if self._key is None:
+            return Connection(connection.detach())
+        try:
+            return Connection.tls(connection.detach(), self._key, listens, timeout_s)
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error
+
+
+def _admit_to(streams: NativeEndpoint, opener: _Opener) -> Admit:
+    """Lets peers open streams, resume them, and read the arena."""
+
+    def open_(accepted: socket.socket) -> Connection:
+        return opener.open(accepted, listens=True, timeout_s=HANDSHAKE_S)
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         if len(request) != _REQUEST.size:
             raise TransportError(f"a request has {_REQUEST.size} bytes, this one {len(request)}")
-        stream, identity, purpose = _REQUEST.unpack(request)
+        stream, identity, purpose, encrypts = _REQUEST.unpack(request)
+        if encrypts != opener.encrypts:
+            wanted, own = ("TLS", "plain") if encrypts else ("a plain connection", "under TLS")
+            raise TransportError(f"it wants {wanted}, and connections here are {own}; give all workers --tls, or none")
         if purpose == _Purpose.FETCHES:
-            return _ANSWER.pack(0), lambda accepted: streams.serve(Connection(accepted.detach()))
+            return _ANSWER.pack(0), lambda accepted: streams.serve(open_(accepted))
         expected = streams.expect(stream, identity, purpose == _Purpose.STREAM)
         if expected is None:
             raise TransportError("this stream was refused for one of its frames, or has been forgotten")
         position, number = expected
-        return _ANSWER.pack(position), lambda accepted: streams.accept(stream, number, Connection(accepted.detach()))
+        return _ANSWER.pack(position), lambda accepted: streams.accept(stream, number, open_(accepted))
 
     return admit

@@ -23,6 +23,7 @@ PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 
 def network() -> Iterator[Finding]:
     """All findings, in the order they are shown."""
+    from lamina._native import tls_obstacle
     from lamina.transport.rdma_devices import inventory
 
     yield _cards()
@@ -33,6 +34,7 @@ def network() -> Iterator[Finding]:
         yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
         yield peer_memory(loaded)
     yield from transports(bool(ports))
+    yield encryption(tls_obstacle())
 
 
 def _cards() -> Finding:
@@ -129,6 +131,14 @@ def transports(has_rdma: bool) -> Iterator[Finding]:
         yield Finding("transport", f"{transport} does not work: {failure}", status, remedies[transport])
     between = "rdma" if works.get(Transport.RDMA, "none") is None else "tcp"
     yield Finding("--transport auto", f"shm on this host; {between} to other hosts, if both sides prove it")
+
+
+def encryption(obstacle: str) -> Finding:
+    """Whether ``--tls`` can be given; ``obstacle`` says why not."""
+    if not obstacle:
+        return Finding("--tls", "tcp can be encrypted (OpenSSL 3)")
+    found, _, remedy = obstacle.partition("): ")
+    return Finding("--tls", f"tcp cannot be encrypted: {found})", Status.NOTE, remedy)
 
 
 def _try(transport: "Transport") -> str | None:

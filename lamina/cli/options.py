@@ -53,6 +53,7 @@ ENGINE: dict[str, Any] = {
         TransportName,
         _engine_option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp."),
     ],
+    "tls": Annotated[bool, _engine_option(help="Encrypt tcp between workers (TLS 1.3), and use no rdma.")],
     "secret_file": Annotated[
         str | None,
         _engine_option(

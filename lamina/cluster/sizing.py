@@ -31,6 +31,8 @@ def check(config: EngineConfig) -> None:
         choices = get_args(values)
         if getattr(config, name) not in choices:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; give {' or '.join(choices)}")
+    if config.tls and config.transport == "rdma":
+        raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
         raise ConfigError(f"trace is {config.trace!r}, in a folder that does not exist; make it first")
     if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
@@ -152,6 +154,7 @@ def cluster_plan(
         most_useful_tokens=bounds.max_num_seqs * bounds.max_model_len,
         pipeline=order,
         transport=config.transport,
+        tls=config.tls,
         shared_cores=shared,
     )
 

@@ -44,6 +44,7 @@ class ClusterPlan:
     most_useful_tokens: int  # more slots than this in one worker could never be used
     pipeline: Pipeline
     transport: TransportName
+    tls: bool
     cores: Mapping[str, frozenset[int]]  # of each worker
     shared_cores: bool  # both pools run on the same
 
@@ -121,7 +122,7 @@ def _connect(
     transports = list(candidates(plan.transport, hosts))
     offers: dict[str, Offer] = {}
     for group, (nbytes, doorbells) in ((computes, layout.compute_arena), (memories, layout.memory_arena)):
-        control.send(group, Register(nbytes, doorbells, everyone, transports))
+        control.send(group, Register(nbytes, doorbells, everyone, transports, plan.tls))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         offers |= {name: message.offer for name, message in registered.items()}
     pairs = list(itertools.product(computes, memories))

@@ -1,6 +1,7 @@
 // Bindings of the TCP streams of an endpoint.
 #include "transport.h"
 
+#include <algorithm>
 #include <string>
 
 #include <nanobind/stl/optional.h>
@@ -8,6 +9,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "lamina/tls.h"
 #include "lamina/transport_tcp.h"
 
 namespace nb = nanobind;
@@ -29,6 +31,18 @@ std::unique_ptr<Connection> take(Opened &opened) {
     if (!opened.connection)
         throw nb::value_error("this connection has been taken over already");
     return std::move(opened.connection);
+}
+
+Opened open_tls(int fd, nb::bytes key, bool listens, double timeout_s) {
+    lamina::TlsKey shared;
+    if (key.size() != shared.size())
+        throw nb::value_error("a TLS key has 32 bytes");
+    std::copy_n(static_cast<const unsigned char *>(key.data()), shared.size(), shared.begin());
+    const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
+    const auto side =
+        listens ? lamina::TlsConnection::Side::Listening : lamina::TlsConnection::Side::Connecting;
+    nb::gil_scoped_release release;
+    return {std::make_unique<lamina::TlsConnection>(fd, shared, side, deadline)};
 }
 
 void check_signals() {
@@ -178,7 +192,9 @@ std::shared_ptr<TcpSender> connect(TcpEndpoint &endpoint, Opened &opened, std::u
 void register_tcp(nb::module_ &module) {
     using namespace nb::literals;
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    module.def("tls_obstacle", &lamina::tls_obstacle);
     nb::class_<Opened>(module, "Connection")
+        .def_static("tls", &open_tls, "fd"_a, "key"_a, "listens"_a, "timeout_s"_a)
         .def(
             "__init__", [](Opened *self, int fd) { new (self) Opened{std::make_unique<Connection>(fd)}; },
             "fd"_a);

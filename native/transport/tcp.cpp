@@ -322,6 +322,10 @@ bool TcpEndpoint::sleep(std::chrono::nanoseconds at_most) {
         for (auto &[stream, incoming] : incoming_) {
             adopt(incoming);
             const int fd = incoming.connection ? incoming.connection->fd() : -1;
+            if (incoming.connection && incoming.connection->has_pending()) {
+                incoming.readable = true;
+                at_most = at_most.zero();
+            }
             polled_.push_back({.fd = fd, .events = POLLIN, .revents = 0});
             polled_incoming_.push_back(&incoming); // only this thread erases
         }

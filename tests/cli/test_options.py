@@ -28,6 +28,7 @@ GIVEN: dict[str, Any] = {
     "mini_batches": 9,
     "plan_ahead": False,
     "transport": "tcp",
+    "tls": True,
     "secret_file": "s",
     "compute_cores": "0-1",
     "memory_cores": "2",

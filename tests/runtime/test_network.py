@@ -107,13 +107,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return network_model.load(Path(made)) if made else network_model.make(tmp_path_factory.mktemp("llama"))
 
 
-def start(model: Model, transport: Literal["rdma", "tcp"], workers: LocalWorkers, host: str) -> Engine:
+def start(
+    model: Model, transport: Literal["rdma", "tcp"], workers: LocalWorkers, host: str, *, tls: bool = False
+) -> Engine:
     """An engine whose workers are all linked by this transport."""
     config = EngineConfig(
         model=model.path,
         memory="cpu:2",
         dtype=DTYPE,
         transport=transport,
+        tls=tls,
         kv_cache_memory_bytes=1 << 24,
         max_num_seqs=4,
         max_num_batched_tokens=16,  # a prompt comes in chunks, whose K and V are read by the memory workers
@@ -127,7 +130,7 @@ def start(model: Model, transport: Literal["rdma", "tcp"], workers: LocalWorkers
 
 @pytest.fixture(scope="module")
 def tcp_engine(model: Model, stacks: Stacks) -> Iterator[Engine]:
-    engine = start(model, "tcp", StackedWorkers(stacks), NEAR)
+    engine = start(model, "tcp", StackedWorkers(stacks), NEAR, tls=True)
     yield engine
     engine.close()
 

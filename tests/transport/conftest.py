@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from far import IMPLEMENTATIONS, SECRET, Far
 from tcp_tools import DOORBELLS as TCP_DOORBELLS
 from tcp_tools import NBYTES as TCP_NBYTES
-from tcp_tools import MakeTcp
+from tcp_tools import MakeProxy, MakeTcp, Proxy
 
 NBYTES = 1 << 20
 DOORBELLS = 64
@@ -130,6 +130,8 @@ PAIRS: dict[str, tuple[str, type[FarThread] | type[FarProcess]]] = {
     "shm-processes": ("shm", FarProcess),
     "tcp": ("tcp", FarThread),
     "tcp-processes": ("tcp", FarProcess),
+    "tls": ("tls", FarThread),
+    "tls-processes": ("tls", FarProcess),
 }
 if os.environ.get("LAMINA_TEST_RDMA"):  # there is a device: see tests/rdma
     PAIRS |= {"rdma": ("rdma", FarThread), "rdma-processes": ("rdma", FarProcess)}
@@ -170,7 +172,7 @@ def make_tcp() -> Iterator[MakeTcp]:
     """Makes endpoints with ``NBYTES`` and ``DOORBELLS``, closed with the test."""
     opened: list[TcpEndpoint] = []
 
-    def make_endpoint(name: str, nbytes: int = TCP_NBYTES, **options: float) -> TcpEndpoint:
+    def make_endpoint(name: str, nbytes: int = TCP_NBYTES, **options: Any) -> TcpEndpoint:
         endpoint = TcpEndpoint(name, secret=SECRET, **options)
         opened.append(endpoint)
         endpoint.register(nbytes, TCP_DOORBELLS)
@@ -179,3 +181,16 @@ def make_tcp() -> Iterator[MakeTcp]:
     yield make_endpoint
     for endpoint in opened:
         endpoint.close()
+
+
+@pytest.fixture
+def proxies() -> Iterator[MakeProxy]:
+    opened: list[Proxy] = []
+
+    def open_proxy(port: int, budgets: Iterator[int | None]) -> Proxy:
+        opened.append(Proxy(port, budgets))
+        return opened[-1]
+
+    yield open_proxy
+    for proxy in opened:
+        proxy.close()

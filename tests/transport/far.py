@@ -23,6 +23,7 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "null": NullEndpoint,
     "shm": ShmEndpoint,
     "tcp": partial(TcpEndpoint, secret=SECRET),
+    "tls": partial(TcpEndpoint, secret=SECRET, tls=True),
     "rdma": partial(RdmaEndpoint, secret=SECRET),
 }
 

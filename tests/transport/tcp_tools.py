@@ -1,8 +1,11 @@
 """What tests of TCP share: frames as bytes, endpoints by the fixture ``make_tcp``, and raw connections to them."""
 
+import select
 import socket
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from far import SECRET
@@ -37,7 +40,7 @@ def port_of(endpoint: TcpEndpoint) -> int:
 def raw_stream(endpoint: TcpEndpoint, stream: int = 1, *, is_new: bool = True) -> tuple[socket.socket, int]:
     """A connection that has proved itself, to send any bytes over, and the byte of its stream wanted next."""
     where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
-    request = struct.pack("<QQ?", stream, 77, is_new)
+    request = struct.pack("<QQ??", stream, 77, is_new, False)
     connection, answer = listener.attempt(where, SECRET, request, TIMEOUT_S, TIMEOUT_S)
     return connection, struct.unpack("<Q", answer)[0]
 
@@ -46,3 +49,56 @@ def reset(connection: socket.socket) -> None:
     """Close as a dead process's kernel may: without a farewell."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+class Proxy:
+    """Passes connections on to a port, and cuts each after the next of ``budgets`` bytes (None: never).
+
+    ``seen`` is what has passed, both ways.
+    """
+
+    def __init__(self, port: int, budgets: Iterator[int | None]) -> None:
+        self.cuts = 0
+        self.seen = bytearray()
+        self._target = port
+        self._budgets = budgets
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve)
+        self._pool = ThreadPoolExecutor(16)
+        self._ended = threading.Event()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+        self._pool.shutdown()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            self._pool.submit(self._pass_on, near, next(self._budgets))
+
+    def _pass_on(self, near: socket.socket, budget: int | None) -> None:
+        far = socket.create_connection(("127.0.0.1", self._target))
+        left = float("inf") if budget is None else budget
+        while not self._ended.is_set() and left > 0:
+            for source in select.select([near, far], [], [], 0.05)[0]:
+                try:
+                    data = source.recv(min(65536, int(min(left, 65536))))
+                    (far if source is near else near).sendall(data)
+                except OSError:
+                    data = b""
+                self.seen += data
+                left = left - len(data) if data else 0
+        self.cuts += 1
+        reset(near)
+        reset(far)
+
+
+MakeProxy = Callable[[int, Iterator[int | None]], Proxy]

@@ -131,3 +131,11 @@ def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None
     assert "a: a cannot listen on 192.0.2.1" in offer.obstacles[TCP]
     links.close()
     links.close()
+
+
+def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
+    links = Links("a", SECRET, "127.0.0.1")
+    _, offer = links.register(Register(64, 1, ["a", "b"], [RDMA, TCP], tls=True))
+    assert list(offer.descriptors) == [TCP]
+    assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls asks for"}
+    links.close()

@@ -28,6 +28,9 @@ public:
     // Bytes received into the pieces, one after the other; fewer than they hold only if no more has arrived.
     virtual std::optional<std::size_t> receive(std::span<const iovec> pieces);
 
+    // True if there is something to receive that polling the socket does not tell of.
+    virtual bool has_pending() const { return false; }
+
     // Ends the connection for both sides; another thread may be polling the socket.
     void shut_down();
 
