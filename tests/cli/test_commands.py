@@ -216,6 +216,15 @@ def server() -> Iterator[Server]:
     assert running.process.stderr is not None and running.process.stderr.read() == ""
 
 
+def test_doctor_says_what_encryption_lacks() -> None:
+    assert doctor_network.encryption("").remedy == ""
+    lacking = doctor_network.encryption("OpenSSL 3 cannot be opened (no such file): install it (Debian: ...)")
+    assert (lacking.found, lacking.remedy) == (
+        "tcp cannot be encrypted: OpenSSL 3 cannot be opened (no such file)",
+        "install it (Debian: ...)",
+    )
+
+
 def test_launch_serves_openai_s_client(server: Server) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=RUN_S) as client:
         (model,) = client.models.list()

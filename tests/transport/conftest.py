@@ -22,6 +22,7 @@ from tcp_tools import DOORBELLS as TCP_DOORBELLS
 from tcp_tools import NBYTES as TCP_NBYTES
 from tcp_tools import MakeProxy, MakeTcp, Proxy
 
+CONNECT_S = 120.0  # an emulated machine takes its time
 NBYTES = 1 << 20
 DOORBELLS = 64
 
@@ -41,7 +42,7 @@ class FarThread:
         return self._thread.submit(getattr(self._far, action), *arguments)
 
     def call(self, action: str, *arguments: Any) -> Any:
-        return self.submit(action, *arguments).result(60)
+        return self.submit(action, *arguments).result(2 * CONNECT_S)
 
     def die(self) -> None:
         """End the far side; in this process, closing its endpoint has to do."""
@@ -76,7 +77,7 @@ class FarProcess:
         return self._thread.submit(self._talk, action, arguments)
 
     def call(self, action: str, *arguments: Any) -> Any:
-        return self.submit(action, *arguments).result(60)
+        return self.submit(action, *arguments).result(2 * CONNECT_S)
 
     def _talk(self, action: str, arguments: tuple[Any, ...]) -> Any:
         assert self.process.stdin and self.process.stdout
@@ -142,7 +143,7 @@ def open_pair(name: str) -> Pair:
     far = side.start()
     near = IMPLEMENTATIONS[kind]("near")
     arena = near.register(NBYTES, DOORBELLS)
-    peer = near.connect(far.call("open", kind, NBYTES, DOORBELLS), 5.0)
+    peer = near.connect(far.call("open", kind, NBYTES, DOORBELLS), CONNECT_S)
     far.call("connect", near.descriptor())
     return Pair(kind, near, arena, peer, far)
 

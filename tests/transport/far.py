@@ -52,7 +52,7 @@ class Far:
         return self.endpoint.descriptor()
 
     def connect(self, descriptor: bytes) -> tuple[str, int, int]:
-        self.peer = self.endpoint.connect(descriptor, 5.0)
+        self.peer = self.endpoint.connect(descriptor, 120.0)
         return self.peer.name, self.peer.nbytes, self.peer.doorbells
 
     def write(self, offset: int, data: bytes) -> None:
