@@ -44,7 +44,7 @@ paths() { "$python" -c "import sysconfig; print(sysconfig.get_path('$1'))"; }
 stdlib=$(paths stdlib) site=$(paths platlib) disk=$work/disk.img
 unneeded="cmake fontTools hf_xet matplotlib mypy mypyc *__mypyc*.so openai openvino* pip pyarrow scipy scipy.libs torch/bin
     torch/include torch/test transformers triton"
-if [ ! -e "$disk" ] || [ "$root/.venv/.ready" -nt "$disk" ]; then
+if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -quit)" ]; then
     rm -rf "$work/disk" && mkdir -p "$work/disk/stdlib" "$work/disk/site"
     tar -C "$stdlib" -c --exclude=./site-packages --exclude=./test . | tar -C "$work/disk/stdlib" -x
     set -f # the patterns are tar's
