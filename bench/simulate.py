@@ -58,7 +58,7 @@ def measure(pools: Deployment, arrivals: Arrivals) -> dict[str, Any]:
     return row
 
 
-def decisions(result: Result) -> dict[str, float]:
+def decisions(result: Result) -> dict[str, Any]:
     """What the engine's decisions cost: scheduling and placement alone."""
     spent = result.decisions
     assert spent is not None
@@ -67,6 +67,7 @@ def decisions(result: Result) -> dict[str, float]:
         "sequences_a_step": spent.rows / spent.steps,
         "decisions_us_a_step": sum(spent.seconds.values()) / spent.steps * 1e6,
         "decisions_us_a_sequence": sum(spent.seconds.values()) / spent.rows * 1e6,
+        "decisions_s": dict(spent.seconds),
     }
 
 

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from lamina.transport.base import Part
@@ -375,3 +376,46 @@ class VirtualCluster:
 
     def spans(self) -> list[tuple[str, int, int, float, float]]:
         """What was recorded last: (stage, worker, lane, begin_s, end_s)."""
+
+class DecodeShares:
+    """What a decode step asks of every memory worker in one attention: see native/include/lamina/decode_shares.h."""
+
+    def __init__(
+        self,
+        memories: int,
+        receive_row_s: float,
+        send_row_s: float,
+        token_s: float,
+        attend_s: Sequence[float],
+        /,
+    ) -> None:
+        """Seconds of a memory worker: its network card's for a row, in and out, and of attention for each token that
+        rows see and, ``attend_s``, for any number of rows."""
+
+    def of(self, homes: Sequence[int], tokens: Sequence[int], /) -> NDArray[np.float64]:
+        """[3, memories] seconds, as ``VirtualCluster.submit`` takes them, of rows whose KV is on workers ``homes`` and
+        that see ``tokens`` besides themselves. Raises ValueError or IndexError."""
+
+class TokenTimes:
+    """When requests get their tokens: see native/include/lamina/token_times.h."""
+
+    def __init__(self, tokens: Sequence[int], /) -> None:
+        """By request: how many it is to get."""
+
+    def draw(self, now_s: float, requests: Sequence[int], /) -> list[int]:
+        """Each of these requests gets its next token. Returns the places in ``requests`` of those it is the last for.
+
+        Raises IndexError for one that does not exist, ValueError for one that has all its tokens.
+        """
+
+    def drawn(self) -> NDArray[np.int64]:
+        """By request: tokens so far."""
+
+    def first_s(self) -> NDArray[np.float64]:
+        """By request: when its first token came; NaN if none has."""
+
+    def longest_gap_s(self) -> NDArray[np.float64]:
+        """By request: the longest time between two of its tokens; NaN if there are no two."""
+
+    def gaps(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """All times between two tokens of a request, with how often they came; some come several times."""

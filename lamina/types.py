@@ -207,7 +207,7 @@ class Request:
 LAST_DRAWN = -1  # in place of a token id: see SequenceStep
 
 
-class SequenceStep(msgspec.Struct, array_like=True, frozen=True):
+class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The tokens of one sequence in one step: positions [start, start + len(tokens)).
 
     A token that is still being drawn when the step is planned is ``LAST_DRAWN``: the one that the step before of the

@@ -1,4 +1,6 @@
-// lamina._native: VirtualCluster.
+// lamina._native: VirtualCluster, DecodeShares, TokenTimes.
+#include "lamina/decode_shares.h"
+#include "lamina/token_times.h"
 #include "lamina/virtual_cluster.h"
 
 #include <nanobind/nanobind.h>
@@ -7,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -72,6 +76,41 @@ nb::tuple as_tuple(const Work &work) {
     return nb::make_tuple(work.busy_s, work.send_s, work.receive_s);
 }
 
+template <class T> using Array = nb::ndarray<nb::numpy, T, nb::c_contig>;
+
+// A new array of this shape, with nothing in it yet.
+template <class T> Array<T> make_array(std::initializer_list<std::size_t> shape) {
+    std::size_t size = 1;
+    for (const std::size_t extent : shape)
+        size *= extent;
+    T *values = new T[size];
+    const nb::capsule owner(values, [](void *held) noexcept { delete[] static_cast<T *>(held); });
+    return Array<T>(values, shape, owner);
+}
+
+// Of every request, what `value` says.
+template <class T> Array<T> by_request(const TokenTimes &times, T (TokenTimes::*value)(std::size_t) const) {
+    const auto result = make_array<T>({times.count()});
+    for (std::size_t request = 0; request < times.count(); ++request)
+        result.data()[request] = (times.*value)(request);
+    return result;
+}
+
+nb::tuple gaps(const TokenTimes &times) {
+    const auto values = make_array<double>({times.gaps().size()});
+    const auto counts = make_array<std::int64_t>({times.gaps().size()});
+    std::copy(times.gaps().begin(), times.gaps().end(), values.data());
+    std::copy(times.gap_counts().begin(), times.gap_counts().end(), counts.data());
+    return nb::make_tuple(values, counts);
+}
+
+Array<double> decode_shares(DecodeShares &shares, const std::vector<std::size_t> &homes,
+                            const std::vector<std::int64_t> &tokens) {
+    const auto result = make_array<double>({3, shares.memories()});
+    shares.of(homes, tokens, result.data());
+    return result;
+}
+
 } // namespace
 
 void register_simulation(nb::module_ &module) {
@@ -87,4 +126,15 @@ void register_simulation(nb::module_ &module) {
         .def("memory_work", [](const VirtualCluster &cluster,
                                std::size_t index) { return as_tuple(cluster.memory_work(index)); })
         .def("spans", &spans);
+    nb::class_<DecodeShares>(module, "DecodeShares")
+        .def(nb::init<std::size_t, double, double, double, std::vector<double>>())
+        .def("of", &decode_shares);
+    nb::class_<TokenTimes>(module, "TokenTimes")
+        .def(nb::init<const std::vector<std::int64_t> &>())
+        .def("draw", &TokenTimes::draw)
+        .def("drawn", [](const TokenTimes &times) { return by_request(times, &TokenTimes::drawn); })
+        .def("first_s", [](const TokenTimes &times) { return by_request(times, &TokenTimes::first_s); })
+        .def("longest_gap_s",
+             [](const TokenTimes &times) { return by_request(times, &TokenTimes::longest_gap_s); })
+        .def("gaps", &gaps);
 }

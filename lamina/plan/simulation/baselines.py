@@ -110,30 +110,15 @@ class BaselineSimulation:
         able = [instance for instance in _alive(self._first) if instance.could_hold(self._held(prompt, output))]
         last = _alive(self._decode) if self._decode else able
         if not able or not any(instance.could_hold(prompt + output) for instance in last):
-            self._log.end(index, State.REFUSED, now, 0, 0.0)
+            self._log.end(index, State.REFUSED, now)
             return
         chosen = min(able, key=lambda instance: instance.load)
-        chosen.waiting.append(Running(index, prompt, output))
+        chosen.waiting.append(Running(index, prompt))
         self._begin(chosen, now)
 
     def _held(self, prompt: int, output: int) -> int:
         """Tokens that the first instance may come to hold for a request."""
         return prompt if self._decode else prompt + output
-
-    def _draw(self, sequence: Running, now: float, gaps: list[float]) -> bool:
-        """A token for this sequence; True if it was its last."""
-        if sequence.drawn:
-            gap = now - sequence.last_s
-            gaps.append(gap)
-            sequence.longest_gap_s = max(sequence.longest_gap_s, gap)
-        else:
-            self._log.first_s[sequence.index] = now
-        sequence.last_s = now
-        sequence.drawn += 1
-        if sequence.drawn < sequence.output:
-            return False
-        self._log.end(sequence.index, State.FINISHED, now, sequence.drawn, sequence.longest_gap_s)
-        return True
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -154,14 +139,15 @@ class BaselineSimulation:
         if instance.lost:
             return
         instance.idle = True
-        gaps: list[float] = []
-        for sequence in instance.complete(batch):
-            if self._draw(sequence, now, gaps):
+        drew = instance.complete(batch)
+        ended = {drew[place] for place in self._log.draw(now, [sequence.index for sequence in drew])}
+        for sequence in drew:
+            if sequence in ended:
+                self._log.end(sequence.index, State.FINISHED, now)
                 instance.leave(sequence)
             elif self._decode and instance in self._first:
                 instance.running.remove(sequence)  # its blocks stay until its KV has gone
                 self._prefilled.append((instance, sequence))
-        self._log.note_gaps(gaps)
         self._pull(now)
         self._begin(instance, now)
 
@@ -229,7 +215,7 @@ class BaselineSimulation:
             if stranded:
                 ending += [own for source in _alive(self._first) for own in (*source.waiting, *source.running)]
         for sequence in ending:
-            self._log.end(sequence.index, State.ERROR, now, sequence.drawn, sequence.longest_gap_s)
+            self._log.end(sequence.index, State.ERROR, now)
         if self._decode and stranded:
             for source in self._first:
                 source.lost = True

@@ -20,20 +20,18 @@ class Running:
     """A request in an instance.
 
     Attributes:
-        index, prompt, output: of the request. drawn: tokens so far.
+        index, prompt: of the request. drawn: tokens so far.
         cached: tokens whose KV is here. target: those there must be before a token can be drawn.
         blocks: of KV that it holds.
     """
 
-    __slots__ = ("blocks", "cached", "drawn", "index", "last_s", "longest_gap_s", "output", "prompt", "target")
+    __slots__ = ("blocks", "cached", "drawn", "index", "prompt", "target")
 
-    def __init__(self, index: int, prompt: int, output: int) -> None:
+    def __init__(self, index: int, prompt: int) -> None:
         self.index = index
         self.prompt = prompt
-        self.output = output
         self.target = prompt
         self.drawn = self.cached = self.blocks = 0
-        self.last_s = self.longest_gap_s = 0.0
 
 
 def blocks_of(tokens: int) -> int:
@@ -191,7 +189,7 @@ class Instance:
         return inner[rows] if rows < len(inner) else float(self._cost.slice_seconds(rows, self._tp))
 
     def complete(self, batch: Batch) -> list[Running]:
-        """A step has run. Returns the sequences that drew a token, which the caller counts."""
+        """A step has run. Returns the sequences that drew a token."""
         drew = list(batch.decoding)
         for sequence in drew:
             sequence.cached += 1
@@ -199,6 +197,8 @@ class Instance:
             chunk.sequence.cached = chunk.start + chunk.length
             if chunk.sequence.cached == chunk.sequence.target:
                 drew.append(chunk.sequence)
+        for sequence in drew:
+            sequence.drawn += 1
         return drew
 
     def leave(self, sequence: Running) -> None:

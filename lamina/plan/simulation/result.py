@@ -4,8 +4,6 @@ import csv
 import enum
 import importlib.util
 import math
-from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina import _native
 from lamina.errors import ConfigError
 from lamina.plan.gemm import Floats
 from lamina.plan.simulation.arrivals import Arrivals
@@ -40,31 +39,38 @@ class RequestLog:
     def __init__(self, arrivals: Arrivals) -> None:
         count = len(arrivals)
         self.arrivals = arrivals
-        self.first_s: Floats = np.full(count, np.nan)
         self.end_s: Floats = np.full(count, np.nan)
-        self.drawn: NDArray[np.int64] = np.zeros(count, np.int64)
-        self.longest_gap_s: Floats = np.full(count, np.nan)
         self._state: NDArray[np.int8] = np.full(count, -1, np.int8)
-        self._gaps, self._gap_counts = array("d"), array("q")
+        self._tokens = _native.TokenTimes(arrivals.output.tolist())
         self.ended = 0
 
-    def note_gaps(self, seconds: Sequence[float]) -> None:
-        """A step has brought a next token to sequences that had waited so long for it."""
-        for gap, count in Counter(seconds).items():
-            self._gaps.append(gap)
-            self._gap_counts.append(count)
+    def draw(self, now_s: float, requests: Sequence[int]) -> list[int]:
+        """A step has drawn a token for each of these. The last token of those at the places returned has come."""
+        return self._tokens.draw(now_s, requests)
+
+    @property
+    def first_s(self) -> Floats:
+        """When first tokens came; NaN where none has."""
+        return self._tokens.first_s()
+
+    @property
+    def drawn(self) -> NDArray[np.int64]:
+        """Tokens drawn."""
+        return self._tokens.drawn()
+
+    @property
+    def longest_gap_s(self) -> Floats:
+        """The longest times between two tokens; NaN where there are no two."""
+        return self._tokens.longest_gap_s()
 
     @property
     def gaps(self) -> tuple[Floats, NDArray[np.int64]]:
         """Times between two tokens of a request, with how many there were: not sorted, and some several times."""
-        return np.array(self._gaps), np.array(self._gap_counts)
+        return self._tokens.gaps()
 
-    def end(self, index: int, state: State, now_s: float, drawn: int, longest_gap_s: float) -> None:
+    def end(self, index: int, state: State, now_s: float) -> None:
         """A request has come to its end."""
         self.end_s[index] = now_s
-        self.drawn[index] = drawn
-        if drawn > 1:
-            self.longest_gap_s[index] = longest_gap_s
         self._state[index] = _STATES.index(state)
         self.ended += 1
 

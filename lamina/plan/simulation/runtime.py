@@ -29,19 +29,6 @@ DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead
 MOST_WAITING = 16384  # with the scheduler; others wait outside, in order, which decides nothing and saves their prompts
 
 
-class _Live:
-    """A request with the scheduler."""
-
-    __slots__ = ("drawn", "index", "last_s", "longest_gap_s", "output")
-
-    def __init__(self, index: int, output: int) -> None:
-        self.index = index
-        self.output = output
-        self.drawn = 0
-        self.last_s = 0.0
-        self.longest_gap_s = 0.0
-
-
 class Simulation:
     """One run. ``run`` is called once."""
 
@@ -70,7 +57,7 @@ class Simulation:
         )
         self._replicas = self._orders()
         self._log = RequestLog(arrivals)
-        self._live: dict[int, _Live] = {}  # by sequence
+        self._live: dict[int, int] = {}  # requests with the scheduler, by sequence
         self._homes: dict[int, int] = {}
         self._rows: dict[int, int] = {}  # by step in flight
         self._steps = 0
@@ -154,10 +141,10 @@ class Simulation:
         try:
             group = self._scheduler.add(request)
         except RequestError:
-            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]), 0, 0.0)
+            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]))
             return
         self._decisions.seconds["add"] += time.process_time() - begun
-        self._live[group.completions[0].sequence] = _Live(index, output)
+        self._live[group.completions[0].sequence] = index
 
     def _strike(self, fault: Fault, now: float) -> None:
         if fault.factor is None:
@@ -170,10 +157,10 @@ class Simulation:
     def _die(self, now: float) -> None:
         """A lost worker ends every request with an error, and the engine: what comes later is refused."""
         self._dead = True
-        for live in self._live.values():
-            self._log.end(live.index, State.ERROR, now, live.drawn, live.longest_gap_s)
+        for index in self._live.values():
+            self._log.end(index, State.ERROR, now)
         for index in range(self._next, len(self._arrivals)):
-            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]), 0, 0.0)
+            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]))
         self._live.clear()
 
     # -- the engine's turn --------------------------------------------------------------------------------------
@@ -185,23 +172,13 @@ class Simulation:
         rows = self._rows.pop(step)
         if self._lanes is not None:
             self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
-        live, gaps = self._live, []
-        for sequence, (group, completion) in drawn.items():
+        live, owners = self._live, list(drawn.values())
+        for _, completion in owners:
             completion.generated.append(0)
-            own = live[sequence]
-            if own.drawn:
-                gap = now - own.last_s
-                gaps.append(gap)
-                own.longest_gap_s = max(own.longest_gap_s, gap)
-            else:
-                self._log.first_s[own.index] = now
-            own.last_s = now
-            own.drawn += 1
-            if own.drawn == own.output:
-                self._scheduler.finish(group, completion)
-                self._log.end(own.index, State.FINISHED, now, own.drawn, own.longest_gap_s)
-                del live[sequence]
-        self._log.note_gaps(gaps)
+        for place in self._log.draw(now, [live[sequence] for sequence in drawn]):
+            group, completion = owners[place]
+            self._scheduler.finish(group, completion)
+            self._log.end(live.pop(completion.sequence), State.FINISHED, now)
 
     def _choose_lanes(self, chooser: LaneChooser, rows: int, drawn: int, busy_s: float) -> None:
         chooser.note_slices(rows, busy_s)

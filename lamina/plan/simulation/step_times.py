@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lamina import _native
 from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.simulation.deployment import Deployment
@@ -52,7 +53,7 @@ class StepModel:
     memory workers, the rest of a chunk's attention on the replica (``compute/exchange.py``).
 
     What a memory worker needs for one attention is linear in the tokens that rows see, and any function of the number
-    of rows, so that a step's shares are one small matrix product and one look into a table.
+    of rows.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -61,7 +62,6 @@ class StepModel:
         self._slices = SliceTimes(compute, tp, deployment.max_num_batched_tokens)
         self._compute, self._memory = compute, memory
         self._tp = tp
-        self._workers = deployment.memory_workers
         item = shape.dtype.itemsize
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
         self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row, and as much back
@@ -70,17 +70,20 @@ class StepModel:
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
         self.latency_s = float(compute.link_seconds(0.0))
-        self._attend_s = memory.attention_seconds(0, np.arange(deployment.max_num_batched_tokens + 1))  # by rows
-        token = (float(memory.attention_seconds(_MANY, 1)) - float(self._attend_s[1])) / _MANY
-        sent, back = (self._kept_bytes + self._asked_bytes, self._asked_bytes)
-        # [receive, attend, send] of a memory worker by [rows, tokens they see besides themselves]
-        self._linear = np.array([[sent * self._memory_byte_s, 0], [token, token], [back * self._memory_byte_s, 0]])
+        attend_s = memory.attention_seconds(0, np.arange(deployment.max_num_batched_tokens + 1))  # by rows
+        self._shares = _native.DecodeShares(
+            deployment.memory_workers,
+            (self._kept_bytes + self._asked_bytes) * self._memory_byte_s,
+            self._asked_bytes * self._memory_byte_s,
+            (float(memory.attention_seconds(_MANY, 1)) - float(attend_s[1])) / _MANY,
+            attend_s.tolist(),
+        )
 
     def times(self, steps: Sequence[SequenceStep], homes: Mapping[int, int]) -> StepTimes:
         """Of one step. ``homes``: the memory worker of each sequence, by number."""
         chunks = [step for step in steps if attends_locally(step)]
         singles = [step for step in steps if not attends_locally(step)] if chunks else steps
-        shares = self._shares(singles, homes)
+        shares = self._shares.of([homes[step.sequence] for step in singles], [step.start for step in singles])
         rows = draws = asked = len(singles)
         chunks_s = 0.0
         for chunk in chunks:
@@ -105,17 +108,6 @@ class StepModel:
             context_s=rows * self._context_bytes * self._compute_byte_s,
             shares=shares,
         )
-
-    def _shares(self, singles: Sequence[SequenceStep], homes: Mapping[int, int]) -> Floats:
-        """[receive, attend, send] seconds by memory worker, of decoding sequences."""
-        workers = np.array([homes[step.sequence] for step in singles], np.int64)
-        rows = np.bincount(workers, minlength=self._workers)
-        counts = np.empty((2, self._workers))
-        counts[0] = rows
-        counts[1] = np.bincount(workers, [step.start for step in singles], minlength=self._workers)
-        shares = self._linear @ counts
-        shares[1] += self._attend_s[rows]
-        return shares
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
         """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""
