@@ -37,6 +37,10 @@ ENGINE: dict[str, Any] = {
         int | None,
         _engine_option(help="Tokens of prompt and answer together. Default: what the model and the pool allow."),
     ],
+    "max_num_seqs": Annotated[int, _engine_option(help="Sequences that decode at once, for each compute worker.")],
+    "max_num_batched_tokens": Annotated[
+        int, _engine_option(help="Token rows of one step: sequences that decode, and chunks of prompts.")
+    ],
     "kv_cache_memory_bytes": Annotated[
         int | None,
         _engine_option(help="KV bytes per memory worker. Default: half of what is free beside the weights."),

@@ -176,8 +176,21 @@ def launch_line(plan: "Plan", model: str) -> str:
     pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
     return (
         f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
-        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
+        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}{_room(plan)}"
     )
+
+
+def _room(plan: "Plan") -> str:
+    """The options that let the plan's batch in, where the runtime's defaults do not."""
+    from lamina.config import EngineConfig
+
+    pools, defaults = plan.pools, EngineConfig()
+    sequences = -(-plan.batch // pools.replicas)
+    # Where sequences may change lanes, one lane must be able to take them all.
+    moves = pools.lanes == pools.replicas + 1 or pools.replicas == 1
+    rows = max(sequences, plan.batch if moves else -(-plan.batch // pools.lanes))
+    room = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
+    return room + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
 
 
 def _not_launched(plan: "Plan") -> list[str]:

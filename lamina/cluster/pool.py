@@ -132,9 +132,7 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
     kind, count = match["kind"], (match["count"] or f":{default_count}")[1:].strip()
     if kind not in known:
         names = ", ".join(known)
-        raise ConfigError(
-            f"pool {text!r} asks for {kind!r}, which is no known kind{_near(kind, known)}. Known: {names}"
-        )
+        raise ConfigError(f"pool {text!r} asks for {kind!r}, which is no known kind{_near(kind, known)} Known: {names}")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
         raise ConfigError(f"pool {text!r} asks for {count!r} of {kind}; give a whole number from 1 to {MAX_COUNT}")
     return PoolEntry(kind, int(count))
@@ -142,4 +140,4 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
 
 def _near(kind: str, known: list[str]) -> str:
     matches = difflib.get_close_matches(kind, known, n=3)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    return f"; did you mean {' or '.join(matches)}?" if matches else "."

@@ -8,6 +8,7 @@ import numpy as np
 
 from lamina.errors import ConfigError
 from lamina.plan import homogeneous
+from lamina.plan.cost import MEMORY_SHARE_USABLE
 from lamina.plan.planner import TENSOR_PARALLEL, Goals, Partition, Plan, Planner, Pools
 from lamina.plan.workload import paged
 
@@ -67,27 +68,29 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
 
 
 def alone(planner: Planner, plan: Plan) -> str | None:
-    """What the plan's hourly cost buys in compute devices alone, serving as everybody does: the answer to "against
-    what?". None if the model does not fit them or keeps no SLO there."""
+    """What about the plan's hourly cost buys in compute devices alone, serving as everybody does: the answer to
+    "against what?". None if the model does not fit them or keeps no SLO there."""
     kind, goals = plan.pools.compute, planner.goals
     hourly = kind.owned_usd_per_hour if goals.owned else kind.usd_per_hour
     if not hourly:
         return None
-    count = max(1, round(plan.usd_per_hour / hourly))
     model = planner.models[kind.kind]
-    groups = [degree for degree in TENSOR_PARALLEL if count % degree == 0 and planner.shape.kv_heads % degree == 0]
     speeds = {
-        degree: count // degree * found.tokens_s
-        for degree in groups
-        if (found := homogeneous.evaluate(model, degree, paged(planner.workload), goals.tbt_s))
+        degree: found.tokens_s
+        for degree in TENSOR_PARALLEL
+        if planner.shape.kv_heads % degree == 0
+        and (found := homogeneous.evaluate(model, degree, paged(planner.workload), goals.tbt_s))
     }
     if not speeds:
         return None
-    best = max(speeds, key=speeds.__getitem__)
-    usd_per_million = count * hourly / 3600 / speeds[best] * 1e6
+    best = max(speeds, key=lambda degree: speeds[degree] / degree)
+    groups = max(1, round(plan.usd_per_hour / hourly / best))
+    count, tokens_s = groups * best, groups * speeds[best]
+    usd_per_million = count * hourly / 3600 / tokens_s * 1e6
     return (
-        f"{count} {kind.kind} alone (${count * hourly:.2f}/h, tensor parallelism {best}): {speeds[best]:.0f} tokens/s, "
-        f"${usd_per_million:.2f} a million out; this plan: {plan.tokens_s / speeds[best] - 1:+.0%} tokens/s"
+        f"{count} {kind.kind} alone (${count * hourly:.2f}/h, tensor parallelism {best}): {tokens_s:.0f} tokens/s, "
+        f"${usd_per_million:.2f} a million out; this plan: {usd_per_million / plan.usd_per_million_out - 1:+.0%} "
+        "tokens for the money"
     )
 
 
@@ -96,42 +99,62 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
     shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
-        most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
-        usable = models[most.compute.kind].usable_bytes
-        return ConfigError(
-            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; tensor parallelism over "
-            f"{most.tensor_parallel} x {most.compute.kind} holds {most.tensor_parallel * usable / 1e9:.0f} GB. It "
-            f"takes {math.ceil(shape.weight_bytes / usable)} of them or a kind with more memory"
-        )
+        return _too_heavy(planner, candidates)
     free = Planner(shape, workload, models, Goals(owned=goals.owned))
     plans = [plan for pools in fitting if (plan := free.evaluate(pools)) is not None]
     if not plans:
-        largest = max(models[pools.memory.kind].kv_tokens * pools.memory_workers for pools in fitting)
+        largest = max(fitting, key=lambda pools: models[pools.memory.kind].kv_tokens * pools.memory_workers)
+        each, lanes = models[largest.memory.kind].kv_tokens, min(pools.lanes for pools in fitting)
         return ConfigError(
             f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence and the largest memory pool "
-            f"here holds {largest}; give more memory workers or a kind with more memory"
+            f"here, {largest.memory_workers} {largest.memory.kind}, holds {each * largest.memory_workers}; it takes "
+            f"--memory {largest.memory.kind}:{math.ceil(lanes * workload.reserved / each)} for one sequence in each "
+            "lane, or a kind with more memory"
         )
     cheapest = min(plans, key=lambda plan: plan.usd_per_hour)
     if goals.usd_per_hour is not None and cheapest.usd_per_hour > goals.usd_per_hour:
         return _unreachable(
-            "--budget", f"${goals.usd_per_hour:.2f}/h", f"${cheapest.usd_per_hour:.2f}/h", cheapest.pools
+            "--budget", f"${goals.usd_per_hour:.2f}/h", f"${_up(cheapest.usd_per_hour, 2)}/h", cheapest.pools
         )
     first = min(plans, key=lambda plan: plan.ttft_s)
     if goals.ttft_s is not None and first.ttft_s > goals.ttft_s:
-        return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:.0f} ms", f"{first.ttft_s * 1e3:.0f} ms", first.pools)
+        return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:.0f}ms", f"{_up(first.ttft_s * 1e3)}ms", first.pools)
     affordable = [p for p in plans if goals.usd_per_hour is None or p.usd_per_hour <= goals.usd_per_hour]
     prompt = [p for p in affordable if goals.ttft_s is None or p.ttft_s <= goals.ttft_s]
     if not prompt:
         first = min(affordable, key=lambda plan: plan.ttft_s)
         return _unreachable(
             "--slo-ttft within --budget",
-            f"{(goals.ttft_s or 0) * 1e3:.0f} ms",
-            f"{first.ttft_s * 1e3:.0f} ms",
+            f"{(goals.ttft_s or 0) * 1e3:.0f}ms",
+            f"{_up(first.ttft_s * 1e3)}ms",
             first.pools,
         )
     fastest = min((p.pools for p in prompt), key=free.least_tbt)
-    asked = f"{(goals.tbt_s or 0) * 1e3:.1f} ms"
-    return _unreachable("--slo-tbt", asked, f"{free.least_tbt(fastest) * 1e3:.1f} ms", fastest)
+    asked = f"{(goals.tbt_s or 0) * 1e3:.1f}ms"
+    return _unreachable("--slo-tbt", asked, f"{_up(free.least_tbt(fastest) * 1e3, 1)}ms", fastest)
+
+
+def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
+    """No group of the candidates' compute workers holds the weights."""
+    shape, models = planner.shape, planner.models
+    most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
+    usable, kind = models[most.compute.kind].usable_bytes, most.compute.kind
+    groups = [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
+    holding = [degree for degree in groups if models[kind].weights_fit(degree)]
+    remedy = (
+        f"give --compute {kind}:{holding[0]}, or a kind with more memory"
+        if holding
+        else f"give a kind with {_up(shape.weight_bytes / max(groups) / MEMORY_SHARE_USABLE / 1e9)} GB or more"
+    )
+    return ConfigError(
+        f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; tensor parallelism over "
+        f"{most.tensor_parallel} x {kind} holds {most.tensor_parallel * usable / 1e9:.0f} GB; {remedy}"
+    )
+
+
+def _up(number: float, digits: int = 0) -> str:
+    """Rounded up: what can be asked for."""
+    return f"{math.ceil(round(number * 10**digits, 6)) / 10**digits:.{digits}f}"
 
 
 def _unreachable(flag: str, asked: str, nearest: str, pools: Pools) -> ConfigError:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from lamina.cli import app
 from lamina.cli.options import as_lanes
+from lamina.cluster import sizing
+from lamina.config import EngineConfig
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import UserError
 from lamina.plan import hardware, measure, models, profile
@@ -48,6 +50,7 @@ def parsed(line: str) -> dict[str, Any]:
     ("arguments", "compute", "memory"),
     [
         (f"{PAIR} --budget 44.24", "h100:2", "h20:4"),
+        ("--model LLaMA-7B --compute h200:1 --memory h20 --context 256", "h200:1", "h20:16"),
         ("--model LLaMA-7B --compute a100:3 --memory rtx3090:9 --context 512", "a100:3", "rtx3090:9"),
     ],
 )
@@ -59,8 +62,12 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
         assert as_lanes(settings["lanes"]) == one["lanes"]
-        # The runtime's own pipeline takes these lanes in this order.
-        Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
+        # The runtime's own pipeline takes these lanes in this order, and lets the whole batch in.
+        pipeline = Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
+        names = ("max_num_seqs", "max_num_batched_tokens")
+        config = EngineConfig(**{name: settings[name] for name in names})
+        sizing.check(config)
+        assert sizing.most_sequences(config, pipeline) >= one["batch"]
     printed = plan(arguments)
     launched = next(line.strip() for line in printed.splitlines() if line.strip().startswith("lamina launch"))
     assert launched == result["recommended"]["launch"]
@@ -104,7 +111,7 @@ def test_validation_prints_every_operator() -> None:
         (f"{PAIR} --slo-tbt 50", r"--slo-tbt '50' is no time.*did you mean 50ms"),
         (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is no time"),
         (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is no time"),
-        (f"{PAIR} --slo-tbt 1ms", "no plan reaches --slo-tbt 1.0 ms; the nearest is"),
+        (f"{PAIR} --slo-tbt 1ms", "no plan reaches --slo-tbt 1.0ms; the nearest is"),
         (f"{PAIR} --context 0", "the context is 0 tokens"),
         (f"{PAIR} --context 9 --trace x.csv", "give one of them"),
         (f"{PAIR} --trace /nowhere.csv", "the trace /nowhere.csv cannot be read"),

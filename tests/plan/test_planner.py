@@ -3,6 +3,7 @@
 import heapq
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,8 +150,8 @@ def test_a_plan_keeps_its_goals() -> None:
 @pytest.mark.parametrize(
     ("goals", "served", "compute", "message"),
     [
-        (Goals(tbt_s=0.001), CHAT, 8, r"--slo-tbt 1.0 ms; the nearest is [\d.]+ ms, with --compute h100:"),
-        (Goals(ttft_s=0.001), CHAT, 8, r"--slo-ttft 1 ms; the nearest is \d+ ms, with --compute h100:8"),
+        (Goals(tbt_s=0.001), CHAT, 8, r"--slo-tbt 1.0ms; the nearest is [\d.]+ms, with --compute h100:"),
+        (Goals(ttft_s=0.001), CHAT, 8, r"--slo-ttft 1ms; the nearest is \d+ms, with --compute h100:8"),
         (
             Goals(usd_per_hour=5),
             CHAT,
@@ -158,8 +159,13 @@ def test_a_plan_keeps_its_goals() -> None:
             r"--budget \$5.00/h; the nearest is \$26.75/h, with --compute h100:2 --memory h20:1",
         ),
         (Goals(ttft_s=0.1, usd_per_hour=30), CHAT, 8, "--slo-ttft within --budget"),
-        (Goals(), CHAT, 1, "141 GB of weights; tensor parallelism over 1 x h100 holds 72 GB. It takes 2 of them"),
-        (Goals(), workload.of_context(10**7), 8, "reserves 10000000 tokens of KV a sequence and the largest"),
+        (Goals(), CHAT, 1, "141 GB of weights; tensor parallelism over 1 x h100 holds 72 GB; give --compute h100:2,"),
+        (
+            Goals(),
+            workload.of_context(10**7),
+            8,
+            r"reserves 10000000 tokens.*here, 4 h20, holds \d+; it takes --memory h20:38 for",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest(
@@ -172,6 +178,27 @@ def test_what_cannot_be_is_refused_with_the_nearest(
     assert isinstance(error, ConfigError)
     with pytest.raises(ConfigError, match=message):
         raise error
+
+
+def test_the_nearest_is_within_reach() -> None:
+    """Whoever asks for what an error says is nearest gets a plan."""
+    candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 4)]))
+    for goals, name, unit, scale in (
+        (Goals(tbt_s=0.001), "tbt_s", "ms", 1e-3),
+        (Goals(ttft_s=0.001), "ttft_s", "ms", 1e-3),
+        (Goals(usd_per_hour=1), "usd_per_hour", "/h", 1.0),
+        (Goals(usd_per_hour=1, owned=True), "usd_per_hour", "/h", 1.0),
+    ):
+        found = re.search(rf"nearest is \$?([\d.]+){unit}", str(refusal(planner(goals=goals), candidates)))
+        assert found is not None
+        asked = planner(goals=replace(goals, **{name: float(found[1]) * scale}))
+        assert any(asked.evaluate(one) for one in candidates)
+
+
+def test_a_group_that_could_hold_the_weights_is_named_or_the_memory_it_takes() -> None:
+    for kind, remedy in (("rtx4090", "give --compute rtx4090:8, or"), ("rtx4080", "give a kind with 20 GB or more")):
+        candidates = list(layouts(LLAMA3, [(CATALOGUE[kind], 1)], [(CATALOGUE["h20"], 4)]))
+        assert remedy in str(refusal(planner(), candidates))
 
 
 def test_layouts_divide_heads_and_weights() -> None:
