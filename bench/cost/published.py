@@ -48,10 +48,12 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Both the same within ``SAME``, or ours inside the published band."""
+        """Both the same within ``SAME``, of two bands both ends, or ours inside the published band."""
         if isinstance(self.published, tuple):
-            ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
-            return self.published[0] * (1 - SAME) <= ends[0] and ends[1] <= self.published[1] * (1 + SAME)
+            if isinstance(self.ours, tuple):
+                pairs = zip(self.ours, self.published, strict=True)
+                return all(abs(ours / published - 1) <= SAME for ours, published in pairs)
+            return self.published[0] * (1 - SAME) <= self.ours <= self.published[1] * (1 + SAME)
         ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
         return all(abs(end / self.published - 1) <= SAME for end in ends)
 

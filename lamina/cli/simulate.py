@@ -36,6 +36,9 @@ def simulate(
         int | None, typer.Option(min=1, help="Draw so many requests from the trace's lengths, arriving at random.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of --draw.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that every request asks for, if it draws fewer in the trace.")
+    ] = 1,
     fail: Annotated[list[str] | None, typer.Option(help="Lose a worker, as memory:3@120s. Repeatable.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="Slow a worker, as compute:0@60s:2x. Repeatable.")] = None,
     hardware: Annotated[Path | None, typer.Option(help="TOML file of kinds and prices of your own.")] = None,
@@ -70,7 +73,7 @@ def simulate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    arrivals = _arrivals(trace, rate_scale, draw, seed)
+    arrivals = _arrivals(trace, rate_scale, draw, seed, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]
     with counting_progress("Requests", len(arrivals)) as on_progress:
         result = sim.simulate(
@@ -90,12 +93,14 @@ def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]
     return entries[0]
 
 
-def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int) -> "Arrivals":
+def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int, max_tokens: int) -> "Arrivals":
     from lamina.plan import simulation as sim
     from lamina.plan.workload import read_trace
 
     requests = read_trace(trace)
-    return sim.replay(requests, rate_scale) if draw is None else sim.draw(requests, draw, seed, rate_scale)
+    if draw is None:
+        return sim.replay(requests, rate_scale, max_tokens)
+    return sim.draw(requests, draw, seed, rate_scale, max_tokens)
 
 
 def _print(result: "Result", deployment: "Deployment", trace: Path, as_json: bool) -> None:

@@ -1,13 +1,17 @@
 """The simulator against closed forms, queueing theory and a scheduler driven by hand."""
 
 import csv
-import dataclasses
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lamina._native import DecodeShares, TokenTimes
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Scheduler
 from lamina.errors import ConfigError
@@ -116,7 +120,7 @@ def test_a_long_prompt_runs_in_chunks_whose_prefix_the_memory_worker_attends_to(
 @pytest.mark.parametrize("model", ["Llama-2-7B", "Llama-3-70B"])
 def test_attention_is_linear_in_tokens_whatever_the_rows(model: str, kind: str) -> None:
     """The simulator reads its seconds per token off the cost model once."""
-    cost = dataclasses.replace(pools(), model=models.find(model), memory=CATALOGUE[kind]).memory_cost
+    cost = replace(pools(), model=models.find(model), memory=CATALOGUE[kind]).memory_cost
     million = float(cost.attention_seconds(1e6, 1) - cost.attention_seconds(0, 1))
     for tokens, rows in ((1, 1), (777, 3), (50_000, 256), (3e6, 1000)):
         expected = float(cost.attention_seconds(0, rows)) + million * tokens / 1e6
@@ -277,7 +281,7 @@ def test_whole_prompts_hold_decoding_up_and_chunks_do_not() -> None:
 
 
 def test_sequences_that_outgrow_the_blocks_are_computed_anew() -> None:
-    small = dataclasses.replace(CATALOGUE["a100"], memory_bytes=(LLAMA.weight_bytes + 3e9) / 0.9)
+    small = replace(CATALOGUE["a100"], memory_bytes=(LLAMA.weight_bytes + 3e9) / 0.9)
     deployment = Deployment(model=LLAMA, compute=small, compute_workers=1)
     arrivals = Arrivals(np.zeros(40), np.full(40, 100), np.full(40, 400))
     for system in (System.TENSOR_PARALLEL, System.CHUNKED_PREFILL):
@@ -311,7 +315,7 @@ def test_what_cannot_be_is_refused(system: System, deployment: Deployment, fault
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    large = dataclasses.replace(pools(), model=models.find("LLaMA-65B"))
+    large = replace(pools(), model=models.find("LLaMA-65B"))
     with pytest.raises(ConfigError, match="--tensor-parallel"):
         simulate(large, mixed(2))
 
@@ -355,3 +359,62 @@ def test_metrics_of_requests_are_written(tmp_path: Path) -> None:
     assert [None if row["end_s"] == "" else float(row["end_s"]) for row in rows] == table["end_s"]
     with pytest.raises(ConfigError, match=r"neither .csv nor .parquet"):
         write_requests(tmp_path / "requests.json", result.log)
+
+
+def test_what_is_asked_for_is_reserved_and_not_drawn() -> None:
+    """Requests that could come to fill most of the slots are served one after another; one alone notices nothing."""
+    three = arriving((0.0, 100, 20), (0.0, 100, 20), (0.0, 100, 20))
+    asking = replace(three, max_tokens=int(0.6 * pools().memory_cost.kv_tokens))
+    together, apart = simulate(pools(), three), simulate(pools(), asking)
+    assert together.log.first_s.max() < together.log.end_s.min()
+    assert (apart.log.first_s[1:] > apart.log.end_s[:-1]).all()
+    assert (apart.log.drawn == 20).all()
+    one = arriving((0.0, 100, 20))
+    alone, asks = simulate(pools(), one), simulate(pools(), replace(one, max_tokens=1000))
+    assert (alone.log.first_s[0], alone.log.end_s[0]) == (asks.log.first_s[0], asks.log.end_s[0])
+    assert gaps_of(alone) == gaps_of(asks)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), unique=True), max_size=40))
+def test_token_times_are_a_plain_account_of_them(steps: list[list[int]]) -> None:
+    asked = [1, 2, 3, 5, 8, 100]
+    times, came = TokenTimes(asked), [list[float]() for _ in asked]
+    for now, step in enumerate(steps):
+        drawing = [request for request in step if len(came[request]) < asked[request]]
+        for request in drawing:
+            came[request].append(float(now))
+        ended = [place for place, request in enumerate(drawing) if len(came[request]) == asked[request]]
+        assert times.draw(float(now), drawing) == ended
+    gaps = [[float(gap) for gap in np.diff(own)] for own in came]
+    assert times.drawn().tolist() == [len(own) for own in came]
+    assert np.array_equal(times.first_s(), [own[0] if own else np.nan for own in came], equal_nan=True)
+    assert np.array_equal(times.longest_gap_s(), [max(own, default=np.nan) for own in gaps], equal_nan=True)
+    values, counts = times.gaps()
+    assert sorted(np.repeat(values, counts).tolist()) == sorted(itertools.chain.from_iterable(gaps))
+
+
+def test_token_times_refuse_what_cannot_be() -> None:
+    times = TokenTimes([1, 2])
+    assert times.draw(1.0, [0, 1]) == [0]
+    with pytest.raises(ValueError, match="request 0 has all of its 1 tokens"):
+        times.draw(2.0, [0])
+    with pytest.raises(IndexError):
+        times.draw(2.0, [2])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 10_000)), max_size=30))
+def test_shares_of_a_decode_step(rows: list[tuple[int, int]]) -> None:
+    """Against sums over the rows of each worker; what one call leaves behind does not reach the next."""
+    attend = [0.0, *np.linspace(1.0, 2.0, 40).tolist()]
+    shares = DecodeShares(7, 0.25, 0.125, 0.5, attend)
+    expected = np.zeros((3, 7))
+    for worker in range(7):
+        tokens = [tokens + 1 for home, tokens in rows if home == worker]
+        expected[:, worker] = (0.25 * len(tokens), attend[len(tokens)] + 0.5 * sum(tokens), 0.125 * len(tokens))
+    for _ in range(2):
+        assert (shares.of([home for home, _ in rows], [tokens for _, tokens in rows]) == expected).all()
+    with pytest.raises(IndexError, match="does not exist"):
+        shares.of([0, 7], [1, 1])
+    with pytest.raises(ValueError, match="differ in length"):
+        shares.of([0], [])
+    assert (shares.of([], []) == 0).all()

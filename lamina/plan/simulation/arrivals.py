@@ -19,17 +19,24 @@ class Arrivals:
 
     Attributes:
         arrival_s: since the first one, not falling. prompt, output: tokens, at least 1.
+        max_tokens: that each request asks for, if it draws no more than that; otherwise it asks for what it draws.
     """
 
     arrival_s: Floats
     prompt: Ints
     output: Ints
+    max_tokens: int = 1
+
+    @property
+    def asked(self) -> Ints:
+        """Tokens that each request asks for: at least those it draws."""
+        return np.maximum(self.output, self.max_tokens)
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
 
-def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0) -> Arrivals:
+def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: int = 1) -> Arrivals:
     """A trace's requests, arriving ``rate_scale`` times as fast. Raises ConfigError for a scale not above 0."""
     _check(rate_scale)
     requests = sorted(trace, key=lambda request: request.arrival_s)
@@ -37,10 +44,13 @@ def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0) -> Arrivals:
         np.array([request.arrival_s for request in requests], np.float64) / rate_scale,
         np.array([request.prompt for request in requests], np.int64),
         np.array([request.output for request in requests], np.int64),
+        max_tokens,
     )
 
 
-def draw(trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: float = 1.0) -> Arrivals:
+def draw(
+    trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: float = 1.0, max_tokens: int = 1
+) -> Arrivals:
     """``count`` requests whose lengths (prompt with its answer) are drawn from a trace's.
 
     They arrive at random (a Poisson process) at ``rate_scale`` times the trace's mean rate. Raises ConfigError for a
@@ -55,7 +65,7 @@ def draw(trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: floa
     chosen = random.integers(len(requests), size=count)
     gaps = random.exponential((last - first) / (len(requests) - 1) / rate_scale, size=count)
     prompts, outputs = (np.array([getattr(r, name) for r in requests], np.int64) for name in ("prompt", "output"))
-    return Arrivals(np.cumsum(gaps) - gaps[0], prompts[chosen], outputs[chosen])
+    return Arrivals(np.cumsum(gaps) - gaps[0], prompts[chosen], outputs[chosen], max_tokens)
 
 
 def _check(rate_scale: float) -> None:

@@ -36,6 +36,7 @@ class Simulation:
         """Raises ConfigError for what cannot be."""
         self._deployment = deployment
         self._arrivals = arrivals
+        self._asked = arrivals.asked
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
         self._model = StepModel(deployment)
@@ -69,7 +70,7 @@ class Simulation:
 
     def _make_scheduler(self) -> Scheduler:
         deployment, shape = self._deployment, self._deployment.model
-        longest = int((self._arrivals.prompt + self._arrivals.output).max(initial=2))
+        longest = int((self._arrivals.prompt + self._asked).max(initial=2))
         capacity = deployment.memory_cost.kv_tokens
         sequences = sizing.most_sequences(self._config, self._pipeline)
         return Scheduler(
@@ -135,8 +136,8 @@ class Simulation:
             self._next += 1
 
     def _arrive(self, index: int) -> None:
-        prompt, output = int(self._arrivals.prompt[index]), int(self._arrivals.output[index])
-        request = Request(str(index), None, [0] * prompt, SamplingParams(max_tokens=output))
+        prompt, asked = int(self._arrivals.prompt[index]), int(self._asked[index])
+        request = Request(str(index), None, [0] * prompt, SamplingParams(max_tokens=asked))
         begun = time.process_time()
         try:
             group = self._scheduler.add(request)
