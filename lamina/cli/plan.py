@@ -68,6 +68,7 @@ def plan(
     if model is None:
         raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     from lamina.plan import hardware as catalogue_of
+    from lamina.plan.store import ProfileStore
 
     catalogue = catalogue_of.load(hardware)
     if validate is not None:
@@ -79,7 +80,8 @@ def plan(
         raise ConfigError("give --compute KINDS and --memory KINDS, such as --compute h100 --memory h20")
     if context is not None and trace is not None:
         raise ConfigError("--context and --trace both say how long sequences are; give one of them")
-    planner, candidates = _planner(model, compute, memory, context, trace, catalogue, _profile(hardware))
+    profile = ProfileStore.beside(hardware)
+    planner, candidates = _planner(model, compute, memory, context, trace, catalogue, profile)
     planner.goals = _goals(slo_tbt, slo_ttft, budget, owned)
     _print(planner, candidates, model, as_json)
 
@@ -103,14 +105,6 @@ def _planner(
     pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind, profile)) for pool in pools for entry, _ in pool}
     return Planner(shape, served, costs, Goals()), list(layouts(shape, *pools))
-
-
-def _profile(hardware: Path | None) -> "ProfileStore | None":
-    """What --measure stored beside the hardware file, if it is one of those."""
-    from lamina.plan.store import ProfileStore
-
-    store = ProfileStore(hardware.with_suffix(".sqlite")) if hardware else None
-    return store if store and store.file.is_file() else None
 
 
 def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None, owned: bool) -> Any:

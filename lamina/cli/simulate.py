@@ -52,6 +52,7 @@ def simulate(
     from lamina.plan import hardware as catalogue_of
     from lamina.plan import models
     from lamina.plan import simulation as sim
+    from lamina.plan.store import ProfileStore
     from lamina.transport.timeline import MOST_SPANS
 
     if requests is not None:
@@ -72,6 +73,7 @@ def simulate(
         pipelining=pipelining,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        profile=ProfileStore.beside(hardware),
     )
     arrivals = _arrivals(trace, rate_scale, draw, seed, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]

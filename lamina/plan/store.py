@@ -64,6 +64,12 @@ class ProfileStore:
     def __init__(self, file: Path = PACKAGED) -> None:
         self.file = file
 
+    @classmethod
+    def beside(cls, hardware: Path | None) -> "ProfileStore | None":
+        """What ``lamina plan --measure`` stored beside a hardware file, if it wrote this one."""
+        store = cls(hardware.with_suffix(".sqlite")) if hardware else None
+        return store if store and store.file.is_file() else None
+
     def fit(self, name: str, kind: str) -> Fit:
         """The fit called ``name`` for ``kind``, or else the first one made on another kind.
 

@@ -1,5 +1,6 @@
 """Profiles: parameters are found again in times made from them, and the real runtime can be measured."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ from lamina.plan import hardware, models, profile, workload
 from lamina.plan.cost import AttendCurve, CostModel, Fits, RuntimeFit, SliceCurve
 from lamina.plan.planner import Goals, Partition, Planner, Pools
 from lamina.plan.profile import DRAWN, Run
-from lamina.plan.store import ProfileStore
+from lamina.plan.simulation import Arrivals, Deployment, simulate
+from lamina.plan.store import Fit, ProfileStore
 
 SHAPE = models.from_config(
     "tiny",
@@ -112,3 +114,39 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fits.runtime.attend is not None and fits.runtime.kv_bytes_s is not None and fits.runtime.kv_bytes_s > 1e8
     assert store.samples("runtime", "cpu")
     assert Fits.load("a100-80g", store).runtime == RuntimeFit()
+
+
+def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
+    """One sequence in one lane: its times between tokens are the planner's for as many cached tokens."""
+    entry = replace(hardware.load()["epyc"], kind="cpu", nic_bytes_s=1e18)
+    store = ProfileStore(tmp_path / "mine.sqlite")
+    store.write(Fit("slices", "cpu", "a test", asdict(CURVE), 0, 0), [])
+    store.write(Fit("runtime", "cpu", "a test", asdict(TRUTH), 0, 0), [])
+    (tmp_path / "mine.toml").touch()
+    assert ProfileStore.beside(tmp_path / "none.toml") is None
+    deployment = Deployment(
+        model=SHAPE,
+        compute=entry,
+        compute_workers=1,
+        memory=entry,
+        memory_workers=1,
+        lanes=1,
+        profile=ProfileStore.beside(tmp_path / "mine.toml"),
+    )
+    result = simulate(deployment, Arrivals(np.zeros(1), np.array([64]), np.array([5])))
+    times, counts = result.log.gaps
+    expected = []
+    for cached in range(64, 68):
+        served = workload.of_context(cached + 1)
+        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, Goals())
+        pools = Pools(
+            compute=entry,
+            tensor_parallel=1,
+            replicas=1,
+            memory=entry,
+            memory_workers=1,
+            lanes=1,
+            partition=Partition.REQUEST,
+        )
+        expected.append(float(planner.tbt(pools, np.ones(1))[0]))
+    assert np.repeat(times, counts) == pytest.approx(expected, rel=1e-6)

@@ -8,6 +8,7 @@ from lamina.errors import ConfigError
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
+from lamina.plan.store import ProfileStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Deployment:
             parallelism yet: with more than 1 the compute pool is one that it is to have.
         lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
             mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+        profile: what was measured of these kinds, used in place of the package's fits where it has one.
     """
 
     model: ModelShape
@@ -32,6 +34,7 @@ class Deployment:
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    profile: ProfileStore | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
@@ -53,14 +56,14 @@ class Deployment:
     @cached_property
     def compute_cost(self) -> CostModel:
         """Of one compute worker."""
-        return CostModel(self.model, self.compute, Fits.load(self.compute.kind))
+        return CostModel(self.model, self.compute, Fits.load(self.compute.kind, self.profile))
 
     @cached_property
     def memory_cost(self) -> CostModel:
         """Of one memory worker. Raises ConfigError if there is no such pool."""
         if self.memory is None or self.memory_workers < 1:
             raise ConfigError("this system has two pools; give --memory KIND:COUNT as well")
-        return CostModel(self.model, self.memory, Fits.load(self.memory.kind))
+        return CostModel(self.model, self.memory, Fits.load(self.memory.kind, self.profile))
 
     @property
     def usd_per_hour(self) -> float:

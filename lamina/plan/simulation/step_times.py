@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina import _native
-from lamina.plan.cost import CostModel
+from lamina.plan.cost import GEMMS, POINTWISE, CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.simulation.deployment import Deployment
 from lamina.transport.wire import attends_locally
@@ -27,6 +27,9 @@ class SliceTimes:
         before = sum(cost.operator_seconds(name, rows, tensor_parallel) for name in _BEFORE_ATTENTION)
         layer = cost.slice_seconds(rows, tensor_parallel)
         ends = cost.ends_seconds(rows, tensor_parallel)
+        if cost.fits.slices is not None and tensor_parallel == 1:  # measured whole: the operators say where to cut
+            whole = sum(cost.operator_seconds(name, rows, 1) for name in (*GEMMS, *POINTWISE))
+            before = before / whole * layer
         self.first: list[float] = np.asarray(before).tolist()
         self.inner: list[float] = layer.tolist()
         self.after: list[float] = np.asarray(layer - before).tolist()
@@ -69,7 +72,7 @@ class StepModel:
         # A device of a group sends and receives its heads' part.
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
-        self.latency_s = float(compute.link_seconds(0.0))
+        self.latency_s = memory.fits.runtime.round_trip_s / 2
         attend_s = memory.attention_seconds(0, np.arange(deployment.max_num_batched_tokens + 1))  # by rows
         self._shares = _native.DecodeShares(
             deployment.memory_workers,
@@ -96,12 +99,14 @@ class StepModel:
                 asked += length
                 there = length * self._asked_bytes * self._memory_byte_s
                 share += (there, self._prefix_seconds(length, chunk.start), there)
-        slices = self._slices
+        slices, runtime = self._slices, self._compute.fits.runtime
+        exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
+        drawing_s = runtime.step_s + runtime.step_row_s * draws
         return StepTimes(
             rows=rows,
-            first_s=slices.first[rows],
-            inner_s=slices.inner[rows],
-            last_s=slices.after[rows] + slices.ends[draws],
+            first_s=slices.first[rows] + exchange_s,
+            inner_s=slices.inner[rows] + exchange_s,
+            last_s=slices.after[rows] + slices.ends[draws] + drawing_s,
             chunks_s=chunks_s,
             send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
             receive_s=asked * self._asked_bytes * self._compute_byte_s,
