@@ -8,7 +8,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from lamina import __version__
-from lamina.cli import bench, bench_transport, chat, cost_report, doctor, generate, launch, plan, simulate, split
+from lamina.cli import (
+    bench,
+    bench_transport,
+    chat,
+    cost_report,
+    doctor,
+    generate,
+    launch,
+    plan,
+    simulate,
+    split,
+    status,
+)
 from lamina.cli.console import print_error
 from lamina.env import LOG_FORMAT, environment
 from lamina.errors import LaminaError, UserError
@@ -23,6 +35,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(launch.launch)
+app.command()(status.status)
 app.command()(split.split)
 app.command()(plan.plan)
 app.command()(simulate.simulate)

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 import lamina
 from lamina.engine.engine import Engine
 from lamina.engine.prompts import chat_prompt
+from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import errors
 from lamina.serve.errors import APIError, first_line
 from lamina.serve.generation import Form, check_model, respond
@@ -66,6 +67,13 @@ def create_app(engine: Engine) -> FastAPI:
         if stats.dead is not None:
             raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
         return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+
+    metrics = Metrics(engine)
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        """The engine's figures for Prometheus."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     return app
 

@@ -6,16 +6,20 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
-from lamina.engine.engine import EngineStats
-from lamina.errors import EngineDeadError, OverloadedError, RequestError
+from lamina.cli import status
+from lamina.engine.engine import EngineStats, MemoryStats
+from lamina.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from lamina.serve.app import create_app
+from lamina.transport.choice import Choice, Transport
 from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
 TIMEOUT_S = 10.0
@@ -103,8 +107,14 @@ class FakeEngine:
             self.aborted.add(request_id)
             self.changed.notify_all()
 
+    @property
+    def cluster(self) -> SimpleNamespace:
+        near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
+        return SimpleNamespace(links={("compute0", "memory0"): near, ("a", "b"): far, ("a", "c"): far})
+
     def stats(self) -> EngineStats:
-        return EngineStats(running=1, waiting=2, steps=0, memory={}, dead=self.dead)
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
+        return EngineStats(running=1, waiting=2, steps=3, memory=memory, dead=self.dead)
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         with self.changed:
@@ -418,6 +428,40 @@ def test_the_interface_describes_itself(server: Running) -> None:
     schema = server.http.get("/openapi.json").json()
     assert {COMPLETION, CHAT, "/v1/models", "/health"} <= set(schema["paths"])
     assert "min_p" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
+
+
+def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> None:
+    response = server.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    values = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert values == {
+        ("lamina_requests_running",): 1,
+        ("lamina_requests_waiting",): 2,
+        ("lamina_steps_total",): 3,
+        ("lamina_kv_slots_used", "memory0"): 5,
+        ("lamina_kv_slots", "memory0"): 9,
+        ("lamina_links", "same host", "shm"): 1,
+        ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
+    }
+
+
+def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.lines(server.http.get("/metrics").text) == [
+        "requests  1 running, 2 waiting, 3 steps so far",
+        "memory0   5 of 9 token slots in use",
+        "network   shm between 1 pair of workers (same host)",
+        'network   tcp between 2 pairs of workers (different hosts; no rdma: "none")',
+    ]
+    status.status(server.url)
+    assert "1 running" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no server of Lamina answers at"):
+        status.status("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="is this a server of Lamina"):
+        status.lines("python_info 1\n")
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -1,0 +1,64 @@
+"""`lamina status`: what a running server does, and how its workers are linked, from its metrics."""
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from lamina.errors import ConfigError
+
+TIMEOUT_S = 5.0
+
+Sample = tuple[Mapping[str, str], float]
+
+
+def status(
+    url: Annotated[str, typer.Option(help="Where `lamina launch` serves.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show a running server: requests, KV in use, and which transport links its workers and why."""
+    from lamina.cli.console import print_text
+
+    print_text("\n".join(lines(_fetch(url.rstrip("/") + "/metrics"))) + "\n")
+
+
+def _fetch(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no address of a server; give --url http://HOST:PORT")
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            text: str = response.read().decode()
+            return text
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        remedy = "give --url what `lamina launch` says"
+        raise ConfigError(f"no server of Lamina answers at {url}: {error}; {remedy}") from error
+
+
+def lines(metrics: str) -> list[str]:
+    """What is shown of a scrape. Raises ConfigError if it is not Lamina's."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    try:
+        running, waiting, steps = (
+            samples[f"lamina_{name}"][0][1] for name in ("requests_running", "requests_waiting", "steps_total")
+        )
+    except KeyError as error:
+        raise ConfigError(f"there is no {error} among these metrics: is this a server of Lamina?") from error
+    totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
+    return [
+        f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
+        *(
+            f"{labels['worker']:<8}  {used:.0f} of {totals[labels['worker']]:.0f} token slots in use"
+            for labels, used in samples.get("lamina_kv_slots_used", [])
+        ),
+        *(
+            f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "
+            f"({labels['reason']})"
+            for labels, pairs in samples.get("lamina_links", [])
+        ),
+    ]
