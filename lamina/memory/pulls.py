@@ -6,20 +6,25 @@ a message that arrives meanwhile waits for one small piece, and pieces for a few
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from lamina.errors import DeadlineError
 from lamina.kernels.attention import append
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Arena
 from lamina.transport.channel import Layout
 from lamina.transport.wire import keys_values, pulled_pieces
 
+MOST_IN_A_ROW = 4  # requests served while something is to be pulled
+
 Fetch = Callable[[str, int, int, int, int, int], None]
 """Peer's name, then as ``Endpoint.fetch``."""
+Wait = Callable[[Sequence[tuple[int, int]], float], int]
+"""As ``Endpoint.wait``."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Puller:
         self._waiting: collections.deque[_Piece] = collections.deque()
         self._coming: list[tuple[_Piece, int]] = []  # and the number of its place, in the order of asking
         self._left: collections.Counter[tuple[int, int]] = collections.Counter()  # pieces by lane and turn
+        self._in_a_row = 0  # requests since the last piece
 
     def add(self, peer: str, layer: int, step: StepTables) -> None:
         """Pull what attention ``layer`` of a step keeps, from the compute worker that has announced it."""
@@ -60,6 +66,32 @@ class Puller:
     def is_done(self, lane: int, turn: int) -> bool:
         """True if nothing up to attention ``turn`` of the lane is left to pull."""
         return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._left)
+
+    def wait(self, wait: Wait, requests: Sequence[tuple[int, int]], timeout_s: float) -> tuple[int | None, int | None]:
+        """Wait for one of the requests, and pull by a piece at most if none is there or some have gone before.
+
+        Returns (index of a request that is there, lane of a piece that was kept), one of them None or both. Raises
+        DeadlineError if there is no request for ``timeout_s`` and nothing to pull; what ``wait`` and ``ask`` raise.
+        """
+        if self._in_a_row == MOST_IN_A_ROW:
+            self._in_a_row = 0
+            requests = ()
+        targets = [*requests, *self.awaited]
+        try:
+            ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else len(requests)
+        except DeadlineError:
+            if requests and not self.may_ask:
+                raise
+            ready = None
+        if ready is None or ready >= len(targets):
+            if self.may_ask:
+                self.ask()
+            return None, None
+        if ready < len(requests):
+            self._in_a_row += bool(self._waiting or self._coming)
+            return ready, None
+        self._in_a_row = 0
+        return None, self.keep(ready - len(requests))
 
     @property
     def awaited(self) -> list[tuple[int, int]]:

@@ -6,7 +6,6 @@ engine sent the plans.
 """
 
 import collections
-import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 PLAN_TIMEOUT_S = 30.0
-MOST_IN_A_ROW = 4  # messages served while something is to be pulled
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class MemoryWorker:
         self._links = Links(control.name, control.data_secret, control.local_address)
         self._lanes: list[Lane] = []
         self._running = True
-        self._in_a_row = 0
         self._busy_s = 0.0
         self._timeline = Timeline()
 
@@ -120,22 +117,18 @@ class MemoryWorker:
         if not self._peers:  # every compute worker is gone, and the engine ends without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
-        if self._in_a_row == MOST_IN_A_ROW:
-            self._pull()
         waiting = self._timeline.now()
         requests = [(lane.request.doorbell, lane.sequence) for lane in self._order]
-        try:  # requests come first
-            ready = self._wait(requests + self._puller.awaited, 0.0 if self._puller.may_ask else IDLE_SLICE_S)
+        try:
+            ready, pulled = self._puller.wait(self._wait, requests, IDLE_SLICE_S)
         except DeadlineError:
-            if self._puller.may_ask:
-                self._puller.ask()
-            else:
-                self._read_control()
+            self._read_control()
             return
-        if ready >= len(requests):
-            self._keep(ready - len(requests))
+        if pulled is not None:
+            self._timeline.add("pull", pulled, waiting)
+            self._answer(self._lanes[pulled])
+        if ready is None:
             return
-        self._in_a_row += 1
         lane = self._order.pop(ready)
         self._timeline.add("wait", lane.number, waiting)
         self._order.append(lane)  # others come first
@@ -176,22 +169,6 @@ class MemoryWorker:
             reply.outbox.send(reply.parts, reply.number)
             lane.reply = None
             self._timeline.add("send", lane.number, span)
-
-    def _pull(self) -> None:
-        """Go on pulling, by a piece at most, although requests may be waiting."""
-        self._in_a_row = 0
-        if awaited := self._puller.awaited:
-            with contextlib.suppress(DeadlineError):
-                self._keep(self._wait(awaited, 0.0))
-        if self._puller.may_ask:
-            self._puller.ask()
-
-    def _keep(self, index: int) -> None:
-        self._in_a_row = 0
-        begun = self._timeline.now()
-        lane = self._lanes[self._puller.keep(index)]
-        self._timeline.add("pull", lane.number, begun)
-        self._answer(lane)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
         step = lane.steps[0]

@@ -77,6 +77,7 @@ bool TcpFetcher::advance(Arena &arena) {
         asked_.pop_front();
         arrived_ = 0;
         arena.doorbells().ring(done.doorbell, done.sequence);
+        break; // messages come before what else has arrived
     }
     return moved;
 }

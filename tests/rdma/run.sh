@@ -1,13 +1,17 @@
 #!/bin/bash
-# Runs a command, by default the runtime over impaired networks and RDMA and the transport's conformance suite over RDMA, where there is an RDMA device: in a small virtual machine with Soft-RoCE.
-# The machine sees this machine's files; nothing but build/rdma is written. Exits with the command's status; with 77 if no machine can be had.
-#     tests/rdma/run.sh [COMMAND...]
+# Runs a command where there is an RDMA device: in a small virtual machine with Soft-RoCE. By default that is the
+# transport's conformance suite over RDMA, and the runtime over RDMA and over impaired networks; with --short, a part of it.
+# The machine sees this machine's files; nothing but build/rdma is written. Exits with the command's status; with 77 if no
+# machine can be had.
+#     tests/rdma/run.sh [--short | COMMAND...]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$root/build/rdma
 cd "$root"
 python=${PYTHON:-$root/.venv/bin/python}
 packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
+
+few="was_written or lies_in_its_place or full_flow or no_message_is_torn or dead_peer_ends"
 
 skip() {
     echo "SKIPPED: the RDMA tests did not run: $1" >&2
@@ -42,8 +46,7 @@ PYTHONPATH="$work/python" "$python" -c "import pyverbs.device" 2>/dev/null ||
 # What is read most lies on a disk of the machine's own: importing torch over the shared file system takes minutes.
 paths() { "$python" -c "import sysconfig; print(sysconfig.get_path('$1'))"; }
 stdlib=$(paths stdlib) site=$(paths platlib) disk=$work/disk.img
-unneeded="cmake fontTools hf_xet matplotlib mypy mypyc *__mypyc*.so openai openvino* pip pyarrow scipy scipy.libs torch/bin
-    torch/include torch/test transformers triton"
+unneeded="cmake fontTools hf_xet matplotlib mypy mypyc *__mypyc*.so openai openvino* pip pyarrow scipy scipy.libs torch/include torch/test transformers triton"
 if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -quit)" ]; then
     rm -rf "$work/disk" && mkdir -p "$work/disk/stdlib" "$work/disk/site"
     tar -C "$stdlib" -c --exclude=./site-packages --exclude=./test . | tar -C "$work/disk/stdlib" -x
@@ -53,11 +56,16 @@ if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -
     mke2fs -q -t ext4 -d "$work/disk" "$disk.new" "$(($(du -sm "$work/disk" | cut -f1) * 5 / 4 + 100))M"
     rm -rf "$work/disk" && mv "$disk.new" "$disk"
 fi
-rm -rf "$work/model"
-LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
+if [ "${1-}" != --short ]; then
+    rm -rf "$work/model"
+    LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
+fi
 
-[ $# -gt 0 ] || set -- "$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_conformance.py \
-    tests/runtime/test_network.py -k "rdma or network"
+tests=("$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200)
+case ${1-} in
+"") set -- "${tests[@]}" tests/transport/test_conformance.py tests/runtime/test_network.py -k "rdma or network" ;;
+--short) set -- "${tests[@]}" tests/transport/test_conformance.py -k "rdma and processes and ($few)" ;;
+esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
 export PATH=$work/venv/bin:$PATH

@@ -41,7 +41,7 @@ public:
     // -1 without a connection.
     int fd() const { return connection_ ? connection_->fd() : -1; }
     bool has_unsent() const { return connection_ != nullptr && !unsent_.empty(); }
-    // Sends and receives what can be. True if anything has arrived.
+    // Sends what can be, and receives until something asked for is complete. True if anything has arrived.
     bool advance(Arena &arena);
 
 private:
