@@ -82,6 +82,9 @@ def plan(
         raise ConfigError("--context and --trace both say how long sequences are; give one of them")
     profile = ProfileStore.beside(hardware)
     planner, candidates = _planner(model, compute, memory, context, trace, catalogue, profile)
+    if owned:
+        for cost in planner.models.values():
+            cost.hardware.require_sold()
     planner.goals = _goals(slo_tbt, slo_ttft, budget, owned)
     _print(planner, candidates, model, as_json)
 

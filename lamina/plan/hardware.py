@@ -80,6 +80,14 @@ class Hardware:
         """What an hour of owning it for three years costs, with electricity at full power."""
         return self.price_usd / OWNED_HOURS + self.watts / 1000 * DOLLARS_PER_KWH
 
+    def require_sold(self) -> None:
+        """Raises ConfigError for a kind that can be rented only: owning it has no cost to compare."""
+        if not self.price_usd and self.rent_usd_per_hour is not None:
+            raise ConfigError(
+                f"{self.kind} has no price to buy (price_usd is 0) but ${self.rent_usd_per_hour:.2f} an hour of rent; "
+                "leave --owned out, or give price_usd in a file with --hardware"
+            )
+
 
 class Catalogue:
     """Kinds by name."""

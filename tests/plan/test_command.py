@@ -116,6 +116,7 @@ def test_validation_prints_every_operator() -> None:
         (f"{PAIR} --context 9 --trace x.csv", "give one of them"),
         (f"{PAIR} --trace /nowhere.csv", "the trace /nowhere.csv cannot be read"),
         (f"{PAIR} --kind h100", "--kind goes with --validate"),
+        ("--model Llama-3-8B --compute tpu-v6e --memory h20 --owned", "tpu-v6e has no price to buy"),
         ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),
         ("--model Llama-9 --compute h100 --memory h20", "'Llama-9' is no model directory, config.json or known name"),
         (f"--model Llama-2-7B --validate {MEASUREMENTS}/a40_llama2_7b_mlp.csv", "--validate needs --kind"),
