@@ -137,6 +137,70 @@ def linear(
     /,
 ) -> None: ...
 
+# -- programs: see native/include/lamina/program.h; an operand is (matrix, column)
+
+class Program:
+    """Steps over numbered matrices of bfloat16."""
+
+    def __init__(self, widths: Sequence[int], given: int, path: AttentionPath, /) -> None:
+        """The first ``given`` matrices are the caller's, the others scratch."""
+
+    def add_products(
+        self, x: tuple[int, int], inputs: int, products: Sequence[tuple[int, int, tuple[int, int], int]], /
+    ) -> None:
+        """Linear layers of one x: (packed weight, bias or 0, out, outputs) of each. Like all steps: raises ValueError
+        for operands outside their matrices or not laid out as the kernel expects."""
+
+    def add_norm(
+        self,
+        x: tuple[int, int],
+        residual: tuple[int, int],
+        weight: int,
+        sum: tuple[int, int],
+        out: tuple[int, int],
+        groups: int,
+        width: int,
+        epsilon: float,
+        offset: float,
+        round_before_weight: bool,
+        /,
+    ) -> None:
+        """Of each of ``groups`` parts of a row. Without residual and sum: (-1, 0)."""
+
+    def add_rotation(
+        self,
+        x: tuple[int, int],
+        cosines: tuple[int, int],
+        sines: tuple[int, int],
+        out: tuple[int, int],
+        heads: int,
+        dim: int,
+        rotary_dim: int,
+        /,
+    ) -> None:
+        """Of the first ``rotary_dim`` elements of each head; the others are copied."""
+
+    def add_gate(
+        self,
+        activation: Activation,
+        gate: tuple[int, int],
+        up: tuple[int, int],
+        out: tuple[int, int],
+        width: int,
+        /,
+    ) -> None:
+        """activation(gate) * up."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+
+    def scratch_elements(self, rows: int, /) -> int:
+        """How many elements scratch must hold."""
+
+    def run(self, first: int, last: int, rows: int, matrices: Sequence[int], scratch: int, threads: int, /) -> None:
+        """Steps [first, last) for so many rows, given the addresses of matrices and scratch. Releases the GIL."""
+
 # -- transport: arenas, and the waits on their doorbells
 
 DOORBELL_NBYTES: int  # from one doorbell of an arena to the next; its number is the first eight bytes

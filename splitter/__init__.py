@@ -7,7 +7,8 @@ if __name__ != "lamina.splitter":
     raise ImportError(f"import this package as lamina.splitter, not {__name__}: a second copy would not share types")
 
 from lamina.splitter.lower import LoweredModel, LoweredSlice, lower
-from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel, Weight
+from lamina.splitter.program import Room
+from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel, Weight, as_numpy
 
 if TYPE_CHECKING:
     from lamina.splitter.assemble import load_config, split
@@ -17,10 +18,12 @@ __all__ = [
     "Cut",
     "LoweredModel",
     "LoweredSlice",
+    "Room",
     "Slice",
     "SliceOutput",
     "SplitModel",
     "Weight",
+    "as_numpy",
     "load_config",
     "lower",
     "split",

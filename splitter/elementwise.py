@@ -17,7 +17,8 @@ ELEMENT_TYPES = {
     torch.bfloat16: ElementType.BFLOAT16,
 }
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_PATH = _native.attention_paths()[-1]
+PATH = _native.attention_paths()[-1]
+"""The instruction set that kernels use."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, round_before_weight: bool) -> Tensor:
@@ -54,7 +55,7 @@ def _norm(
     """``addresses`` are those of x, residual, weight, sum and out."""
     kind, width, threads = ELEMENT_TYPES[x.dtype], weight.numel(), torch.get_num_threads()
     rows = x.numel() // width
-    _native.rms_norm(kind, *addresses, rows, width, epsilon, offset, round_before_weight, threads, _PATH)
+    _native.rms_norm(kind, *addresses, rows, width, epsilon, offset, round_before_weight, threads, PATH)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> Tensor:
@@ -72,7 +73,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> Tensor:
     out = x.new_empty(rows, heads, dim)
     source = (x.data_ptr(), x.stride(1), head_stride, cosines.data_ptr(), sines.data_ptr())
     shape = (rows, heads, dim, cosines.shape[-1])
-    _native.rotate(ELEMENT_TYPES[x.dtype], *source, out.data_ptr(), *shape, torch.get_num_threads(), _PATH)
+    _native.rotate(ELEMENT_TYPES[x.dtype], *source, out.data_ptr(), *shape, torch.get_num_threads(), PATH)
     return out
 
 
@@ -84,7 +85,7 @@ def gate(x: Tensor, up: Tensor, activation: str) -> Tensor:
     width = x.shape[-1]
     kind = (ELEMENT_TYPES[x.dtype], ACTIVATIONS[activation])
     source = (x.data_ptr(), x_stride, up.data_ptr(), up_stride)
-    _native.gate(*kind, *source, out.data_ptr(), x.numel() // width, width, torch.get_num_threads(), _PATH)
+    _native.gate(*kind, *source, out.data_ptr(), x.numel() // width, width, torch.get_num_threads(), PATH)
     return out
 
 
@@ -98,5 +99,5 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     source, results = (x.data_ptr(), x.stride(0)), (values.data_ptr(), indices.data_ptr())
-    _native.largest(ELEMENT_TYPES[x.dtype], *source, *results, rows, width, torch.get_num_threads(), _PATH)
+    _native.largest(ELEMENT_TYPES[x.dtype], *source, *results, rows, width, torch.get_num_threads(), PATH)
     return values, indices

@@ -3,11 +3,12 @@
 Linear layers read weights that are packed once (``linear``; 1.5 to 2.5 times faster at few rows than repacking in every
 call). What depends on positions alone (rotary cosines and sines) is the same in every
 layer: it becomes a graph of its own, the prelude, whose results all slices of a step share. What lies between linear
-layers is fused into few native calls (``fuse``).
+layers is fused into few native kernels (``fuse``). A slice that consists of these alone runs as one native call
+(``program``, ``translate``), any other one as a graph.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,11 +17,12 @@ from torch import Tensor, fx
 
 from lamina.splitter.fuse import fuse
 from lamina.splitter.linear import Packing, packing
-from lamina.splitter.split_model import Crossing, Slice, SliceOutput, SplitModel, as_output
+from lamina.splitter.program import Room, SliceProgram
+from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, as_output, call_hook
+from lamina.splitter.translate import translate
 from lamina.types import AttentionSpec, DType
 
 LINEAR = torch.ops.aten.linear.default
-OnQuery = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,11 @@ class LoweredPart:
 
 
 class LoweredSlice:
-    """A slice with its weights, as fast as this processor runs it. Computes what ``Slice.run`` computes."""
+    """A slice with its weights, as fast as this processor runs it. Computes what ``Slice.run`` computes.
+
+    Attributes:
+        program: what it runs as; None if it is run as a graph.
+    """
 
     def __init__(
         self,
@@ -51,16 +57,21 @@ class LoweredSlice:
         table: "PositionTable | None",
         tensors: Mapping[str, Tensor],
         packing: Packing | None,
+        arrivals: Sequence[tuple[int, ...]],
     ) -> None:
+        """``arrivals`` are the shapes of a row of attention (but for slice 0) and context."""
         self._main = part.graphs.main
         self._table = table
         self._last = part.last
         self.weights = [
-            packing.pack(tensors[name]) if packing and place in part.graphs.packed else tensors[name]
+            packing.pack(tensors[name]) if packing and place in part.graphs.packed else tensors[name].contiguous()
             for place, name in enumerate(part.weights)
         ]
         self._constants = [tensors[name] for name in part.constants]
         self.prelude_key = (id(table), part.constants)
+        hoisted = [value.shape for value in self.prepare(torch.arange(2))]
+        steps = translate(self._main.graph, self.weights, hoisted, arrivals)
+        self.program = None if steps is None else SliceProgram(steps, self.weights)
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """What depends on positions [T] alone; the same for all slices with this ``prelude_key``."""
@@ -74,14 +85,18 @@ class LoweredSlice:
         context: tuple[Tensor, ...],
         prepared: tuple[Tensor, ...],
         on_query: OnQuery | None = None,
+        room: Room | None = None,
     ) -> SliceOutput:
         """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions.
 
-        ``on_query`` gets q [T, Hq, D] as soon as it exists, which is before k and v where the model allows it.
+        ``on_query`` gets q [T, Hq, D] as soon as it exists, which is before k and v where the model allows it. What is
+        returned may live in ``room``, if one is given, which is then for T rows.
         """
-        rows = (ids, positions) if attention is None else (ids, positions, attention)
+        arrived = context if attention is None else (attention, *context)
+        if self.program is not None:
+            return self.program.run((*prepared, *arrived), room or Room(len(ids)), on_query)
         hook = () if self._last else (on_query,)
-        return as_output(self._main(*self.weights, *prepared, *rows, *context, *hook), self._last)
+        return as_output(self._main(*self.weights, *prepared, ids, positions, *arrived, *hook), self._last)
 
 
 class PositionTable:
@@ -107,8 +122,7 @@ class PositionTable:
         self._table: tuple[Tensor, ...] = ()
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, ...]:
-        values: tuple[Tensor, ...] = self._prelude(*self._constants, positions)
-        return values
+        return tuple(value.contiguous() for value in self._prelude(*self._constants, positions))
 
     def at(self, positions: Tensor) -> tuple[Tensor, ...]:
         """The prelude's results for positions int64 [T]."""
@@ -161,8 +175,14 @@ class LoweredModel:
                 tables[key] = PositionTable(prelude, [self.constants[name] for name in part.constants], self.positions)
             return tables[key]
 
+        def arrivals(index: int) -> list[tuple[int, ...]]:
+            if index == 0:
+                return []
+            spec = self.attentions[index - 1]
+            return [(spec.query_heads, spec.v_dim), *(crossing.shape for crossing in self.contexts[index - 1])]
+
         pack, named = packing(self.dtype), {**tensors, **self.constants}
-        return [LoweredSlice(part, table(part), named, pack) for part in self.parts]
+        return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in enumerate(self.parts)]
 
 
 def lower(model: SplitModel) -> LoweredModel:
@@ -198,12 +218,6 @@ def _announce_query(module: fx.GraphModule) -> None:
     with graph.inserting_after(query):
         graph.call_function(call_hook, (hook, query))
     module.recompile()
-
-
-def call_hook(hook: OnQuery | None, query: Tensor) -> None:
-    """Tell of q, if anybody wants to know."""
-    if hook is not None:
-        hook(query)
 
 
 def _pack(part: Slice, packing: Packing) -> tuple[fx.GraphModule, frozenset[int]]:

@@ -1,10 +1,13 @@
 """What splitting a model gives: slices, what crosses between them, and the attentions they meet at."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
@@ -54,6 +57,9 @@ class Cut:
         return sum(crossing.bytes_per_token for crossing in self.context)
 
 
+Array = npt.NDArray[Any]
+
+
 @dataclass
 class SliceOutput:
     """What one slice computed for T rows: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] and context for the attention
@@ -65,6 +71,30 @@ class SliceOutput:
     v: Tensor | None
     context: tuple[Tensor, ...]
     logits: Tensor | None
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """q, k and v as C-contiguous arrays; bfloat16 as uint16 bits."""
+        assert self.q is not None and self.k is not None and self.v is not None
+        return as_numpy(self.q), as_numpy(self.k), as_numpy(self.v)
+
+
+def as_numpy(tensor: Tensor) -> Array:
+    """The tensor's memory, or that of a copy, as a C-contiguous array; bfloat16 as uint16 bits."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    array: Array = tensor.numpy()
+    return array
+
+
+OnQuery = Callable[[Tensor], None]
+
+
+def call_hook(hook: OnQuery | None, query: Tensor) -> None:
+    """Tell of q, if anybody wants to know."""
+    if hook is not None:
+        hook(query)
 
 
 def as_output(results: Sequence[Tensor], last: bool) -> SliceOutput:

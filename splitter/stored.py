@@ -16,8 +16,8 @@ from torch import fx
 
 from lamina.splitter import elementwise, linear
 from lamina.splitter.fuse import METHODS
-from lamina.splitter.lower import LoweredModel, LoweredPart, SliceGraphs, call_hook
-from lamina.splitter.split_model import Crossing
+from lamina.splitter.lower import LoweredModel, LoweredPart, SliceGraphs
+from lamina.splitter.split_model import Crossing, call_hook
 from lamina.types import AttentionSpec, DType
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from offline import STEP_TOKENS, Cell, Generate, run
 
-from lamina.compute.exchange import Floats, as_numpy
+from lamina.compute.exchange import Floats
 from lamina.compute.runner import Rows, SliceRunner, pad, padded
 from lamina.kernels.attention import append, partial
 from lamina.kernels.memory import allocate
@@ -24,7 +24,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.memory.slab import Slab
 from lamina.models import directory, weights
 from lamina.models.config import load_config
-from lamina.splitter import lower, split
+from lamina.splitter import as_numpy, lower, split
 from lamina.types import AttentionSpec, DType
 
 

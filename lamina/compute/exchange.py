@@ -12,6 +12,7 @@ from lamina.config import Overlap
 from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
+from lamina.splitter import SliceOutput, as_numpy
 from lamina.transport.channel import Inbox, Outbox
 from lamina.transport.wire import (
     Array,
@@ -51,6 +52,11 @@ class Remote:
     pieces: tuple[Piece, ...]
     source: Source
 
+    @property
+    def undivided(self) -> bool:
+        """True if a request travels in one piece."""
+        return len(self.pieces) == 1
+
 
 @dataclass(frozen=True)
 class Local:
@@ -60,10 +66,29 @@ class Local:
     source: Source
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """Where the partials of attentions with one shape of heads arrive, and where they are merged to.
+
+    Attributes:
+        out: [rows, Hq, Dv]; rows beyond the step's tokens are 0. tokens: the others, as an array.
+        replies: partials (out, lse) in the messages of memory workers.
+        covers: True if one of them has all of the step's rows.
+    """
+
+    out: torch.Tensor
+    tokens: Array
+    replies: list[tuple[Source, Floats, Floats]]
+    covers: bool
+
+
 class StepExchange:
     """Planned once per step, run once per attention.
 
     Tensors have ``rows`` rows, at least as many as the plan has tokens; those beyond are padding and see nothing.
+
+    Attributes:
+        sends_queries_first: True if ``send_queries`` has anything to send.
     """
 
     def __init__(
@@ -97,8 +122,10 @@ class StepExchange:
             for worker, share in shares.items()
             if not share.empty
         ]
+        self.sends_queries_first = any(not remote.pieces[0].keeps for remote in self._remotes)
         self._most_parts = int(self._parts.max(initial=1))
         self._buffers: dict[tuple[int, int], Partial] = {}
+        self._gatherings: dict[tuple[int, int], Gathering] = {}
 
     def _source(self, rows: npt.NDArray[np.int64]) -> Source:
         part = self._parts[rows].copy()
@@ -140,14 +167,14 @@ class StepExchange:
                 rows = self._take(as_numpy(q), remote.rows.queries)
                 self._send_pieces(remote, index, spec, rows, keys_values=None)
 
-    def send(self, index: int, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Send the rest: k [rows, Hkv, D], v [rows, Hkv, Dv] and the pieces of q [rows, Hq, D] that were not sent."""
-        self._lay_out(index, spec, as_numpy(k), as_numpy(v))
+    def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
+        """Send the rest: k, v and the pieces of q that were not sent. Raises PeerLostError."""
+        q, k, v = output.arrays
+        self._lay_out(index, spec, k, v)
         for remote in self._remotes:
             queries, appends = remote.rows.queries, remote.rows.appends
-            keys_values = [self._take(as_numpy(k), appends), self._take(as_numpy(v), appends)]
-            rows = self._take(as_numpy(q), queries)
-            self._send_pieces(remote, index, spec, rows, keys_values)
+            keys_values = [self._take(k, appends), self._take(v, appends)]
+            self._send_pieces(remote, index, spec, self._take(q, queries), keys_values)
 
     def _lay_out(self, index: int, spec: AttentionSpec, k: Array, v: Array) -> None:
         """Put k and v of prompt chunks where memory workers fetch them once the request is there."""
@@ -163,6 +190,9 @@ class StepExchange:
         self, remote: Remote, index: int, spec: AttentionSpec, q: Array, keys_values: list[Array] | None
     ) -> None:
         """``keys_values`` None: the pieces before the one that keeps; else that one and those after it."""
+        if remote.undivided and keys_values is not None:
+            remote.request.send([*keys_values, q], request_number(self._turn + index, 0))
+            return
         kept = False
         for number, piece in enumerate(remote.pieces):
             kept = kept or piece.keeps
@@ -174,29 +204,43 @@ class StepExchange:
             at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
             remote.request.send(parts, request_number(self._turn + index, number), at)
 
-    def attend_chunks(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial | None:
+    def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        rows = self._take(as_numpy(q), self._local.source.rows)
-        return partial(rows, as_numpy(k), as_numpy(v), self._local.segments, spec, self._threads)
+        q, k, v = output.arrays
+        return partial(self._take(q, self._local.source.rows), k, v, self._local.segments, spec, self._threads)
 
     def replies(self, index: int) -> list[tuple[int, int]]:
         """Where the replies to attention ``index`` are announced, for ``Endpoint.wait``."""
         return [(remote.reply.doorbell, reply_number(self._turn + index)) for remote in self._remotes]
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
-        """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must be there."""
-        partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
-        for remote in self._remotes:
-            if count := len(remote.rows.queries):
-                partials.append((remote.source, *read_reply(remote.reply.view, spec, count)))
-        out = torch.empty(self.rows, spec.query_heads, spec.v_dim, dtype=getattr(torch, self._dtype.value))
-        out[self._total :] = 0
-        whole = len(partials) == 1 and len(partials[0][0].rows) == self._total
-        outs, lses = ([partials[0][1]], [partials[0][2]]) if whole else self._scattered(spec, partials)
-        merge(outs, lses, sinks, as_numpy(out)[: self._total], None, self._threads)
-        return out
+        """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must be there.
+
+        The next call for as many heads of the same size writes the same tensor.
+        """
+        gathering = self._gathering(spec)
+        if gathering.covers and chunks is None:
+            ((_, out, lse),) = gathering.replies
+            outs, lses = [out], [lse]
+        else:
+            partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
+            outs, lses = self._scattered(spec, [*partials, *gathering.replies])
+        merge(outs, lses, sinks, gathering.tokens, None, self._threads)
+        return gathering.out
+
+    def _gathering(self, spec: AttentionSpec) -> Gathering:
+        key = (spec.query_heads, spec.v_dim)
+        if key not in self._gatherings:
+            remotes = [remote for remote in self._remotes if len(remote.rows.queries)]
+            replies = [
+                (remote.source, *read_reply(remote.reply.view, spec, len(remote.rows.queries))) for remote in remotes
+            ]
+            out = torch.zeros(self.rows, *key, dtype=getattr(torch, self._dtype.value))
+            covers = len(remotes) == 1 and len(remotes[0].rows.queries) == self._total
+            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total], replies, covers)
+        return self._gatherings[key]
 
     def _scattered(
         self, spec: AttentionSpec, partials: Sequence[tuple[Source, Floats, Floats]]
@@ -222,12 +266,3 @@ class StepExchange:
             shape = (self._most_parts, self._total, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
-
-
-def as_numpy(tensor: torch.Tensor) -> Array:
-    """The tensor's memory as a C-contiguous numpy array; bfloat16 as uint16 bits."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    array: Array = tensor.numpy()
-    return array

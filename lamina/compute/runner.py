@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lamina.splitter import LoweredModel, LoweredSlice, SliceOutput
+from lamina.splitter import LoweredModel, LoweredSlice, Room, SliceOutput
 from lamina.types import AttentionSpec
 
 
@@ -35,9 +35,12 @@ class SliceRunner:
         context: tuple[torch.Tensor, ...],
         on_query: Callable[[torch.Tensor], None] | None,
     ) -> SliceOutput:
-        """q, k, v and context of slice ``index``, not the last one; ``on_query`` gets q before k and v are computed."""
+        """q, k, v and context of slice ``index``, not the last one; ``on_query`` gets q before k and v are computed.
+
+        They are overwritten by the next slice but one that is run for the same ``rows``.
+        """
         piece = self._inner[index]
-        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query)
+        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query, rows.room)
 
     def logits(
         self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
@@ -53,18 +56,24 @@ class SliceRunner:
 
 
 class Rows:
-    """Token ids and positions of a step, int64 [rows], with what slices need of the positions alone."""
+    """Token ids and positions of a step, int64 [rows], with what slices need of the positions alone.
+
+    Attributes:
+        room: memory for the step's slices.
+    """
 
     def __init__(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
         self.ids = ids
         self.positions = positions
+        self.room = Room(len(ids))
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
         """Computed once a step for all slices that need the same."""
-        if piece.prelude_key not in self._prepared:
-            self._prepared[piece.prelude_key] = piece.prepare(self.positions)
-        return self._prepared[piece.prelude_key]
+        prepared = self._prepared.get(piece.prelude_key)
+        if prepared is None:
+            prepared = self._prepared[piece.prelude_key] = piece.prepare(self.positions)
+        return prepared
 
 
 def pad(rows: torch.Tensor, count: int) -> torch.Tensor:

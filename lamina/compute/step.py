@@ -1,16 +1,17 @@
 """One step of one lane on one replica: the slices that are its own, one at a time, in order."""
 
+import functools
 import math
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from lamina.compute.exchange import Partial, StepExchange, as_numpy
+from lamina.compute.exchange import Partial, StepExchange
 from lamina.compute.links import LaneLinks
 from lamina.compute.runner import Rows, SliceRunner, pad
 from lamina.engine.pipeline import Pipeline
-from lamina.splitter import Crossing
+from lamina.splitter import Crossing, as_numpy
 from lamina.transport.channel import Outbox
 from lamina.transport.timeline import Timeline
 from lamina.transport.wire import Array
@@ -42,11 +43,9 @@ class StepRun:
         self._pipeline = pipeline
         self._replica = replica
         self._timeline = timeline
-        self._own = [
-            index
-            for index in range(len(runner.attentions) + 1)
-            if pipeline.replica(plan.lane, plan.turn + index) == replica
-        ]
+        slices = range(len(runner.attentions) + 1)
+        self._replicas = [pipeline.replica(plan.lane, plan.turn + index) for index in slices]
+        self._own = [index for index in slices if self._replicas[index] == replica]
         self._next = 0
         self._positions = torch.cat([torch.arange(step.start, step.stop) for step in plan.sequences])
         self._rows: Rows | None = None
@@ -93,7 +92,7 @@ class StepRun:
         return news
 
     def _moved_here(self) -> bool:
-        return self._pipeline.replica(self.plan.lane, self.plan.turn + self.index - 1) != self._replica
+        return self._replicas[self.index - 1] != self._replica
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; logits [rows that draw, vocab] after the last one.
@@ -128,20 +127,18 @@ class StepRun:
         assert self._rows is not None
         spec, exchange, timeline, lane = self._runner.attentions[index], self._exchange, self._timeline, self.plan.lane
         begun = timeline.now()
-        output = self._runner.run(
-            index, self._rows, attention, self._context, lambda q: exchange.send_queries(index, spec, q)
-        )
-        assert output.q is not None and output.k is not None and output.v is not None
+        on_query = functools.partial(exchange.send_queries, index, spec) if exchange.sends_queries_first else None
+        output = self._runner.run(index, self._rows, attention, self._context, on_query)
         timeline.add("slice", lane, begun)
         begun = timeline.now()
-        exchange.send(index, spec, output.q, output.k, output.v)
+        exchange.send(index, spec, output)
         timeline.add("send", lane, begun)
         self._context = output.context
         if exchange.local_rows:
             begun = timeline.now()
-            self._chunks = exchange.attend_chunks(spec, output.q, output.k, output.v)
+            self._chunks = exchange.attend_chunks(spec, output)
             timeline.add("chunk attention", lane, begun)
-        following = self._pipeline.replica(self.plan.lane, self.plan.turn + index + 1)
+        following = self._replicas[index + 1]
         if following != self._replica:
             self._send_context(self._links.contexts[following], self.plan.turn + index + 1)
 

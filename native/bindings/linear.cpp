@@ -30,7 +30,7 @@ void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t
                       inputs,
                       outputs};
     nb::gil_scoped_release release;
-    multiply(task, threads);
+    multiply({&task, 1}, threads);
 }
 
 } // namespace

@@ -4,6 +4,7 @@
 void register_attention(nanobind::module_ &module);
 void register_elementwise(nanobind::module_ &module);
 void register_linear(nanobind::module_ &module);
+void register_program(nanobind::module_ &module);
 void register_simulation(nanobind::module_ &module);
 void register_transport(nanobind::module_ &module);
 void register_tcp(nanobind::module_ &module);
@@ -13,6 +14,7 @@ NB_MODULE(_native, module) {
     register_attention(module);
     register_elementwise(module);
     register_linear(module);
+    register_program(module);
     register_simulation(module);
     register_transport(module);
     register_tcp(module);

@@ -12,6 +12,24 @@ namespace {
 constexpr int64_t kCachedBytes = 512 * 1024;  // of rows that stay in a core's cache while panels pass
 constexpr int64_t kBytesPerTask = 256 * 1024; // of the weight: long reads, and enough tasks to even out
 
+int64_t panels_of(const Linear &linear) {
+    return (linear.outputs + kPanel - 1) / kPanel;
+}
+
+int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
+    return (panels_of(linear) + panels_per_task - 1) / panels_per_task;
+}
+
+// Rows [begin, end), in blocks of equal size that a panel's sums fit, times panels [first, last).
+void multiply_panels(const Linear &linear, int64_t begin, int64_t end, int64_t first, int64_t last) {
+    const int64_t blocks = (end - begin + kMostRows - 1) / kMostRows;
+    for (int64_t panel = first; panel < last; ++panel)
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t row = begin + (end - begin) * block / blocks;
+            multiply_panel(linear, row, begin + (end - begin) * (block + 1) / blocks - row, panel);
+        }
+}
+
 } // namespace
 
 bool available() {
@@ -33,23 +51,22 @@ void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *pac
     });
 }
 
-void multiply(const Linear &task, int threads) {
-    const int64_t panels = (task.outputs + kPanel - 1) / kPanel;
-    const int64_t panel_bytes = kPanel * task.inputs * 2;
-    const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes);
-    const int64_t tasks = (panels + per_task - 1) / per_task;
-    const int64_t most = std::max<int64_t>(1, kCachedBytes / (task.inputs * 2) / kMostRows) * kMostRows;
-    const int64_t chunks = (task.rows + most - 1) / most;
+void multiply(std::span<const Linear> group, int threads) {
+    const int64_t rows = group.front().rows, inputs = group.front().inputs;
+    const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / (kPanel * inputs * 2));
+    const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * 2) / kMostRows) * kMostRows;
+    const int64_t chunks = (rows + most - 1) / most;
+    int64_t tasks = 0;
+    for (const Linear &linear : group)
+        tasks += tasks_of(linear, per_task);
     parallel_for(threads, tasks * chunks, [&](int64_t index) {
-        const int64_t chunk = index / tasks, begin = task.rows * chunk / chunks,
-                      end = task.rows * (chunk + 1) / chunks;
-        const int64_t blocks = (end - begin + kMostRows - 1) / kMostRows;
-        const int64_t first = index % tasks * per_task, last = std::min(panels, first + per_task);
-        for (int64_t panel = first; panel < last; ++panel)
-            for (int64_t block = 0; block < blocks; ++block) {
-                const int64_t row = begin + (end - begin) * block / blocks;
-                multiply_panel(task, row, begin + (end - begin) * (block + 1) / blocks - row, panel);
-            }
+        const int64_t chunk = index / tasks, begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
+        const Linear *linear = group.data();
+        int64_t number = index % tasks;
+        for (; number >= tasks_of(*linear, per_task); ++linear)
+            number -= tasks_of(*linear, per_task);
+        multiply_panels(*linear, begin, end, number * per_task,
+                        std::min(panels_of(*linear), (number + 1) * per_task));
     });
 }
 

@@ -19,6 +19,7 @@ from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
+from lamina.splitter import SliceOutput
 from lamina.transport.base import Peer
 from lamina.transport.channel import BULK_SLOTS, Inbox, Layout, Outbox
 from lamina.transport.shm import ShmEndpoint
@@ -130,9 +131,10 @@ def attend(
     """One attention as a step runs it."""
     spec = SPECS[layer]
     q, k, v = map(torch.from_numpy, tensors)
+    output = SliceOutput(q, k, v, (), None)
     exchange.send_queries(layer, spec, q)
-    exchange.send(layer, spec, q, k, v)
-    chunks = exchange.attend_chunks(spec, q, k, v)
+    exchange.send(layer, spec, output)
+    chunks = exchange.attend_chunks(spec, output)
     for target in exchange.replies(layer):
         cluster.compute.wait([target], TIMEOUT_S)
     return exchange.gather(spec, chunks, sinks).numpy()

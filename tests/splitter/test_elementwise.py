@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**31)
 @pytest.fixture(params=_native.attention_paths(), ids=lambda path: path.name, autouse=True, scope="module")
 def path(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elementwise, "_PATH", request.param)
+        patch.setattr(elementwise, "PATH", request.param)
         yield
 
 

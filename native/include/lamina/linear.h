@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 namespace lamina::linear {
 
@@ -30,6 +31,7 @@ struct Linear {
     int64_t rows, inputs, outputs;
 };
 
-void multiply(const Linear &task, int threads);
+// Several of one x, rows and inputs: threads share out the panels of all of them together.
+void multiply(std::span<const Linear> group, int threads);
 
 } // namespace lamina::linear
