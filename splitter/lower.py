@@ -69,7 +69,7 @@ class LoweredSlice:
         ]
         self._constants = [tensors[name] for name in part.constants]
         self.prelude_key = (id(table), part.constants)
-        hoisted = [value.shape for value in self.prepare(torch.arange(2))]
+        hoisted = list(zip(*(self.prepare(torch.arange(count)) for count in (2, 3)), strict=True))
         steps = translate(self._main.graph, self.weights, hoisted, arrivals)
         self.program = None if steps is None else SliceProgram(steps, self.weights)
 
@@ -94,7 +94,7 @@ class LoweredSlice:
         """
         arrived = context if attention is None else (attention, *context)
         if self.program is not None:
-            return self.program.run((*prepared, *arrived), room or Room(len(ids)), on_query)
+            return self.program.run(ids, (*prepared, *arrived), room or Room(len(ids)), on_query)
         hook = () if self._last else (on_query,)
         return as_output(self._main(*self.weights, *prepared, ids, positions, *arrived, *hook), self._last)
 

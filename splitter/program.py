@@ -82,17 +82,19 @@ class Steps:
     """A slice as steps, for any order of its matrices.
 
     Attributes:
-        widths: of all matrices; the first are ``inputs``.
+        widths: of all matrices.
         steps: in order. until_query: how many of them q needs.
-        inputs: widths of what the slice takes: results of the prelude, attention, context.
+        inputs: matrices that the slice takes: results of the prelude, attention, context, rows of the embedding.
         results: whole matrices that the slice returns.
+        embedding: weight [vocab, d] whose rows are the last of the inputs; None if none is.
     """
 
     widths: list[int]
     steps: list[Step]
     until_query: int
-    inputs: int
+    inputs: list[int]
     results: list[Columns]
+    embedding: Tensor | None
 
 
 class SliceProgram:
@@ -104,21 +106,27 @@ class SliceProgram:
     def __init__(self, steps: Steps, weights: Sequence[Tensor]) -> None:
         self._weights = weights
         self._shapes = tuple(result.shape for result in steps.results)
-        self._widths = steps.widths[: steps.inputs]
+        self._widths = [steps.widths[matrix] for matrix in steps.inputs]
+        self._embedding = steps.embedding
         joined, _ = _join_products(steps.steps, len(steps.steps))
         apart, self._until_query = _join_products(steps.steps, steps.until_query)
         self._joined, self._apart = _assemble(steps, joined), _assemble(steps, apart)
 
-    def run(self, inputs: Sequence[Tensor], room: Room, on_query: Callable[[Tensor], None] | None) -> SliceOutput:
+    def run(
+        self, ids: Tensor, inputs: Sequence[Tensor], room: Room, on_query: Callable[[Tensor], None] | None
+    ) -> SliceOutput:
         """The slice's results for ``room.rows`` rows; they live in ``room``.
 
         Args:
+            ids: int64 [rows].
             inputs: bfloat16 [rows, ...]: what the prelude gave, attention, context.
             on_query: called with q before what only k and v need is computed.
 
         Raises ValueError for an input of another size or element type.
         """
         rows, threads = room.rows, torch.get_num_threads()
+        if self._embedding is not None:
+            inputs = (*inputs, torch.embedding(self._embedding, ids))
         results = room.results(self._shapes)
         addresses = [_address(tensor, rows * width) for tensor, width in zip(inputs, self._widths, strict=True)]
         addresses += results.addresses
@@ -170,8 +178,8 @@ def _join_products(steps: Sequence[Step], barrier: int) -> tuple[list[Step], int
 def _assemble(steps: Steps, ordered: Sequence[Step]) -> _native.Program:
     """Matrices that the caller gives come first in the native program: inputs, then results, then scratch."""
     results = [result.matrix for result in steps.results]
-    scratch = [matrix for matrix in range(steps.inputs, len(steps.widths)) if matrix not in results]
-    order = [*range(steps.inputs), *results, *scratch]
+    given = [*steps.inputs, *results]
+    order = [*given, *(matrix for matrix in range(len(steps.widths)) if matrix not in given)]
     number = {NOWHERE.matrix: -1} | {matrix: place for place, matrix in enumerate(order)}
 
     def placed(argument: Any) -> Any:
@@ -182,7 +190,7 @@ def _assemble(steps: Steps, ordered: Sequence[Step]) -> _native.Program:
         return argument
 
     widths = [steps.widths[matrix] for matrix in order]
-    program = Program(widths, steps.inputs + len(results), elementwise.PATH)
+    program = Program(widths, len(given), elementwise.PATH)
     for step in ordered:
         step.add(program, *map(placed, step.arguments))
     return program

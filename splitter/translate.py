@@ -1,8 +1,8 @@
 """From a lowered slice's graph to the steps of a native program, if a program can express it.
 
 The rule: all linear layers are Lamina's own products, all other arithmetic is a fused norm, rotation or gate, and
-everything else is a view that keeps rows whole. Slices of Llama-like models are like that; those with routed experts,
-other norms or activations, or other element types are not, and are run as graphs.
+everything else is a view that keeps rows whole, or the embedding of ids. Llama-like slices are like that; those
+with routed experts, other norms or activations, or other element types are not, and are run as graphs.
 """
 
 import math
@@ -21,16 +21,20 @@ from lamina.splitter.split_model import call_hook
 
 aten = torch.ops.aten
 _END = 2**63 - 1
+_IDS = object()
 
 
 def translate(
-    graph: fx.Graph, weights: Sequence[Tensor], hoisted: Sequence[torch.Size], arrivals: Sequence[tuple[int, ...]]
+    graph: fx.Graph,
+    weights: Sequence[Tensor],
+    hoisted: Sequence[tuple[Tensor, Tensor]],
+    arrivals: Sequence[tuple[int, ...]],
 ) -> Steps | None:
     """A lowered slice's graph as steps; None if a program cannot express it.
 
     Args:
         weights: what the graph takes first, those of linear layers packed; contiguous.
-        hoisted: shapes of what it takes next, from the prelude for two positions.
+        hoisted: what it takes next, for two positions and for three.
         arrivals: shapes of a row of attention (but for slice 0) and context.
     """
     translation = _Translation()
@@ -54,11 +58,15 @@ def _require(holds: bool) -> None:
 
 
 class _Translation:
-    """What has been translated of one graph; ``_values`` holds what its nodes stand for, weights being tensors."""
+    """What has been translated of one graph.
+
+    ``_values`` holds what its nodes stand for: ``Columns`` or several of them, tensors for weights, ``_IDS``.
+    """
 
     def __init__(self) -> None:
         self._widths: list[int] = []
-        self._inputs = 0
+        self._inputs: list[int] = []
+        self._embedding: Tensor | None = None
         self._steps: list[Step] = []
         self._until_query = 0
         self._values: dict[fx.Node, Any] = {}
@@ -67,19 +75,21 @@ class _Translation:
         self,
         graph: fx.Graph,
         weights: Sequence[Tensor],
-        hoisted: Sequence[torch.Size],
+        hoisted: Sequence[tuple[Tensor, Tensor]],
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:
-        """Give the graph's inputs their values; ids, positions and the hook have none."""
+        """Give the graph's inputs their values; positions and the hook have none."""
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._values.update(zip(inputs, weights, strict=False))
+        self._values.update((node, _IDS) for node in inputs if node.target == "ids")
         others = [node for node in inputs[len(weights) :] if node.target not in ("ids", "positions", "on_query")]
-        for node, shape in zip(others, hoisted, strict=False):
-            _require(len(shape) >= 2 and shape[-2] == 2 and set(shape[:-2]) <= {1})
-            self._values[node] = self._matrix(shape[-1:], len(shape) - 2)
+        for node, (two, three) in zip(others, hoisted, strict=False):
+            ones, width = [1] * (two.dim() - 2), two.shape[-1] if two.dim() else 0
+            _require(list(two.shape) == [*ones, 2, width] and list(three.shape) == [*ones, 3, width])
+            self._values[node] = self._matrix((width,), len(ones))
         for node, row in zip(others[len(hoisted) :], arrivals, strict=True):
             self._values[node] = self._matrix(row)
-        self._inputs = len(self._widths)
+        self._inputs = list(range(len(self._widths)))
 
     def steps(self, output: fx.Node) -> Steps:
         """All steps, once all nodes have been translated."""
@@ -88,11 +98,11 @@ class _Translation:
         for place, node in enumerate(returned):
             value = self._rows(node)
             _require(value.ones == 0)
-            if not self._is_whole(value) or value.matrix < self._inputs or value.matrix in {r.matrix for r in results}:
+            if not self._is_whole(value) or value.matrix in {*self._inputs, *(result.matrix for result in results)}:
                 _require(place > 0 or self._until_query == 0)  # who is told of q must find it
                 value = self._copy(value)
             results.append(value)
-        return Steps(self._widths, self._steps, self._until_query, self._inputs, results)
+        return Steps(self._widths, self._steps, self._until_query, self._inputs, results, self._embedding)
 
     def call(self, node: fx.Node) -> None:
         """Translate a call; what it uses has been translated."""
@@ -119,6 +129,14 @@ class _Translation:
 
     def _is_whole(self, value: Columns) -> bool:
         return value.width == self._widths[value.matrix]
+
+    def _embed(self, weight: Any, ids: Any, *_: Any) -> Columns:
+        """Rows of the embedding are one more input; padding matters to gradients alone."""
+        _require(self._embedding is None and self._values.get(ids) is _IDS)
+        self._embedding = self._weight(weight)
+        value = self._matrix(self._embedding.shape[1:], ones=1)
+        self._inputs.append(value.matrix)
+        return value
 
     def _linear(self, x: Any, weight: Any, bias: Any, outputs: int) -> Columns:
         rows, packed = self._rows(x), self._weight(weight)
@@ -198,7 +216,9 @@ class _Translation:
         _require((rows == -1 or isinstance(rows, fx.Node)) and math.prod(shape) == value.width and min(shape) > 0)
         return Columns(value.matrix, value.column, tuple(shape), ones)
 
-    def _unsqueeze(self, x: Any, dim: int) -> Columns:
+    def _unsqueeze(self, x: Any, dim: int) -> Any:
+        if self._values.get(x) is _IDS:
+            return _IDS  # for the embedding alone
         value = self._rows(x)
         _require(dim == 0)
         return Columns(value.matrix, value.column, value.shape, value.ones + 1)
@@ -223,6 +243,7 @@ class _Translation:
 
 
 _CALLS: dict[Any, Any] = {
+    aten.embedding.default: _Translation._embed,
     linear_native: _Translation._linear,
     elementwise.rms_norm: _Translation._norm,
     elementwise.add_rms_norm: _Translation._sum_norm,

@@ -45,12 +45,14 @@ class SliceRunner:
     def logits(
         self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [len(chosen), vocab] of rows ``chosen``, int64: everything after the last attention is per token."""
+        """Logits [len(chosen), vocab] of rows ``chosen``, int64, ascending: after the last attention rows are apart."""
         count = len(chosen)
-        chosen = pad(chosen, padded(count))
-        ids, positions, attention = rows.ids[chosen], rows.positions[chosen], attention[chosen]
-        context = tuple(tensor[chosen] for tensor in context)
-        logits = self._last.run(ids, positions, attention, context, self._last.prepare(positions)).logits
+        if count < len(rows.ids):
+            chosen = pad(chosen, padded(count))
+            rows = Rows(rows.ids[chosen], rows.positions[chosen])
+            attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
+        prepared = rows.prepared(self._last)
+        logits = self._last.run(rows.ids, rows.positions, attention, context, prepared, room=rows.room).logits
         assert logits is not None
         return logits[:count]
 
@@ -59,13 +61,13 @@ class Rows:
     """Token ids and positions of a step, int64 [rows], with what slices need of the positions alone.
 
     Attributes:
-        room: memory for the step's slices.
+        room: memory for the step's slices, which may have served another step of as many rows.
     """
 
-    def __init__(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, room: Room | None = None) -> None:
         self.ids = ids
         self.positions = positions
-        self.room = Room(len(ids))
+        self.room = room or Room(len(ids))
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
@@ -78,4 +80,6 @@ class Rows:
 
 def pad(rows: torch.Tensor, count: int) -> torch.Tensor:
     """int64 [T] with zeros up to [count]."""
+    if count == len(rows):
+        return rows
     return torch.nn.functional.pad(rows, (0, count - len(rows)))

@@ -1,6 +1,7 @@
 """One step of one lane on one replica: the slices that are its own, one at a time, in order."""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ from lamina.compute.exchange import Partial, StepExchange
 from lamina.compute.links import LaneLinks
 from lamina.compute.runner import Rows, SliceRunner, pad
 from lamina.engine.pipeline import Pipeline
-from lamina.splitter import Crossing, as_numpy
+from lamina.splitter import Crossing, Room, as_numpy
 from lamina.transport.channel import Outbox
 from lamina.transport.timeline import Timeline
 from lamina.transport.wire import Array
@@ -33,8 +34,10 @@ class StepRun:
         links: LaneLinks,
         pipeline: Pipeline,
         replica: int,
+        room: Room,
         timeline: Timeline,
     ) -> None:
+        """``room`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
         self.plan = plan
         self.tokens: list[int] = []
         self._runner = runner
@@ -42,16 +45,18 @@ class StepRun:
         self._links = links
         self._pipeline = pipeline
         self._replica = replica
+        self._room = room
         self._timeline = timeline
         slices = range(len(runner.attentions) + 1)
-        self._replicas = [pipeline.replica(plan.lane, plan.turn + index) for index in slices]
+        turns = slices if pipeline.moves else [0] * len(slices)
+        self._replicas = [pipeline.replica(plan.lane, plan.turn + turn) for turn in turns]
         self._own = [index for index in slices if self._replicas[index] == replica]
         self._next = 0
-        self._positions = torch.cat([torch.arange(step.start, step.stop) for step in plan.sequences])
+        self._positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
         self._rows: Rows | None = None
         self._news = False
-        ends = np.cumsum([len(step.tokens) for step in plan.sequences]) - 1
-        chosen = [int(end) for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
+        ends = itertools.accumulate(len(step.tokens) for step in plan.sequences)
+        chosen = [end - 1 for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
         self._chosen = torch.tensor(chosen, dtype=torch.int64)
         self._context: tuple[torch.Tensor, ...] = ()
         self._chunks: Partial | None = None
@@ -153,7 +158,8 @@ class StepRun:
 
     def _set_rows(self, ids: torch.Tensor) -> None:
         self._news = True
-        self._rows = Rows(pad(ids, self._exchange.rows), pad(self._positions, self._exchange.rows))
+        count = self._exchange.rows
+        self._rows = Rows(pad(ids, count), pad(self._positions, count), self._room)
 
     def _send_context(self, outbox: Outbox, turn: int) -> None:
         """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""

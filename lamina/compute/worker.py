@@ -20,6 +20,7 @@ from lamina.compute.step import StepRun, context_nbytes_per_token
 from lamina.engine.sampler import Row, sample
 from lamina.errors import DeadlineError, LogitsError, WorkerError
 from lamina.models import directory, tensors
+from lamina.splitter import Room
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
@@ -65,9 +66,13 @@ class SequenceCopy:
 
 @dataclass
 class Lane:
-    """The steps of one lane that are not done here, and what the first of them still waits for."""
+    """The steps of one lane that are not done here, and what the first of them still waits for.
+
+    ``room`` is the memory of the latest step, for the next one if it has as many rows.
+    """
 
     links: LaneLinks
+    room: Room = field(default_factory=lambda: Room(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     awaited: list[tuple[int, int]] = field(default_factory=list)
     since: float = 0.0
@@ -142,10 +147,12 @@ class ComputeWorker:
 
     def _serve_once(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
-        active = sorted((lane for lane in self._lanes if lane.steps), key=lambda lane: lane.steps[0].tick)
+        active = [lane for lane in self._lanes if lane.steps]
+        if len(active) > 1:
+            active.sort(key=lambda lane: lane.steps[0].tick)
         ready = next((lane for lane in active if not lane.awaited), None)
-        earlier = active if ready is None else active[: active.index(ready)]
         if len(active) > 1:  # else the wait below looks just as well
+            earlier = active if ready is None else active[: active.index(ready)]
             ready = next((lane for lane in earlier if self._is_ready(lane)), ready)
         if ready is None:
             self._idle(active)
@@ -240,7 +247,11 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(plan, self._segments, lane.links, self._dtype, self._overlap, self._threads, rows)
-        step = StepRun(plan, self._runner, exchange, lane.links, self._pipeline, self._replica, self._timeline)
+        if lane.room.rows != rows:
+            lane.room = Room(rows)
+        step = StepRun(
+            plan, self._runner, exchange, lane.links, self._pipeline, self._replica, lane.room, self._timeline
+        )
         if step.index < 0:  # more replicas than slices
             return
         lane.steps.append(step)

@@ -57,9 +57,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     _require_matching(logits, rows)
     scores = _constrain(logits, rows)
     highest, tokens = largest(scores)
-    broken = ~highest.isfinite()
-    if broken.any():
-        raise LogitsError(broken.nonzero().flatten().tolist())
+    broken = [r for r, value in enumerate(highest.tolist()) if not math.isfinite(value)]
+    if broken:
+        raise LogitsError(broken)
     random = [r for r, row in enumerate(rows) if not row.params.greedy]
     if random:
         chosen = [rows[r] for r in random]

@@ -1,12 +1,14 @@
 """A slice run as a native program computes, bit for bit, what it computes as a graph."""
 
+import functools
+
 import pytest
 import torch
 from split_variants import variant
 from torch import Tensor
 
 from lamina import _native
-from lamina.splitter import LoweredSlice, Room, SliceOutput, SplitModel, elementwise, lower, split
+from lamina.splitter import LoweredModel, LoweredSlice, Room, SliceOutput, SplitModel, elementwise, lower, split
 from lamina.types import DType
 
 pytestmark = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX-512 bfloat16")
@@ -18,10 +20,16 @@ def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def loaded(name: str) -> tuple[SplitModel, list[LoweredSlice]]:
+@functools.cache
+def lowered(name: str) -> tuple[SplitModel, LoweredModel]:
     model = split(variant(name), DType.BFLOAT16)
+    return model, lower(model)
+
+
+def loaded(name: str) -> tuple[SplitModel, list[LoweredSlice]]:
+    model, slices = lowered(name)
     tensors = {weight: random(seed, *like.shape) / 4 for seed, (weight, like) in enumerate(model.weights.items())}
-    return model, lower(model).with_weights(tensors)
+    return model, slices.with_weights(tensors)
 
 
 class Inner:
@@ -69,6 +77,17 @@ def test_logits_are_those_of_the_graph(name: str) -> None:
     last.program = None
     by_graph = last.run(ids, ids, attention, context, last.prepare(ids)).logits
     assert by_program is not None and by_graph is not None and torch.equal(by_program, by_graph)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+def test_the_first_slice_is_that_of_the_graph(name: str) -> None:
+    _, slices = loaded(name)
+    first, ids, positions = slices[0], torch.tensor([5, 0, 5, 91]), torch.arange(4)
+    assert first.program is not None
+    by_program = first.run(ids, positions, None, (), first.prepare(positions))
+    first.program = None
+    by_graph = first.run(ids, positions, None, (), first.prepare(positions))
+    assert all(map(torch.equal, tensors(by_program), tensors(by_graph)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi", "mixtral", "olmo2", "gptj"])
