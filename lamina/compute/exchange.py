@@ -122,6 +122,7 @@ class StepExchange:
             for worker, share in shares.items()
             if not share.empty
         ]
+        self._pulled = any(remote.rows.pulled for remote in self._remotes)
         self.sends_queries_first = any(not remote.pieces[0].keeps for remote in self._remotes)
         self._most_parts = int(self._parts.max(initial=1))
         self._buffers: dict[tuple[int, int], Partial] = {}
@@ -170,7 +171,8 @@ class StepExchange:
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send the rest: k, v and the pieces of q that were not sent. Raises PeerLostError."""
         q, k, v = output.arrays
-        self._lay_out(index, spec, k, v)
+        if self._pulled:
+            self._lay_out(index, spec, k, v)
         for remote in self._remotes:
             queries, appends = remote.rows.queries, remote.rows.appends
             keys_values = [self._take(k, appends), self._take(v, appends)]
