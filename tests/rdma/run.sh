@@ -56,15 +56,13 @@ if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -
     mke2fs -q -t ext4 -d "$work/disk" "$disk.new" "$(($(du -sm "$work/disk" | cut -f1) * 5 / 4 + 100))M"
     rm -rf "$work/disk" && mv "$disk.new" "$disk"
 fi
-if [ "${1-}" != --short ]; then
-    rm -rf "$work/model"
-    LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
-fi
+rm -rf "$work/model"
+LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
 
-tests=("$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200)
+tests=("$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_conformance.py tests/runtime/test_network.py)
 case ${1-} in
-"") set -- "${tests[@]}" tests/transport/test_conformance.py tests/runtime/test_network.py -k "rdma or network" ;;
---short) set -- "${tests[@]}" tests/transport/test_conformance.py -k "rdma and processes and ($few)" ;;
+"") set -- "${tests[@]}" -k "rdma or network" ;;
+--short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or test_rdma" ;;
 esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
@@ -72,5 +70,4 @@ export PATH=$work/venv/bin:$PATH
 # Through a pipe: a file as standard output would be opened again, and overwritten, by QEMU.
 vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G \
     --rodir "/usr/lib/systemd=$work/empty" --qemu-opts="-drive if=virtio,format=raw,readonly=on,file=$disk" -- \
-    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model \
-        LAMINA_CACHE_DIR=$work/model/cache $job" | cat
+    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model $job" | cat

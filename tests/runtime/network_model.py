@@ -1,9 +1,9 @@
 """The model that ``test_network.py`` runs, and what it must say: made outside of an emulated machine.
 
-    python -m tests.runtime.network_model FOLDER
+    LAMINA_CACHE_DIR=FOLDER/cache python -m tests.runtime.network_model FOLDER
 
 An emulated machine takes minutes to import torch and transformers, so ``tests/rdma/run.sh`` makes all of it outside:
-checkpoint, Hugging Face's tokens, and the split model in the cache that ``LAMINA_CACHE_DIR`` names.
+checkpoint, Hugging Face's tokens, and the split model in a cache of its own.
 """
 
 import json
@@ -17,6 +17,7 @@ PROMPTS = [[5, 6, 7], list(range(3, 40)), [9]]
 TOKENS = 60
 DTYPE = DType.FLOAT32
 EXPECTED = "expected.json"
+CACHE = "cache"
 
 
 @dataclass(frozen=True)

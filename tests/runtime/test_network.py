@@ -123,6 +123,7 @@ def start(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bringup, "START_TIMEOUT_S", PATIENCE_S)  # an emulated machine takes its time
+        patch.setenv("LAMINA_CACHE_DIR", str(Path(model.path, network_model.CACHE)))
         engine = launch(config, workers=workers, host=host)
     assert {choice.transport for choice in engine.cluster.links.values()} == {Transport(transport)}
     return engine
