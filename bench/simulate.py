@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results" / "simulate.json"
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
 MEMORIES = 4  # for each compute worker of a growing cluster, as 1,000 for 250
 REQUESTS = 800  # for each compute worker
-RATE = 1.2  # times the trace's, for each compute worker: what it serves without a queue that grows
+RATE = 1.2  # times the trace's, for each compute worker: somewhat more than it serves, so that steps are full
 CLUSTERS = (2, 10, 50)
 LARGE, LARGE_REQUESTS = 250, 1_000_000
 
