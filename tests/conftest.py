@@ -1,8 +1,12 @@
 """Fixtures of all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

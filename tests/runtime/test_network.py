@@ -50,6 +50,8 @@ class Stacks:
         """Let the cable lose and delay packets, both ways."""
         try:
             run("tc", "qdisc", "replace", "dev", self.near, "root", "netem", *netem)
+        except FileNotFoundError:
+            pytest.skip("no tc command to impair a network with (Debian: apt-get install iproute2; it is in /usr/sbin)")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this kernel has no netem: {error.stderr.strip()}")
         self.inside("tc", "qdisc", "replace", "dev", self.far, "root", "netem", *netem)

@@ -91,10 +91,10 @@ class Proxy:
             for source in select.select([near, far], [], [], 0.05)[0]:
                 try:
                     data = source.recv(min(65536, int(min(left, 65536))))
+                    self.seen += data  # before it arrives: whoever waits for it looks here then
                     (far if source is near else near).sendall(data)
                 except OSError:
                     data = b""
-                self.seen += data
                 left = left - len(data) if data else 0
         self.cuts += 1
         reset(near)
