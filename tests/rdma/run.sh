@@ -8,6 +8,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$root/build/rdma
 cd "$root"
+PATH=$PATH:/usr/sbin:/sbin # where some environments do not look for depmod, mke2fs and ip
 python=${PYTHON:-$root/.venv/bin/python}
 packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
 
