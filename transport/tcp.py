@@ -104,6 +104,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             except TransportError:
                 if time.monotonic() >= deadline:
                     raise
+            time.sleep(RETRY_S)
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; its death no longer ends waits."""

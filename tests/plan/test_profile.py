@@ -76,6 +76,19 @@ def test_slices_of_a_third_width_follow_from_two() -> None:
     assert np.all(noisy.seconds(np.array(rows), 9_000_000) >= 1e-4 * 0.99)
 
 
+def one_of_each(kind: hardware.Hardware, lanes: int) -> Pools:
+    """A compute and a memory worker of a kind."""
+    return Pools(
+        compute=kind,
+        tensor_parallel=1,
+        replicas=1,
+        memory=kind,
+        memory_workers=1,
+        lanes=lanes,
+        partition=Partition.REQUEST,
+    )
+
+
 def test_pools_that_share_a_memory_slow_each_other() -> None:
     """Two lanes: while both pools work, which is as long as attention takes, each takes a fifth longer."""
     entry = hardware.load()["epyc"]
@@ -85,15 +98,7 @@ def test_pools_that_share_a_memory_slow_each_other() -> None:
         runtime = RuntimeFit(**{**vars(TRUTH), "contention": contention})
         fits = Fits(**{**vars(Fits.load("epyc")), "slices": CURVE, "runtime": runtime})
         planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, Goals())
-        pools = Pools(
-            compute=entry,
-            tensor_parallel=1,
-            replicas=1,
-            memory=entry,
-            memory_workers=1,
-            lanes=lanes,
-            partition=Partition.REQUEST,
-        )
+        pools = one_of_each(entry, lanes)
         return float(planner.tbt(pools, np.array([8.0]))[0])
 
     attention_s = 12 * (np.interp(8, [1, 4, 16], [2e-5, 7e-5, 1.5e-4]) + 800 * 512 / 15e9)
@@ -139,14 +144,6 @@ def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
     for cached in range(64, 68):
         served = workload.of_context(cached + 1)
         planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, Goals())
-        pools = Pools(
-            compute=entry,
-            tensor_parallel=1,
-            replicas=1,
-            memory=entry,
-            memory_workers=1,
-            lanes=1,
-            partition=Partition.REQUEST,
-        )
+        pools = one_of_each(entry, 1)
         expected.append(float(planner.tbt(pools, np.ones(1))[0]))
     assert np.repeat(times, counts) == pytest.approx(expected, rel=1e-6)
