@@ -96,8 +96,8 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
 
     def _connect(self, where: Descriptor, request: bytes, timeout_s: float) -> Connection:
         deadline = time.monotonic() + timeout_s
+        left_s = timeout_s
         while True:
-            left_s = max(deadline - time.monotonic(), 0.0)
             connection, _ = listener.connect(self.name, where, self._secret, request, left_s, self._silence_s)
             try:
                 return self._opener.open(connection, listens=False, timeout_s=min(left_s, HANDSHAKE_S))
@@ -105,6 +105,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(RETRY_S)
+            left_s = max(deadline - time.monotonic(), 0.0)
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; its death no longer ends waits."""
