@@ -31,7 +31,7 @@ from lamina.transport.listener import LOOPBACK
 from lamina.transport.measure import SPINS, make_endpoint
 from lamina.transport.secret import Secret, new
 from lamina.transport.wire import reply_nbytes, request_nbytes
-from lamina.types import Admission, AttentionSpec, DType, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, SequenceStep, StepPlan
 
 SPEC = AttentionSpec(layer=0, query_heads=32, kv_heads=8, qk_dim=128, v_dim=128, scale=128**-0.5)
 ROWS, CHUNK = 16, 512
@@ -77,7 +77,8 @@ def hold_memory(transport: Transport, secret: Secret, pipe: Connection, core: in
     peer = endpoint.connect(pipe.recv(), TIMEOUT_S)
     store = KvStore("memory", [SPEC], DTYPE, CHUNK, 1, Overlap())
     admission = Admission(0, 1, CHUNK, [Segment(0, "memory", (0, SPEC.query_heads), (0, None))], SamplingParams(), 0)
-    step = store.apply(StepPlan(0, PROMPTS, 0, [], [], [admission], [SequenceStep(0, 0, [0] * CHUNK, [])]))
+    chunk, nobody = SequenceStep(0, 0, [0] * CHUNK, []), DecodeRows([], [], [])
+    step = store.apply(StepPlan(0, PROMPTS, 0, [], [], [admission], [chunk], nobody))
     puller = Puller(lambda _, *place: endpoint.fetch(peer, *place), arena, LAYOUT, store)
     inbox, outbox = Inbox(arena, LAYOUT.request(DECODES)), Outbox(endpoint, peer, LAYOUT.reply(DECODES, 0))
     answer, number, pulled = np.zeros(LAYOUT.reply_nbytes, np.uint8), 0, 0

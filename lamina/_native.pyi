@@ -414,14 +414,10 @@ class VirtualCluster:
         send_s: float,
         receive_s: float,
         context_s: float,
-        shares: NDArray[Any],
+        shares: Shares,
         /,
     ) -> None:
-        """The lane's next step, behind those it has.
-
-        ``shares`` [3, memory workers] float64 are their seconds for one attention: receiving, attending, sending; all
-        zero for those that have no part in it. Raises ValueError.
-        """
+        """The lane's next step, behind those it has. Raises ValueError."""
 
     def advance(self, until_s: float, /) -> tuple[float, int, int, float] | None:
         """Play on until a step ends: (time, lane, number, busy_s); None if none ends up to ``until_s``."""
@@ -441,6 +437,13 @@ class VirtualCluster:
     def spans(self) -> list[tuple[str, int, int, float, float]]:
         """What was recorded last: (stage, worker, lane, begin_s, end_s)."""
 
+class Shares:
+    """Memory workers' parts in each attention of a step, every worker once: (worker, receiving, attending, sending), in
+    seconds."""
+
+    def __init__(self, tuples: Sequence[tuple[int, float, float, float]], /) -> None: ...
+    def tuples(self) -> list[tuple[int, float, float, float]]: ...
+
 class DecodeShares:
     """What a decode step asks of every memory worker in one attention: see native/include/lamina/decode_shares.h."""
 
@@ -456,9 +459,13 @@ class DecodeShares:
         """Seconds of a memory worker: its network card's for a row, in and out, and of attention for each token that
         rows see and, ``attend_s``, for any number of rows."""
 
-    def of(self, homes: Sequence[int], tokens: Sequence[int], /) -> NDArray[np.float64]:
-        """[3, memories] seconds, as ``VirtualCluster.submit`` takes them, of rows whose KV is on workers ``homes`` and
-        that see ``tokens`` besides themselves. Raises ValueError or IndexError."""
+    def of(
+        self, homes: NDArray[np.int64], tokens: Sequence[int], more: Sequence[tuple[int, float, float, float]], /
+    ) -> Shares:
+        """Of rows whose KV is on workers ``homes`` and that see ``tokens`` besides themselves, with ``more`` added.
+
+        Raises ValueError or IndexError.
+        """
 
 class TokenTimes:
     """When requests get their tokens: see native/include/lamina/token_times.h."""
@@ -466,7 +473,7 @@ class TokenTimes:
     def __init__(self, tokens: Sequence[int], /) -> None:
         """By request: how many it is to get."""
 
-    def draw(self, now_s: float, requests: Sequence[int], /) -> list[int]:
+    def draw(self, now_s: float, requests: NDArray[np.int64], /) -> list[int]:
         """Each of these requests gets its next token. Returns the places in ``requests`` of those it is the last for.
 
         Raises IndexError for one that does not exist, ValueError for one that has all its tokens.

@@ -5,6 +5,7 @@ D head size of q and k, Dv head size of v.
 """
 
 import enum
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,6 +227,25 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.start + len(self.tokens)
 
 
+class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Sequences that run the one token they have drawn last, and draw the next: lists of one length.
+
+    Attributes:
+        starts: position of each. tokens: to run, by sequence; empty if all are still being drawn (``LAST_DRAWN``).
+    """
+
+    sequences: list[int]
+    starts: list[int]
+    tokens: list[int]
+
+    @property
+    def steps(self) -> list[SequenceStep]:
+        """One by one."""
+        tokens = self.tokens or [LAST_DRAWN] * len(self.sequences)
+        rows = zip(self.sequences, self.starts, tokens, strict=True)
+        return [SequenceStep(sequence, start, [token], [sequence]) for sequence, start, token in rows]
+
+
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request the workers hear of for the first time: sequences [sequence, sequence + count), one per completion.
 
@@ -250,13 +270,14 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
 
 
-class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
     Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``admitted`` ones registered, then
-    ``sequences`` run. The same plan goes to the compute workers of its lane and to every memory worker; a memory worker
-    ignores sequences without a segment on it. ``turn`` counts the attentions of the lane's earlier steps: with it both
-    ends number their messages alike, and know which compute worker runs which slice.
+    ``sequences`` run: those that decode, and ``chunks`` of prompts. The same plan goes to the compute workers of its
+    lane and to every memory worker; a memory worker ignores sequences without a segment on it. ``turn`` counts the
+    attentions of the lane's earlier steps: with it both ends number their messages alike, and know which compute worker
+    runs which slice.
     """
 
     step: int
@@ -265,4 +286,15 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     forks: list[Fork]
     released: list[int]
     admitted: list[Admission]
-    sequences: list[SequenceStep]
+    chunks: list[SequenceStep]
+    decoding: DecodeRows
+
+    @property
+    def runs(self) -> bool:
+        """True if there are sequences to run."""
+        return bool(self.decoding.sequences or self.chunks)
+
+    @functools.cached_property
+    def sequences(self) -> list[SequenceStep]:
+        """All that run, in the order of the batch's rows."""
+        return self.decoding.steps + self.chunks

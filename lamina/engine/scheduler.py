@@ -12,13 +12,15 @@ that is still being drawn. Where it has ended, its row is computed in vain and n
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lamina.engine.batch import DecodeBatch
+from lamina.engine.groups import Completion, Group, Owner
 from lamina.engine.placement import Placement
 from lamina.engine.seats import Seats
 from lamina.errors import RequestError
-from lamina.types import LAST_DRAWN, Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 
 @dataclass(frozen=True)
@@ -31,75 +33,12 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True)
-class Completion:
-    """One sequence: its place in the batch and what it has drawn."""
-
-    sequence: int
-    index: int
-    cached: int = 0  # tokens whose K and V are on the memory worker, or will be once the planned steps have run
-    generated: list[int] = field(default_factory=list)
-    drawing: int = 0  # tokens that planned steps are to draw
-    finished: bool = False
-    retired: bool = False  # given up for release
-    itself: list[int] = field(init=False)  # what a decode step draws for: the same list in every plan
-
-    def __post_init__(self) -> None:
-        self.itself = [self.sequence]
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """A request with its completions."""
-
-    request: Request
-    max_tokens: int
-    completions: list[Completion]
-    lane: int = -1  # not admitted
-    memory: str = ""
-    heads: tuple[int, int] = (0, 0)
-    in_flight: int = 0  # parts of planned steps that have not completed
-    forked: bool = False
-    holders: int = 0  # completions whose KV reservation stands
-    ending: int = 0  # completions that have finished and are not retired
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def own_tokens(self) -> int:
-        """Most KV tokens one completion keeps besides the prompt: the last token drawn is never kept."""
-        return self.max_tokens - 1
-
-    @property
-    def tokens(self) -> int:
-        """Most KV tokens the request keeps; the prompt is shared by its completions."""
-        return self.prompt_length + len(self.completions) * self.own_tokens
-
-    @property
-    def prompt_done(self) -> bool:
-        """True when the KV of the whole prompt is kept."""
-        return self.completions[0].cached >= self.prompt_length
-
-    @property
-    def alive(self) -> list[Completion]:
-        """The completions that still draw tokens."""
-        return [completion for completion in self.completions if not completion.finished]
-
-
-Owner = tuple[Group, Completion]
-
-_STILL_DRAWN = [LAST_DRAWN]
-
-
-@dataclass(eq=False, slots=True)
 class _Planned:
-    """A step in flight, with whom its parts are for: sequences that decode, then chunks with those that draw."""
+    """A step in flight, with whom its parts are for: sequences that decode, and those that chunks draw for."""
 
     plan: StepPlan
-    decoding: list[Owner]
-    chunks: list[tuple[Group, list[Completion]]]
+    decoding: Mapping[int, Owner]
+    prompted: dict[int, Owner]
 
 
 @dataclass(eq=False, slots=True)
@@ -109,9 +48,11 @@ class _Lane:
     running: dict[Group, None] = field(default_factory=dict)  # all of them
     prompts: dict[Group, None] = field(default_factory=dict)  # with tokens of the prompt to run
     prompted: list[Group] = field(default_factory=list)  # whose prompt the last plan has finished
-    decoding: dict[int, Owner] = field(default_factory=dict)  # by sequence
+    decoding: DecodeBatch = field(default_factory=DecodeBatch)
+    finished: list[Owner] = field(default_factory=list)  # but steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
     in_flight: collections.deque[_Planned] = field(default_factory=collections.deque)
+    completed: int = 0  # of the steps that ``decoding`` counts
     turn: int = 0
 
     @property
@@ -220,13 +161,15 @@ class Scheduler:
         self._moving = False
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
         groups = sorted(running, key=lambda group: -len(group.completions))
+        before = [own.decoding for own in self._lanes]
         for own in self._lanes:
-            for content in (own.running, own.prompts, own.prompted, own.decoding):
+            for content in (own.running, own.prompts, own.prompted):
                 content.clear()
+            own.decoding, own.completed = DecodeBatch(), 0
         self._seats, self._full = Seats(self.active), False
         self._changed.update(range(len(self._lanes)))
         for group in groups:
-            group.lane = min(self._seats.emptiest)
+            decoding, group.lane, group.until = before[group.lane], min(self._seats.emptiest), 0
             self._seats.change(group.lane, len(group.completions))
             own = self._lanes[group.lane]
             own.running[group] = None
@@ -235,7 +178,8 @@ class Scheduler:
             elif not group.forked:
                 own.prompted.append(group)
             else:
-                own.decoding.update((completion.sequence, (group, completion)) for completion in group.alive)
+                for completion in group.alive:
+                    own.decoding.join(group, completion, decoding.position(completion.sequence))
 
     def plannable(self, depth: int) -> Iterator[int]:
         """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
@@ -271,13 +215,16 @@ class Scheduler:
         forks = self._forks(own)
         released = self._release(own)
         admitted = self._admit(lane)
-        steps, planned = self._steps_of(own)
-        if not (forks or released or admitted or steps):
+        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
+        chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+        if not (forks or released or admitted or chunks or rows.sequences):
             self._changed.discard(lane)
             return None
-        plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, steps)
-        own.turn += self._attentions if steps else 0
-        own.in_flight.append(_Planned(plan, *planned))
+        plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, chunks, rows)
+        if chunks or rows.sequences:
+            own.turn += self._attentions
+            own.decoding.steps += 1
+        own.in_flight.append(_Planned(plan, own.decoding.members, prompted))
         return plan
 
     @staticmethod
@@ -286,13 +233,11 @@ class Scheduler:
         forks = []
         for group in lane.prompted:
             group.forked = True
-            first, *others = group.completions
-            for other in others:
-                other.cached = group.prompt_length
-            alive = group.alive
-            lane.decoding.update((completion.sequence, (group, completion)) for completion in alive)
-            children = (other for other in alive if other is not first)
-            forks += [Fork(first.sequence, child.sequence, group.prompt_length) for child in children]
+            first = group.completions[0]
+            for completion in group.alive:
+                lane.decoding.join(group, completion, group.prompt_length)
+                if completion is not first:
+                    forks.append(Fork(first.sequence, completion.sequence, group.prompt_length))
         lane.prompted.clear()
         return forks
 
@@ -336,129 +281,91 @@ class Scheduler:
             first, len(group.completions), group.prompt_length, [segment], params, group.request.seed, prompt
         )
 
-    def _steps_of(
-        self, lane: _Lane
-    ) -> tuple[list[SequenceStep], tuple[list[Owner], list[tuple[Group, list[Completion]]]]]:
-        """Parts of the next step, which count as planned from now on, with whom they are for."""
-        steps: list[SequenceStep] = []
-        decoding: list[Owner] = []
-        for owner in lane.decoding.values():  # the one loop over every sequence of every step: kept tight
-            group, completion = owner
-            generated, drawing, cached = completion.generated, completion.drawing, completion.cached
-            if len(generated) + drawing < group.max_tokens:
-                token = _STILL_DRAWN if drawing else [generated[-1]]
-                steps.append(SequenceStep(completion.sequence, cached, token, completion.itself))
-                decoding.append(owner)
-                completion.drawing = drawing + 1
-                completion.cached = cached + 1
-                group.in_flight += 1
-        chunks: list[tuple[Group, list[Completion]]] = []
-        budget = self.limits.max_num_batched_tokens - len(steps)
+    @staticmethod
+    def _chunks(lane: _Lane, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
+        """Parts of prompts, planned from now on, of ``budget`` tokens at most, and the completions they draw for."""
+        chunks: list[SequenceStep] = []
+        drawing: dict[int, Owner] = {}
         for group in list(lane.prompts):
             if budget <= 0:
                 break
-            step = self._chunk(group, budget)
-            steps.append(step)
-            budget -= len(step.tokens)
-            chunks.append((group, self._begin_chunk(lane, group, step)))
-        return steps, (decoding, chunks)
+            start, first = group.cached, group.completions[0]
+            group.cached = min(group.prompt_length, start + budget)
+            group.until = lane.decoding.steps + 1
+            draws: list[int] = []
+            if group.prompt_done:
+                del lane.prompts[group]
+                lane.prompted.append(group)
+                draws = [completion.sequence for completion in group.alive]
+                drawing.update((completion.sequence, (group, completion)) for completion in group.alive)
+            chunks.append(
+                SequenceStep(first.sequence, start, group.request.prompt_token_ids[start : group.cached], draws)
+            )
+            budget -= group.cached - start
+        return chunks, drawing
 
-    @staticmethod
-    def _chunk(group: Group, budget: int) -> SequenceStep:
-        first = group.completions[0]
-        stop = min(group.prompt_length, first.cached + budget)
-        last = stop == group.prompt_length
-        draws = [completion.sequence for completion in group.alive] if last else []
-        return SequenceStep(first.sequence, first.cached, group.request.prompt_token_ids[first.cached : stop], draws)
-
-    @staticmethod
-    def _begin_chunk(lane: _Lane, group: Group, step: SequenceStep) -> list[Completion]:
-        """A chunk is planned. Returns the completions it draws for."""
-        group.in_flight += 1
-        group.completions[0].cached = step.stop
-        if not group.prompt_done:
-            return []
-        del lane.prompts[group]
-        lane.prompted.append(group)
-        drawing = group.alive
-        for completion in drawing:
-            completion.drawing += 1
-        return drawing
-
-    def complete(self, lane: int, step: int | None = None) -> dict[int, Owner]:
+    def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight): one without sequences may overtake others.
 
-        Returns, by sequence, the completions that drew a token and live.
+        Returns, by sequence, the completions that drew a token and live: not to be changed, and the same object as
+        before if they are the same and none has joined or left the lane since.
 
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
-        in_flight = self._lanes[lane].in_flight
-        planned = in_flight[0] if step is None else next(one for one in in_flight if one.plan.step == step)
-        in_flight.remove(planned)
+        own = self._lanes[lane]
+        planned = own.in_flight[0] if step is None else next(one for one in own.in_flight if one.plan.step == step)
+        own.in_flight.remove(planned)
         self._changed.add(lane)
         self._ahead.discard(lane)
-        drawn: dict[int, Owner] = {}
-        ending: list[Group] = []
-        for owner in planned.decoding:
-            group, completion = owner
-            group.in_flight -= 1
-            completion.drawing -= 1
-            if group.ending:
-                ending.append(group)
-            if not completion.finished:
-                drawn[completion.sequence] = owner
-        for group, completions in planned.chunks:
-            group.in_flight -= 1
-            ending.append(group)
-            for completion in completions:
-                completion.drawing -= 1
-                if not completion.finished:
-                    drawn[completion.sequence] = group, completion
-        for group in ending:
-            self._retire(group)
-        return drawn
+        if not planned.plan.runs:
+            return {}
+        own.completed += 1
+        if own.finished:
+            self._retire(own)
+        if not planned.prompted and planned.decoding is own.decoding.members:
+            return planned.decoding
+        drawn = {**planned.decoding, **planned.prompted}
+        return {sequence: owner for sequence, owner in drawn.items() if not owner[1].finished}
 
     def finish(self, group: Group, completion: Completion) -> None:
         """A completion has ended, by itself or by its caller's wish; with the last one the request's id is free."""
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
-        self._retire(group)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its id is free at once. Nothing happens if it is not known (any more)."""
         group = self._requests.pop(request_id, None)
         if group is None:
             return
-        for completion in group.completions:
-            self._end(group, completion)
         if group.lane >= 0:
             self._lanes[group.lane].prompts.pop(group, None)
-            self._retire(group)
         else:
             self._waiting.remove(group)
             self._full = False  # it may have been the first
+        for completion in group.completions:
+            self._end(group, completion)
 
     def _end(self, group: Group, completion: Completion) -> None:
         if completion.finished:
             return
         completion.finished = True
-        group.ending += 1
         if group.lane >= 0:
-            self._lanes[group.lane].decoding.pop(completion.sequence, None)
+            own = self._lanes[group.lane]
+            own.decoding.leave(completion.sequence)
+            own.finished.append((group, completion))
+            self._retire(own)
 
-    def _retire(self, group: Group) -> None:
-        """Hand finished completions, once no step uses their group, to the next plan for release."""
-        if group.in_flight or not group.ending:
-            return
-        own = self._lanes[group.lane]
-        for completion in group.completions:
-            if completion.finished and not completion.retired:
+    def _retire(self, lane: _Lane) -> None:
+        """Hand finished completions, once no step in flight runs them, to the next plan for release."""
+        for owner in lane.finished:
+            group, completion = owner
+            if lane.completed >= max(group.until, completion.until):
                 completion.retired = True
-                own.ending.append((group, completion))
-        group.ending = 0
-        self._changed.add(group.lane)
-        if not group.alive:
-            del own.running[group]
-            self._seats.change(group.lane, -len(group.completions))
-            self._full = False
+                lane.ending.append(owner)
+                self._changed.add(group.lane)
+                if all(each.retired for each in group.completions):
+                    del lane.running[group]
+                    self._seats.change(group.lane, -len(group.completions))
+                    self._full = False
+        lane.finished = [owner for owner in lane.finished if not owner[1].retired]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lamina.engine.scheduler import Completion, Group
+from lamina.engine.groups import Completion, Group
 from lamina.engine.stop import StopChecker
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from lamina.transport.messages import Draw
@@ -107,6 +107,6 @@ class TrackedRequest:
             return ()
         heads = group.heads
         return tuple(
-            Segment(completion.sequence, group.memory, heads, (0, completion.cached))
+            Segment(completion.sequence, group.memory, heads, (0, group.kept(completion)))
             for completion in group.completions
         )

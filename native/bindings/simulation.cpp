@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -20,12 +21,39 @@ using namespace lamina;
 
 namespace {
 
-using Seconds = nb::ndarray<const double, nb::shape<3, -1>, nb::c_contig, nb::device::cpu>;
+struct Shares { // what Python holds of them
+    std::vector<Share> shares;
+};
+
+using Numbers = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::span<const std::int64_t> span(const Numbers &numbers) {
+    return {numbers.data(), numbers.shape(0)};
+}
+
+// Tuples (worker, receiving, attending, sending) in seconds.
+using ShareTuple = std::tuple<std::size_t, double, double, double>;
+
+std::vector<Share> shares_of(const std::vector<ShareTuple> &tuples) {
+    std::vector<Share> shares;
+    shares.reserve(tuples.size());
+    for (const auto &[worker, receive_s, attention_s, send_s] : tuples)
+        shares.push_back({worker, receive_s, attention_s, send_s});
+    return shares;
+}
+
+std::vector<ShareTuple> tuples_of(const Shares &own) {
+    std::vector<ShareTuple> tuples;
+    tuples.reserve(own.shares.size());
+    for (const Share &share : own.shares)
+        tuples.emplace_back(share.worker, share.receive_s, share.attention_s, share.send_s);
+    return tuples;
+}
 
 void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_t number,
             const std::vector<std::size_t> &replicas, std::int64_t tick, std::int64_t ticks, double first_s,
             double inner_s, double last_s, double chunks_s, double send_s, double receive_s, double context_s,
-            Seconds shares) {
+            const Shares &shares) {
     VirtualStep step{.number = number,
                      .replicas = replicas,
                      .tick = tick,
@@ -37,10 +65,7 @@ void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_
                      .send_s = send_s,
                      .receive_s = receive_s,
                      .context_s = context_s,
-                     .shares = {}};
-    for (std::size_t i = 0; i < shares.shape(1); ++i)
-        if (shares(0, i) != 0 || shares(1, i) != 0 || shares(2, i) != 0)
-            step.shares.push_back({i, shares(0, i), shares(1, i), shares(2, i)});
+                     .shares = shares.shares};
     cluster.submit(lane, now_s, std::move(step));
 }
 
@@ -104,11 +129,9 @@ nb::tuple gaps(const TokenTimes &times) {
     return nb::make_tuple(values, counts);
 }
 
-Array<double> decode_shares(DecodeShares &shares, const std::vector<std::size_t> &homes,
-                            const std::vector<std::int64_t> &tokens) {
-    const auto result = make_array<double>({3, shares.memories()});
-    shares.of(homes, tokens, result.data());
-    return result;
+Shares decode_shares(DecodeShares &shares, const Numbers &homes, const std::vector<std::int64_t> &tokens,
+                     const std::vector<ShareTuple> &more) {
+    return {shares.of(span(homes), tokens, shares_of(more))};
 }
 
 } // namespace
@@ -126,12 +149,17 @@ void register_simulation(nb::module_ &module) {
         .def("memory_work", [](const VirtualCluster &cluster,
                                std::size_t index) { return as_tuple(cluster.memory_work(index)); })
         .def("spans", &spans);
+    nb::class_<Shares>(module, "Shares")
+        .def("__init__", [](Shares *self,
+                            const std::vector<ShareTuple> &tuples) { new (self) Shares{shares_of(tuples)}; })
+        .def("tuples", &tuples_of);
     nb::class_<DecodeShares>(module, "DecodeShares")
         .def(nb::init<std::size_t, double, double, double, std::vector<double>>())
         .def("of", &decode_shares);
     nb::class_<TokenTimes>(module, "TokenTimes")
         .def(nb::init<const std::vector<std::int64_t> &>())
-        .def("draw", &TokenTimes::draw)
+        .def("draw", [](TokenTimes &times, double now_s,
+                        const Numbers &requests) { return times.draw(now_s, span(requests)); })
         .def("drawn", [](const TokenTimes &times) { return by_request(times, &TokenTimes::drawn); })
         .def("first_s", [](const TokenTimes &times) { return by_request(times, &TokenTimes::first_s); })
         .def("longest_gap_s",

@@ -9,32 +9,52 @@ namespace lamina {
 DecodeShares::DecodeShares(std::size_t memories, double receive_row_s, double send_row_s, double token_s,
                            std::vector<double> attend_s)
     : receive_row_s_(receive_row_s), send_row_s_(send_row_s), token_s_(token_s),
-      attend_s_(std::move(attend_s)), rows_(memories), tokens_(memories) {}
+      attend_s_(std::move(attend_s)), workers_(memories) {}
 
-void DecodeShares::of(const std::vector<std::size_t> &homes, const std::vector<std::int64_t> &tokens,
-                      double *shares) {
+std::vector<Share> DecodeShares::of(std::span<const std::int64_t> homes,
+                                    const std::vector<std::int64_t> &tokens, const std::vector<Share> &more) {
     if (homes.size() != tokens.size())
         throw std::invalid_argument("homes and tokens differ in length");
     if (homes.size() >= attend_s_.size())
         throw std::out_of_range("more rows than there are times for");
-    const std::size_t count = memories();
-    if (std::any_of(homes.begin(), homes.end(), [count](std::size_t home) { return home >= count; }))
+    const auto exists = [this](std::size_t worker) { return worker < workers_.size(); };
+    if (!std::all_of(homes.begin(), homes.end(), exists) ||
+        !std::all_of(more.begin(), more.end(), [&](const Share &share) { return exists(share.worker); }))
         throw std::out_of_range("a row is on a memory worker that does not exist");
+
+    std::vector<Share> shares;
+    shares.reserve(homes.size() + more.size());
     for (std::size_t i = 0; i < homes.size(); ++i) {
-        if (rows_[homes[i]]++ == 0)
-            involved_.push_back(homes[i]);
-        tokens_[homes[i]] += tokens[i] + 1;
+        Worker &worker = workers_[static_cast<std::size_t>(homes[i])];
+        place_of(static_cast<std::size_t>(homes[i]), shares);
+        worker.rows += 1;
+        worker.tokens += tokens[i] + 1;
     }
-    std::fill_n(shares, 3 * count, 0.0);
-    for (const std::size_t home : involved_) {
-        const double rows = static_cast<double>(rows_[home]);
-        shares[home] = rows * receive_row_s_;
-        shares[count + home] = attend_s_[rows_[home]] + static_cast<double>(tokens_[home]) * token_s_;
-        shares[2 * count + home] = rows * send_row_s_;
-        rows_[home] = 0;
-        tokens_[home] = 0;
+    for (Share &share : shares) {
+        const Worker &worker = workers_[share.worker];
+        const double rows = static_cast<double>(worker.rows);
+        share.receive_s = rows * receive_row_s_;
+        share.attention_s = attend_s_[worker.rows] + static_cast<double>(worker.tokens) * token_s_;
+        share.send_s = rows * send_row_s_;
     }
-    involved_.clear();
+    for (const Share &added : more) {
+        Share &share = shares[place_of(added.worker, shares)];
+        share.receive_s += added.receive_s;
+        share.attention_s += added.attention_s;
+        share.send_s += added.send_s;
+    }
+    for (const Share &share : shares)
+        workers_[share.worker] = {};
+    return shares;
+}
+
+std::size_t DecodeShares::place_of(std::size_t worker, std::vector<Share> &shares) {
+    std::size_t &place = workers_[worker].place;
+    if (place == NONE) {
+        place = shares.size();
+        shares.push_back({worker, 0, 0, 0});
+    }
+    return place;
 }
 
 } // namespace lamina

@@ -13,11 +13,11 @@ TokenTimes::TokenTimes(const std::vector<std::int64_t> &tokens)
         requests_.push_back({.tokens = own});
 }
 
-std::vector<std::size_t> TokenTimes::draw(double now_s, const std::vector<std::size_t> &requests) {
+std::vector<std::size_t> TokenTimes::draw(double now_s, std::span<const std::int64_t> requests) {
     std::vector<std::size_t> ended;
     const std::size_t before = gaps_.size();
     for (std::size_t place = 0; place < requests.size(); ++place) {
-        const std::size_t index = requests[place];
+        const auto index = static_cast<std::size_t>(requests[place]);
         Request &own = requests_.at(index);
         if (own.drawn == own.tokens)
             throw std::invalid_argument("request " + std::to_string(index) + " has all of its " +

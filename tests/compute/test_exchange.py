@@ -32,10 +32,11 @@ from lamina.transport.wire import (
     request_nbytes,
     request_number,
 )
-from lamina.types import Admission, AttentionSpec, DType, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, SequenceStep, StepPlan
 
 ROWS = 24
 TIMEOUT_S = 20.0
+NOBODY = DecodeRows([], [], [])
 SPECS = [
     AttentionSpec(layer=0, query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.35),
     AttentionSpec(layer=1, query_heads=4, kv_heads=4, qk_dim=12, v_dim=6, scale=0.3, window=5, softcap=4.0, sinks=True),
@@ -192,7 +193,7 @@ def test_steps_of_any_mix_equal_whole_attention(
     with connected(names, overlap) as cluster:
         for number, counts in enumerate(steps):
             taken = [SequenceStep(s, lengths[s], [0] * count, []) for s, count in enumerate(counts) if count]
-            plan = StepPlan(number, 0, turn, [], [], admitted if number == 0 else [], taken)
+            plan = StepPlan(number, 0, turn, [], [], admitted if number == 0 else [], taken, NOBODY)
             threads = [
                 memory.serve(cluster.inboxes[name], cluster.outboxes[name], plan)
                 for name, memory in cluster.memories.items()
@@ -249,7 +250,7 @@ def test_pieces_cover_a_request_once_and_in_order(attends: list[int], appends: i
 def test_a_prompt_alone_is_answered_too() -> None:
     """Nobody reads that answer, but it says that K and V are kept: only then may the step end and slots be freed."""
     admission = Admission(0, 1, 5, [Segment(0, "memory0", (0, 4), (0, None))], SamplingParams(), 0)
-    plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])])
+    plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])], NOBODY)
     with connected(("memory0",), Overlap()) as cluster:
         exchange = StepExchange(
             plan, {0: admission.segments}, cluster.links, DType.FLOAT32, Overlap(), threads=1, rows=5

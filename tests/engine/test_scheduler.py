@@ -108,6 +108,8 @@ class Cluster:
             earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
             for step in plan.sequences:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
+            running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
+            assert not (running | earlier) & set(plan.released)
             for memory in self.memories:
                 memory.apply(plan)
             self._in_flight[lane].append(plan)
@@ -344,6 +346,24 @@ def calls_a_row(lanes: int, memories: int) -> float:
                 under_test.finish(group, completion)
         sys.setprofile(None)
     return calls / rows
+
+
+def test_sequences_that_go_on_are_not_looked_at_one_by_one() -> None:
+    """The contract of ``complete``: while nobody joins or leaves, the same object says who has drawn."""
+    under_test = scheduler({"memory0": 100})
+    for name in "ab":
+        under_test.add(request(name, 2, max_tokens=6))
+    drawn = []
+    for _ in range(6):
+        assert under_test.plan(0) is not None
+        drawn.append(under_test.complete(0))
+        for _, completion in drawn[-1].values():
+            completion.generated.append(7)
+    assert all(same is drawn[1] for same in drawn[1:4])
+    for group, completion in drawn[-1].values():
+        under_test.finish(group, completion)
+    assert under_test.plan(0) is not None
+    assert under_test.complete(0) == {}
 
 
 def test_what_a_decision_costs_does_not_grow_with_the_cluster() -> None:

@@ -4,12 +4,11 @@ import heapq
 import itertools
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina._native import VirtualCluster
+from lamina._native import Shares, VirtualCluster
 from lamina.engine.pipeline import Pipeline
 
 Span = tuple[str, int, int, float, float]
@@ -29,9 +28,7 @@ def submit(
     chunks_s: float = 0.0,
     **network: float,
 ) -> None:
-    shares = np.zeros((3, len(attention_s)))
-    shares[1] = attention_s
-    shares[0], shares[2] = network.get("memory_receive_s", 0.0), network.get("memory_send_s", 0.0)
+    receive_s, send_s = network.get("memory_receive_s", 0.0), network.get("memory_send_s", 0.0)
     cluster.submit(
         lane,
         now,
@@ -46,7 +43,7 @@ def submit(
         network.get("send_s", 0.0),
         network.get("receive_s", 0.0),
         network.get("context_s", 0.0),
-        shares,
+        Shares([(worker, receive_s, seconds, send_s) for worker, seconds in enumerate(attention_s)]),
     )
 
 
@@ -166,4 +163,4 @@ def test_what_cannot_be_run_is_refused() -> None:
     cluster = VirtualCluster(1, 1, 1, 0.0)
     for replicas, memories in (([0], 1), ([0, 1], 1), ([0, 0], 2)):
         with pytest.raises(ValueError, match="a step n"):
-            cluster.submit(0, 0.0, 0, replicas, 0, 1, 1, 1, 1, 0, 0, 0, 0, np.ones((3, memories)))
+            cluster.submit(0, 0.0, 0, replicas, 0, 1, 1, 1, 1, 0, 0, 0, 0, Shares([(memories - 1, 1, 1, 1)]))

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from lamina.errors import ConfigError
 from lamina.plan.cost import CostModel
 from lamina.plan.simulation.arrivals import Arrivals
@@ -140,7 +142,8 @@ class BaselineSimulation:
             return
         instance.idle = True
         drew = instance.complete(batch)
-        ended = {drew[place] for place in self._log.draw(now, [sequence.index for sequence in drew])}
+        places = self._log.draw(now, np.array([sequence.index for sequence in drew], np.int64))
+        ended = {drew[place] for place in places}
         for sequence in drew:
             if sequence in ended:
                 self._log.end(sequence.index, State.FINISHED, now)

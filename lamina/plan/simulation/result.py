@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lamina import _native
 from lamina.errors import ConfigError
 from lamina.plan.gemm import Floats
-from lamina.plan.simulation.arrivals import Arrivals
+from lamina.plan.simulation.arrivals import Arrivals, Ints
 from lamina.transport.timeline import Span
 
 
@@ -28,6 +28,7 @@ class State(enum.Enum):
 
 
 _STATES = tuple(State)
+_NUMBERS = {state: number for number, state in enumerate(_STATES)}
 
 BUSY = 0.8
 """Share of the time from which something is called the bottleneck for what it does or makes wait."""
@@ -44,7 +45,7 @@ class RequestLog:
         self._tokens = _native.TokenTimes(arrivals.output.tolist())
         self.ended = 0
 
-    def draw(self, now_s: float, requests: Sequence[int]) -> list[int]:
+    def draw(self, now_s: float, requests: Ints) -> list[int]:
         """A step has drawn a token for each of these. The last token of those at the places returned has come."""
         return self._tokens.draw(now_s, requests)
 
@@ -71,7 +72,7 @@ class RequestLog:
     def end(self, index: int, state: State, now_s: float) -> None:
         """A request has come to its end."""
         self.end_s[index] = now_s
-        self._state[index] = _STATES.index(state)
+        self._state[index] = _NUMBERS[state]
         self.ended += 1
 
     @property
@@ -81,12 +82,12 @@ class RequestLog:
 
     def count(self, state: State) -> int:
         """Requests that ended so."""
-        return int((self._state == _STATES.index(state)).sum())
+        return int((self._state == _NUMBERS[state]).sum())
 
     @property
     def finished(self) -> NDArray[np.bool_]:
         """Which requests have finished."""
-        return np.asarray(self._state == _STATES.index(State.FINISHED))
+        return np.asarray(self._state == _NUMBERS[State.FINISHED])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ no latency. Every one of a worker's slowness and every message between the pools
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
 
 from lamina import _native
 from lamina.cluster import sizing
@@ -17,7 +19,7 @@ from lamina.engine.lanes import LaneChooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.errors import RequestError
-from lamina.plan.simulation.arrivals import Arrivals
+from lamina.plan.simulation.arrivals import Arrivals, Ints
 from lamina.plan.simulation.deployment import Deployment
 from lamina.plan.simulation.faults import Fault
 from lamina.plan.simulation.result import Decisions, PoolUse, RequestLog, Result, State
@@ -29,6 +31,22 @@ DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead
 MOST_WAITING = 16384  # with the scheduler; others wait outside, in order, which decides nothing and saves their prompts
 
 
+class _Numbers:
+    """What a mapping says of a lane's sequences, looked up anew only when they are another object than the last."""
+
+    def __init__(self, numbers: Mapping[int, int]) -> None:
+        self._numbers = numbers
+        self._sequences: Collection[int] = ()
+        self._last: Ints = np.zeros(0, np.int64)
+
+    def of(self, sequences: Collection[int]) -> Ints:
+        """Of sequences that do not change while they are the same object."""
+        if sequences is not self._sequences:
+            self._sequences = sequences
+            self._last = np.array([self._numbers[sequence] for sequence in sequences], np.int64)
+        return self._last
+
+
 class Simulation:
     """One run. ``run`` is called once."""
 
@@ -37,6 +55,7 @@ class Simulation:
         self._deployment = deployment
         self._arrivals = arrivals
         self._asked = arrivals.asked
+        self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
         self._model = StepModel(deployment)
@@ -60,6 +79,9 @@ class Simulation:
         self._log = RequestLog(arrivals)
         self._live: dict[int, int] = {}  # requests with the scheduler, by sequence
         self._homes: dict[int, int] = {}
+        lanes = range(self._pipeline.lanes)
+        self._requests = [_Numbers(self._live) for _ in lanes]
+        self._decoding = [_Numbers(self._homes) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
         self._steps = 0
         self._queued_s = 0.0
@@ -113,8 +135,8 @@ class Simulation:
     def _next_from_outside(self) -> float:
         """When the next request may come in, or fault happens."""
         arrival = fault = math.inf
-        if self._next < len(self._arrivals) and self._scheduler.waiting < MOST_WAITING:
-            arrival = float(self._arrivals.arrival_s[self._next])
+        if self._next < len(self._arrival_s) and self._scheduler.waiting < MOST_WAITING:
+            arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
         return min(arrival, fault)
@@ -125,10 +147,9 @@ class Simulation:
         while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
             self._strike(self._faults[self._next_fault], now)
             self._next_fault += 1
-        arrivals = self._arrivals
         while (
-            self._next < len(arrivals)
-            and arrivals.arrival_s[self._next] <= now
+            self._next < len(self._arrival_s)
+            and self._arrival_s[self._next] <= now
             and self._scheduler.waiting < MOST_WAITING
             and not self._dead
         ):
@@ -142,10 +163,12 @@ class Simulation:
         try:
             group = self._scheduler.add(request)
         except RequestError:
-            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]))
+            self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
         self._decisions.seconds["add"] += time.process_time() - begun
-        self._live[group.completions[0].sequence] = index
+        (completion,) = group.completions
+        completion.generated.append(0)  # what it is to run wherever a plan must say it
+        self._live[completion.sequence] = index
 
     def _strike(self, fault: Fault, now: float) -> None:
         if fault.factor is None:
@@ -161,7 +184,7 @@ class Simulation:
         for index in self._live.values():
             self._log.end(index, State.ERROR, now)
         for index in range(self._next, len(self._arrivals)):
-            self._log.end(index, State.REFUSED, float(self._arrivals.arrival_s[index]))
+            self._log.end(index, State.REFUSED, self._arrival_s[index])
         self._live.clear()
 
     # -- the engine's turn --------------------------------------------------------------------------------------
@@ -173,13 +196,13 @@ class Simulation:
         rows = self._rows.pop(step)
         if self._lanes is not None:
             self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
-        live, owners = self._live, list(drawn.values())
-        for _, completion in owners:
-            completion.generated.append(0)
-        for place in self._log.draw(now, [live[sequence] for sequence in drawn]):
-            group, completion = owners[place]
-            self._scheduler.finish(group, completion)
-            self._log.end(live.pop(completion.sequence), State.FINISHED, now)
+        requests = self._requests[lane].of(drawn)
+        if ended := self._log.draw(now, requests):
+            owners = list(drawn.values())
+            for place in ended:
+                group, completion = owners[place]
+                self._scheduler.finish(group, completion)
+                self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
 
     def _choose_lanes(self, chooser: LaneChooser, rows: int, drawn: int, busy_s: float) -> None:
         chooser.note_slices(rows, busy_s)
@@ -199,7 +222,7 @@ class Simulation:
             while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
                 planned.append(plan)
         self._decisions.seconds["plan"] += time.process_time() - begun
-        empty = [plan for plan in planned if not plan.sequences]
+        empty = [plan for plan in planned if not plan.runs]
         for plan in planned:
             self._submit(plan, now)
         for plan in empty:
@@ -212,11 +235,12 @@ class Simulation:
             del self._homes[sequence]
         for admission in plan.admitted:
             self._homes[admission.sequence] = self._numbers[admission.segments[0].worker]
-        if not plan.sequences:
+        if not plan.runs:
             return
         self._steps += 1
-        self._decisions.rows += len(plan.sequences)
-        times = self._model.times(plan.sequences, self._homes)
+        self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
+        decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
+        times = self._model.times(plan, decoding, [self._homes[chunk.sequence] for chunk in plan.chunks])
         self._rows[plan.step] = times.rows
         orders = self._replicas[plan.lane]
         tick = self._pipeline.tick(plan.lane, plan.turn)

@@ -1,16 +1,16 @@
 """How long a step's slices, attentions and messages take on given workers: the model behind the virtual cluster."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lamina import _native
 from lamina.plan.cost import GEMMS, POINTWISE, CostModel
-from lamina.plan.gemm import Floats
+from lamina.plan.simulation.arrivals import Ints
 from lamina.plan.simulation.deployment import Deployment
 from lamina.transport.wire import attends_locally
-from lamina.types import SequenceStep
+from lamina.types import StepPlan
 
 _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
@@ -36,8 +36,7 @@ class SliceTimes:
         self.ends: list[float] = ends.tolist()
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of one step of ``rows`` rows, as ``VirtualCluster.submit`` takes them."""
 
     rows: int
@@ -48,7 +47,7 @@ class StepTimes:
     send_s: float
     receive_s: float
     context_s: float
-    shares: Floats
+    shares: _native.Shares
 
 
 class StepModel:
@@ -64,7 +63,6 @@ class StepModel:
         tp = deployment.tensor_parallel
         self._slices = SliceTimes(compute, tp, deployment.max_num_batched_tokens)
         self._compute, self._memory = compute, memory
-        self._tp = tp
         item = shape.dtype.itemsize
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
         self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row, and as much back
@@ -73,7 +71,9 @@ class StepModel:
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
         self.latency_s = memory.fits.runtime.round_trip_s / 2
-        attend_s = memory.attention_seconds(0, np.arange(deployment.max_num_batched_tokens + 1))  # by rows
+        lengths = np.arange(deployment.max_num_batched_tokens + 1)
+        self._chunk_s: list[float] = compute.chunk_attention_seconds(lengths, 0, tp).tolist()
+        attend_s = memory.attention_seconds(0, lengths)  # by rows
         self._shares = _native.DecodeShares(
             deployment.memory_workers,
             (self._kept_bytes + self._asked_bytes) * self._memory_byte_s,
@@ -82,23 +82,28 @@ class StepModel:
             attend_s.tolist(),
         )
 
-    def times(self, steps: Sequence[SequenceStep], homes: Mapping[int, int]) -> StepTimes:
-        """Of one step. ``homes``: the memory worker of each sequence, by number."""
-        chunks = [step for step in steps if attends_locally(step)]
-        singles = [step for step in steps if not attends_locally(step)] if chunks else steps
-        shares = self._shares.of([homes[step.sequence] for step in singles], [step.start for step in singles])
-        rows = draws = asked = len(singles)
+    def times(self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int]) -> StepTimes:
+        """Of one step. ``homes``: the memory worker of each sequence that decodes, ``chunk_homes`` of each chunk's."""
+        starts = plan.decoding.starts
+        chunks = list(zip(plan.chunks, chunk_homes, strict=True))
+        if singles := [pair for pair in chunks if not attends_locally(pair[0])]:  # as rows that decode
+            chunks = [pair for pair in chunks if attends_locally(pair[0])]
+            starts = starts + [chunk.start for chunk, _ in singles]
+            homes = np.append(homes, [home for _, home in singles])
+        rows = draws = asked = len(starts)
         chunks_s = 0.0
-        for chunk in chunks:
-            length, share = len(chunk.tokens), shares[:, homes[chunk.sequence]]
+        more: list[tuple[int, float, float, float]] = []
+        for chunk, home in chunks:
+            length = len(chunk.tokens)
             rows += length
             draws += bool(chunk.draws)
-            chunks_s += float(self._compute.chunk_attention_seconds(length, 0, self._tp))
-            share[0] += length * self._kept_bytes * self._memory_byte_s
+            chunks_s += self._chunk_s[length]
+            more.append((home, length * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
             if chunk.start:
                 asked += length
                 there = length * self._asked_bytes * self._memory_byte_s
-                share += (there, self._prefix_seconds(length, chunk.start), there)
+                more.append((home, there, self._prefix_seconds(length, chunk.start), there))
+        shares = self._shares.of(homes, starts, more)
         slices, runtime = self._slices, self._compute.fits.runtime
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
         drawing_s = runtime.step_s + runtime.step_row_s * draws

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 namespace lamina {
@@ -16,7 +17,7 @@ public:
     // Each of `requests` gets its next token. Returns the places in `requests` of those for which it is the
     // last. Throws std::out_of_range for one that does not exist, std::invalid_argument for one that has all
     // its tokens.
-    std::vector<std::size_t> draw(double now_s, const std::vector<std::size_t> &requests);
+    std::vector<std::size_t> draw(double now_s, std::span<const std::int64_t> requests);
 
     std::size_t count() const { return requests_.size(); }
     std::int64_t drawn(std::size_t request) const { return requests_[request].drawn; }

@@ -1,0 +1,77 @@
+"""A request in the scheduler, with its completions."""
+
+from dataclasses import dataclass, field
+
+from lamina.types import Request
+
+
+@dataclass(eq=False, slots=True)
+class Completion:
+    """One sequence: its place in the batch and what it has drawn.
+
+    Attributes:
+        until: the last step of its lane that runs it, by the lane's count; known once it decodes no more.
+        retired: given up for release.
+    """
+
+    sequence: int
+    index: int
+    generated: list[int] = field(default_factory=list)
+    finished: bool = False
+    retired: bool = False
+    until: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A request with its completions.
+
+    Attributes:
+        lane: -1 before it is admitted. memory, heads: where its KV lives.
+        cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
+        until: the last step of its lane with a chunk of its prompt, by the lane's count.
+        holders: completions whose KV reservation stands.
+    """
+
+    request: Request
+    max_tokens: int
+    completions: list[Completion]
+    lane: int = -1
+    memory: str = ""
+    heads: tuple[int, int] = (0, 0)
+    cached: int = 0
+    until: int = 0
+    forked: bool = False
+    holders: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def own_tokens(self) -> int:
+        """Most KV tokens one completion keeps besides the prompt: the last token drawn is never kept."""
+        return self.max_tokens - 1
+
+    @property
+    def tokens(self) -> int:
+        """Most KV tokens the request keeps; the prompt is shared by its completions."""
+        return self.prompt_length + len(self.completions) * self.own_tokens
+
+    @property
+    def prompt_done(self) -> bool:
+        """True when the KV of the whole prompt is kept."""
+        return self.cached >= self.prompt_length
+
+    @property
+    def alive(self) -> list[Completion]:
+        """The completions that still draw tokens."""
+        return [completion for completion in self.completions if not completion.finished]
+
+    def kept(self, completion: Completion) -> int:
+        """Tokens of a completion whose KV is on the memory worker, its prompt's included."""
+        return self.cached + max(len(completion.generated) - 1, 0)
+
+
+Owner = tuple[Group, Completion]
