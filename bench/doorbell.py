@@ -4,15 +4,19 @@
 
 Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
-workers do. The time is that of Outbox.send and Endpoint.wait on both sides, Python included.
+workers do. The time is that of Outbox.send and Endpoint.wait on both sides, Python included; ``doorbell.cpp``, where a
+compiler is there, does the same in native code alone, and without a message.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,9 +33,11 @@ MODES = {"spinning": 0.01, "default": SPIN_S, "sleeping": 0.0}
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Microseconds per round trip of one mode."""
+    """Microseconds per round trip of ``nbytes`` each way."""
 
+    by: str  # Python or native
     mode: str
+    nbytes: int
     spin_us: float
     p50_us: float
     p99_us: float
@@ -70,7 +76,28 @@ def measure(mode: str, rounds: int, nbytes: int, *, far_core: int) -> RoundTrip:
         endpoint.disconnect(peer)
     endpoint.close()
     p50, p99 = np.percentile(times[rounds // 10 :] * 1e6, [50, 99])
-    return RoundTrip(mode, spin_s * 1e6, float(p50), float(p99))
+    return RoundTrip("Python", mode, nbytes, spin_s * 1e6, float(p50), float(p99))
+
+
+def measure_native(rounds: int, sizes: Sequence[int], cores: tuple[int, int]) -> list[RoundTrip]:
+    """Time ``doorbell.cpp``; nothing without a C++ compiler."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        Console(stderr=True).print("no C++ compiler (c++): native round trips are not measured")
+        return []
+    results = []
+    source = Path(__file__).with_suffix(".cpp")
+    native = source.parents[1] / "native"
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/doorbell"
+        sources = [str(source), str(native / "transport/doorbell.cpp")]
+        subprocess.run([compiler, "-std=c++20", "-O2", f"-I{native / 'include'}", *sources, "-o", program], check=True)
+        for mode, spin_s in MODES.items():
+            for nbytes in sizes:
+                command = [program, *map(str, (rounds, nbytes, round(spin_s * 1e9), *cores))]
+                p50, p99 = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+                results.append(RoundTrip("native", mode, nbytes, spin_s * 1e6, float(p50) / 1e3, float(p99) / 1e3))
+    return results
 
 
 def main() -> None:
@@ -88,13 +115,15 @@ def main() -> None:
         return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
-    results = [measure(mode, args.rounds, args.nbytes, far_core=cores[-1]) for mode in MODES]
-    table = Table("waiting", "spin us", "p50 us", "p99 us", title=f"round trip of {args.nbytes} bytes each way")
-    for result in results:
-        table.add_row(result.mode, f"{result.spin_us:.0f}", f"{result.p50_us:.1f}", f"{result.p99_us:.1f}")
+    results = measure_native(args.rounds, (0, args.nbytes), (cores[0], cores[-1]))
+    results += [measure(mode, args.rounds, args.nbytes, far_core=cores[-1]) for mode in MODES]
+    table = Table("by", "bytes each way", "waiting", "spin us", "p50 us", "p99 us", title="round trips")
+    for r in results:
+        times = (f"{time_us:.2f}" for time_us in (r.p50_us, r.p99_us))
+        table.add_row(r.by, str(r.nbytes), r.mode, f"{r.spin_us:.0f}", *times)
     Console().print(table)
     if args.json:
-        figures = {"nbytes": args.nbytes, "rounds": args.rounds, "round_trips": [asdict(r) for r in results]}
+        figures = {"rounds": args.rounds, "round_trips": [asdict(r) for r in results]}
         args.json.write_text(json.dumps(figures, indent=1))
 
 
