@@ -55,7 +55,8 @@ class EngineConfig:
             only this cluster's processes ever have.
         trace: a file for what every worker did when, written when the engine ends; None: nothing is recorded.
         compute_cores, memory_cores: CPU list of each pool, as ``taskset`` takes it, shared out evenly among its
-            workers; None: all cores that this process may use, for every worker.
+            workers; None: all cores that this process may use, for every worker. Workers that share no core with
+            another look longer for a message before they sleep.
     """
 
     model: str | None = None

@@ -13,6 +13,7 @@ from lamina.transport.handshake import PROTOCOL, check_secret
 from lamina.transport.listener import Admit, Descriptor, Listener
 
 SPIN_S = 20e-6  # about what it costs to be woken: at most twice the time of the better choice of spinning and sleeping
+OWN_CORES_SPIN_S = 2e-3  # where nobody else wants the core: who waits longer than this loses a fiftieth by being woken
 SILENCE_S = 10.0
 STALL_S = 60.0
 
@@ -23,7 +24,8 @@ class Options(TypedDict, total=False):
     Attributes:
         secret: what only the workers of one cluster know, at least 16 bytes.
         host: address of this machine that peers can reach, the port is the system's choice; None: the transport's own.
-        spin_s: seconds a wait looks for messages before it sleeps. Spin longer only if a core is free for it.
+        spin_s: seconds a wait looks for messages before it sleeps. Spin longer only if a core is free for it. The
+            endpoint's attribute of this name may be changed between waits.
         silence_s: seconds without a sign of life after which a connection counts as lost; and, where it can be made
             again, as long again to do so before the peer counts as lost.
         stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
@@ -131,7 +133,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
         super().__init__(name)
         self._secret = secret
         self._host = options.get("host")
-        self._spin_s = options.get("spin_s", SPIN_S)
+        self.spin_s = options.get("spin_s", SPIN_S)
         self._silence_s = options.get("silence_s", SILENCE_S)
         self._stall_s = options.get("stall_s", STALL_S)
 

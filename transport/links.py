@@ -48,13 +48,13 @@ class Links:
         self.name = name
         self._secret = secret
         self._address = address
-        self._endpoints: dict[Transport, Endpoint] = {}
+        self._endpoints: dict[Transport, ShmEndpoint | TcpEndpoint | RdmaEndpoint] = {}
         self._links: dict[str, _Link] = {}
         self._arena: OwnArena | None = None
 
     def register(self, register: Register) -> tuple[MappedArena, Offer]:
         """Allocate the arena and let peers in by every transport asked for that works here."""
-        self._workers = register.workers
+        self._workers, self._spin_s = register.workers, register.spin_s
         count = len(register.workers)
         nbytes = -(-register.nbytes // ALIGNMENT) * ALIGNMENT + count * ALIGNMENT
         self._arena = allocate(self.name, nbytes, register.doorbells + count)
@@ -139,6 +139,8 @@ class Links:
             if all(link.endpoint is not endpoint for link in self._links.values()):
                 endpoint.close()
                 del self._endpoints[transport]
+        if len(self._endpoints) == 1:  # a wait on one of several must leave time for the others
+            next(iter(self._endpoints.values())).spin_s = self._spin_s
         return self._wait()
 
     def _wait(self) -> Wait:

@@ -5,6 +5,7 @@ import msgspec
 from lamina.config import LoadFormat, Overlap
 from lamina.transport.channel import Layout
 from lamina.transport.choice import Offer, Transport
+from lamina.transport.endpoint import SPIN_S
 from lamina.transport.timeline import Span
 from lamina.types import AttentionSpec, DType, Logprob, StepPlan
 
@@ -36,13 +37,17 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 class Register(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: make an arena of this size for peers of all ``workers``, and let them in by these transports,
-    with ``tls`` only by those that can be encrypted or stay on one machine; answered by Registered."""
+    with ``tls`` only by those that can be encrypted or stay on one machine; answered by Registered.
+
+    ``spin_s``: seconds that its waits look for messages before they sleep, if all its links use one transport.
+    """
 
     nbytes: int
     doorbells: int
     workers: list[str]
     transports: list[Transport]
     tls: bool = False
+    spin_s: float = SPIN_S
 
 
 class Link(msgspec.Struct, tag=True, frozen=True):

@@ -171,7 +171,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         if not math.isfinite(timeout_s):
             raise ValueError("a wait needs a finite timeout")
         deadline = time.monotonic() + timeout_s
-        index = own.arena.native.watch(targets, min(timeout_s, self._slice_s()), self._spin_s)
+        index = own.arena.native.watch(targets, min(timeout_s, self._slice_s()), self.spin_s)
         while index is None:
             gone = self._find_gone(own)
             index = own.arena.native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts

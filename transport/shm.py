@@ -71,12 +71,12 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
 
     Args:
         name: how peers call this endpoint in their errors.
-        spin_s: seconds a wait spins before it sleeps. Spin longer only if a core is free for it.
+        spin_s: see ``Options``.
     """
 
     def __init__(self, name: str, *, spin_s: float = SPIN_S) -> None:
         super().__init__(name)
-        self._spin_s = spin_s
+        self.spin_s = spin_s
 
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
@@ -150,7 +150,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
         own = self._registered()
         try:
-            return own.waiter.wait(targets, timeout_s, self._spin_s)
+            return own.waiter.wait(targets, timeout_s, self.spin_s)
         except TimeoutError:
             reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None

@@ -150,7 +150,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
         own = self._registered()
         try:
-            return own.streams.wait(targets, timeout_s, self._spin_s, self._mend, own.refuse)
+            return own.streams.wait(targets, timeout_s, self.spin_s, self._mend, own.refuse)
         except TimeoutError:
             reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None

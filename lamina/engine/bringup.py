@@ -47,6 +47,7 @@ class ClusterPlan:
     tls: bool
     cores: Mapping[str, frozenset[int]]  # of each worker
     shared_cores: bool  # both pools run on the same
+    spin_s: float  # of every worker's waits, before they sleep
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _connect(
     transports = list(candidates(plan.transport, hosts))
     offers: dict[str, Offer] = {}
     for group, (nbytes, doorbells) in ((computes, layout.compute_arena), (memories, layout.memory_arena)):
-        control.send(group, Register(nbytes, doorbells, everyone, transports, plan.tls))
+        control.send(group, Register(nbytes, doorbells, everyone, transports, plan.tls, plan.spin_s))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         offers |= {name: message.offer for name, message in registered.items()}
     pairs = list(itertools.product(computes, memories))

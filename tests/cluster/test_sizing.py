@@ -10,6 +10,7 @@ from lamina.config import EngineConfig
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.models import directory
+from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S
 
 ONE = Pipeline(1, 1)
 
@@ -61,3 +62,16 @@ def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alon
     assert sizing.most_sequences(config, Pipeline(3, 2, rotates=True)) == 512
     assert sizing.most_sequences(config, Pipeline(9, 8, rotates=True)) == 1024  # one lane may have to take all
     assert sizing.most_sequences(config, Pipeline(16, 8)) == 2048
+
+
+@pytest.mark.parametrize(
+    ("compute", "memory", "alone"),
+    [("0", "1,2", True), ("0", "0,1", False), (None, None, False), (None, "1", False), ("0", "1", False)],
+    ids=["cores of their own", "pools share one", "all share all", "one has all", "two memory workers share one"],
+)
+def test_waits_spin_longer_only_where_no_worker_shares_a_core(
+    compute: str | None, memory: str | None, alone: bool
+) -> None:
+    available = frozenset(range(3))
+    computes, memories = sizing.worker_cores(compute, 1, available), sizing.worker_cores(memory, 2, available)
+    assert sizing.spin_s([*computes, *memories]) == (OWN_CORES_SPIN_S if alone else SPIN_S)

@@ -14,11 +14,14 @@ from lamina.transport.channel import Slot
 from lamina.transport.choice import Offer, Transport
 from lamina.transport.links import Links, WaitInTurns
 from lamina.transport.messages import Link, Linked, Register
+from lamina.transport.shm import ShmEndpoint
+from lamina.transport.tcp import TcpEndpoint
 
 SECRET = b"a secret of these tests"
 TIMEOUT_S = 30.0
 SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
 SLOT = Slot(64, 64, 1)
+LONG_SPIN_S = 0.001
 
 
 class Cluster:
@@ -29,7 +32,9 @@ class Cluster:
         self.arenas: dict[str, MappedArena] = {}
         self.offers: dict[str, Offer] = {}
         for name, links in self.links.items():
-            self.arenas[name], self.offers[name] = links.register(Register(200, 2, names, [SHM, TCP]))
+            self.arenas[name], self.offers[name] = links.register(
+                Register(200, 2, names, [SHM, TCP], spin_s=LONG_SPIN_S)
+            )
 
     def link(self, pairs: dict[tuple[str, str], Transport], round_: int = 1) -> dict[str, Linked]:
         """What every worker answers, each working in a thread of its own."""
@@ -61,7 +66,10 @@ def test_a_pair_is_linked_and_waits_on_its_one_endpoint(cluster: Callable[..., C
     pair = cluster("a", "b")
     assert pair.link({("a", "b"): transport}) == {"a": Linked({}), "b": Linked({})}
     waits = {name: links.settle() for name, links in pair.links.items()}
-    assert not any(isinstance(wait, WaitInTurns) for wait in waits.values())
+    for wait in waits.values():
+        endpoint = getattr(wait, "__self__", None)
+        assert isinstance(endpoint, ShmEndpoint | TcpEndpoint)
+        assert endpoint.spin_s == LONG_SPIN_S
     for sequence, (name, peer) in enumerate([("a", "b"), ("b", "a")], 1):
         pair.links[name].outbox(peer, SLOT).send([name.encode()], sequence)
         assert waits[peer]([(1, sequence)], TIMEOUT_S) == 0
