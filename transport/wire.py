@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +32,7 @@ NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
 }
 
 
-@dataclass(frozen=True)
-class SegmentRows:
+class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop)."""
 
     sequence: int
@@ -43,8 +43,7 @@ class SegmentRows:
     kv_stop: int
 
 
-@dataclass(frozen=True)
-class PulledRows:
+class PulledRows(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of a step: tokens of one sequence whose k and v are fetched."""
 
     sequence: int
@@ -87,29 +86,34 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
     pulled: list[PulledRows] = []
     row = 0
     for step in plan.sequences:
-        count = len(step.tokens)
-        visible = step.start if attends_locally(step) else step.stop
-        for segment in segments.get(step.sequence, ()):
+        sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
+        stop = start + count
+        visible = start if chunk else stop
+        for segment in segments.get(sequence, ()):
             if segment.worker != worker:
                 continue
-            first, last = segment.tokens[0], step.stop if segment.tokens[1] is None else segment.tokens[1]
-            low, high = max(step.start, first), min(step.stop, last)
-            if low < high and attends_locally(step):
-                pulled.append(PulledRows(step.sequence, row + low - step.start, high - low))
+            first, last = segment.tokens
+            if last is None:
+                last = stop
+            low, high = max(start, first), min(stop, last)
+            if low < high and chunk:
+                pulled.append(PulledRows(sequence, row + low - start, high - low))
             elif low < high:
-                appends.append((row + low - step.start, row + high - step.start))
-                kept.append((step.sequence, high - low))
-            if first < min(visible, last):
-                queries.append((row, row + count))
-                attends.append(SegmentRows(step.sequence, row, count, step.start, first, min(visible, last)))
+                appends.append((row + low - start, high - low))
+                kept.append((sequence, high - low))
+            seen = min(visible, last)
+            if first < seen:
+                queries.append((row, count))
+                attends.append(SegmentRows(sequence, row, count, start, first, seen))
         row += count
     return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    if not ranges:
-        return np.empty(0, np.int64)
-    return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in ranges])
+    """All numbers of ranges (start, count), one range after the other."""
+    starts, counts = np.array(ranges, np.int64).reshape(-1, 2).T
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())
 
 
 def request_nbytes(attentions: Sequence[AttentionSpec], dtype: DType, rows: int) -> int:
