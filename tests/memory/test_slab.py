@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lamina.errors import CapacityError
 from lamina.memory.slab import Slab
 
-CAPACITY = 40
+CAPACITY = 100
 
 
 class SlabMachine(RuleBasedStateMachine):
@@ -43,7 +43,7 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
         sequences = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=4))
-        counts = [data.draw(st.integers(0, 12) | st.just(1)) for _ in sequences]
+        counts = [data.draw(st.integers(0, 30) | st.just(1)) for _ in sequences]
         owned = self.owned()
         if sum(counts) > CAPACITY - len(owned):
             with pytest.raises(CapacityError) as error:
@@ -125,6 +125,8 @@ class SlabMachine(RuleBasedStateMachine):
         owners = Counter(slot for slots in self.model.values() for slot in slots)
         assert self.slab._references.tolist() == [owners[slot] for slot in range(CAPACITY)]
         free = self.slab._free[: self.slab._free_count].tolist()
+        for table in self.slab._tables.values():
+            free += table.slots[table.length : table.held].tolist()
         assert sorted(free) == sorted(set(range(CAPACITY)) - self.owned())
 
     def teardown(self) -> None:
@@ -137,14 +139,26 @@ SlabMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestSlabMachine = SlabMachine.TestCase
 
 
-def test_first_slots_are_consecutive_and_freed_ones_come_back_first() -> None:
+def test_a_sequence_grows_in_runs_while_others_grow_beside_it_until_slots_are_scarce() -> None:
     slab = Slab(100)
     slab.open(1)
     slab.open(2)
     assert slab.append(1, 5).tolist() == [0, 1, 2, 3, 4]
-    assert slab.append(2, 3).tolist() == [5, 6, 7]
+    for slot in range(20):
+        assert slab.extend([1, 2], [1, 1]).tolist() == [slot + 5 + 16 * (slot > 10), slot + 16 + 16 * (slot > 15)]
+    assert (slab.used, slab.free_slots) == (45, 55)
+    assert sorted(slab.append(2, 55).tolist()) == [*range(41, 48), *range(52, 100)], "what others set aside is free"
+
+
+def test_freed_slots_come_back_first_and_in_order() -> None:
+    slab = Slab(100)
+    slab.open(1)
+    slab.open(2)
+    slab.append(1, 5)
+    slab.append(2, 3)
     slab.free(1)
-    assert slab.append(2, 6).tolist() == [0, 1, 2, 3, 4, 8]
+    slab.open(3)
+    assert slab.append(3, 6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_fork_shares_without_using_slots_until_the_last_owner_goes() -> None:
