@@ -4,7 +4,8 @@
                               [--json FILE]
 
 decode   KV bytes read per second (bfloat16, one query row per sequence) over a plain read loop's. ``slots`` says how
-         tokens lie in the slab: one after another, or anywhere. ``row read`` reads the same rows and does nothing else.
+         tokens lie in the slab: one after another, in runs anywhere (as slabs give them to sequences that grow side by
+         side), or each anywhere. ``row read`` reads the same rows and does nothing else.
 split    time of the same requests as 8 segments each, merged, over their time as one.
 ragged   time of one request of 64 Ki tokens among 15 of 1 Ki over that of 16 equal requests of as many tokens.
 prefill  a prompt chunk's causal attention to itself, in visible multiply-adds per second, over a bfloat16 matrix
@@ -43,6 +44,7 @@ SEGMENTS = 8
 LONG_TOKENS, SHORT_TOKENS, RAGGED_SEQUENCES = 64 * 1024, 1024, 16
 TABLES = ("decode", "split", "ragged", "prefill")
 CHUNKS = (512, 1024, 2048)
+RUNS = {"in order": 0, "runs of 16": 16, "anywhere": 1}  # tokens next to each other in the slab; 0: all
 Shape = tuple[int, int, int]
 
 
@@ -87,8 +89,8 @@ def slab(slots: int, heads: int, dim: int) -> Array:
 class Requests:
     """K, V and queries of requests with ``tokens`` cached tokens each, and the attention of all of them."""
 
-    def __init__(self, shape: Shape, tokens: list[int], rows: int = 1, scattered: bool = False) -> None:
-        """The last ``rows`` tokens of every request are the queries."""
+    def __init__(self, shape: Shape, tokens: list[int], rows: int = 1, run: int = 0) -> None:
+        """The last ``rows`` tokens of every request are the queries; see ``RUNS``."""
         query_heads, kv_heads, dim = shape
         self.spec = AttentionSpec(0, query_heads, kv_heads, dim, dim, dim**-0.5)
         self.tokens, self.rows = np.array(tokens), rows
@@ -96,8 +98,8 @@ class Requests:
         self.k, self.v = slab(count, kv_heads, dim), slab(count, kv_heads, dim)
         self.nbytes = self.k.nbytes + self.v.nbytes
         self.q = np.random.default_rng(1).standard_normal((rows * len(tokens), query_heads, dim)).astype(np.float32)
-        slots = np.random.default_rng(2).permutation(count) if scattered else np.arange(count)
-        self.slots = slots.astype(np.int32)
+        runs = np.arange(count, dtype=np.int32).reshape(-1, run or count)
+        self.slots = np.random.default_rng(2).permutation(runs).ravel()
         self.whole = self.pairs(1)
 
     def pairs(self, count: int) -> SegmentTable:
@@ -122,8 +124,8 @@ def case_of(shape: Shape, threads: int, **more: int | str) -> dict[str, int | st
     return dict(zip(("query heads", "KV heads", "head size"), shape, strict=True)) | more | {"threads": threads}
 
 
-def decode(shape: Shape, threads: int, scattered: bool, tokens: list[int], rounds: int, memory: Array) -> Result:
-    requests = Requests(shape, tokens, scattered=scattered)
+def decode(shape: Shape, threads: int, slots: str, tokens: list[int], rounds: int, memory: Array) -> Result:
+    requests = Requests(shape, tokens, run=RUNS[slots])
     slab_rows = [each.view(np.uint8).reshape(len(each), -1) for each in (requests.k, requests.v)]
     reads, row_reads, _, calls = interleave(
         rounds,
@@ -135,7 +137,7 @@ def decode(shape: Shape, threads: int, scattered: bool, tokens: list[int], round
     read_rates = [len(memory) / each for each in reads]
     rates = [requests.nbytes / each for each in calls]
     return Result(
-        case_of(shape, threads, slots="anywhere" if scattered else "in order"),
+        case_of(shape, threads, slots=slots),
         {
             "KV GB/s": statistics.median(rates) / 1e9,
             "row read GB/s": requests.nbytes / statistics.median(row_reads) / 1e9,
@@ -241,8 +243,7 @@ def main() -> None:
         },
         {
             "decode": lambda threads: [
-                decode(shape, threads, scattered, tokens, rounds, memory)
-                for shape, scattered in product(SHAPES, (False, True))
+                decode(shape, threads, slots, tokens, rounds, memory) for shape, slots in product(SHAPES, RUNS)
             ],
             "split": lambda threads: [split(shape, threads, longer, rounds, memory) for shape in LONGER_SHAPES],
             "ragged": lambda threads: [ragged(shape, threads, rounds, memory) for shape in LONGER_SHAPES],
