@@ -114,7 +114,8 @@ template <int QUERIES> class DecodeTask {
 public:
     DecodeTask(const Problem &problem, const Task &task, const Workspace &work)
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
-          heads_(task.head_end - task.head_begin) {}
+          heads_(task.head_end - task.head_begin),
+          special_(problem.scoring.softcap > 0 || problem.scoring.alibi_slopes) {}
 
     void run() {
         start();
@@ -241,26 +242,35 @@ private:
     // Turns a head's scores into probabilities relative to a reference: the largest score so far, give or
     // take kSlack, so that sums rarely need rescaling.
     [[gnu::always_inline]] void weigh(int64_t head, int64_t token, int64_t tokens, F (&halves)[2][QUERIES]) {
-        float *reference = references(head);
-        F scores[QUERIES];
-        __mmask16 above = 0;
+        const float *reference = references(head);
+        const bool plain = !special_ && tokens == kDecodeTokens;
+        const float factor = plain ? problem_.scoring.scale * kLog2E : 1;
+        F scores[QUERIES], x[QUERIES], most = broadcast<W>(-kInfinity);
+        for (int q = 0; q < QUERIES; ++q)
+            scores[q] = of_quarters<0, 2, 4, 6>(halves[0][q], halves[1][q]) +
+                        of_quarters<1, 3, 5, 7>(halves[0][q], halves[1][q]);
+        if (!plain) [[unlikely]]
+            for (int q = 0; q < QUERIES; ++q)
+                scores[q] = finish_scores(scores[q], query_head(head, q), token, tokens);
         for (int q = 0; q < QUERIES; ++q) {
-            scores[q] = finish_scores(of_quarters<0, 2, 4, 6>(halves[0][q], halves[1][q]) +
-                                          of_quarters<1, 3, 5, 7>(halves[0][q], halves[1][q]),
-                                      query_head(head, q), token, tokens);
-            above |= _mm512_cmp_ps_mask(scores[q], broadcast<W>(reference[q] + kSlack), _CMP_GT_OQ);
+            x[q] = scores[q] * factor - reference[q];
+            most = _mm512_maskz_max_ps(0xffff, x[q], most);
         }
-        if (above) [[unlikely]]
-            raise_references(head, scores);
+        if (_mm512_cmp_ps_mask(most, broadcast<W>(kSlack), _CMP_GT_OQ)) [[unlikely]] {
+            raise_references(head, scores, factor);
+            for (int q = 0; q < QUERIES; ++q)
+                x[q] = scores[q] * factor - reference[q];
+        }
+        float *sum = sums(head);
+        Word *pairs = probabilities(head);
         for (int q = 0; q < QUERIES; ++q) {
-            const F p = power_of_two<W>(scores[q] - reference[q]);
-            float *sum = sums(head) + q * W;
-            store(sum, load<F>(sum) + p);
-            store(probabilities(head) + q * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));
+            const F p = power_of_two<W>(x[q]);
+            store(sum + q * W, load<F>(sum + q * W) + p);
+            store(pairs + q * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));
         }
     }
 
-    // Scales, caps, biases and masks raw scores, in units of log 2.
+    // Scales, caps, biases and masks raw scores, in units of log 2; what weigh() does itself where it can.
     F finish_scores(F s, int64_t query_head, int64_t token, int64_t tokens) const {
         const Scoring &scoring = problem_.scoring;
         if (scoring.softcap > 0) [[unlikely]]
@@ -279,10 +289,10 @@ private:
         return s;
     }
 
-    [[gnu::noinline]] void raise_references(int64_t head, const F (&scores)[QUERIES]) {
+    [[gnu::noinline]] void raise_references(int64_t head, const F (&scores)[QUERIES], float factor) {
         for (int q = 0; q < QUERIES; ++q) {
             float &reference = references(head)[q];
-            const float most = horizontal_maximum<W>(scores[q]);
+            const float most = horizontal_maximum<W>(scores[q] * factor);
             if (!(most > reference + kSlack))
                 continue;
             const float rescale = __builtin_exp2f(reference - most);
@@ -361,6 +371,7 @@ private:
     const Task &task_;
     const Workspace &work_;
     const int64_t heads_; // KV heads
+    const bool special_;  // scores are more than scaled products
 };
 
 } // namespace

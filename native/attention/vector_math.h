@@ -85,9 +85,20 @@ template <int W> inline bool within(const Floats<W> &value, float bound) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x to 3 ulp, in half the operations of e^x, for x < 128 (2^-126 below -126); NaN stays NaN.
+// 2^x to 3 ulp, in half the operations of e^x, for x < 128 (2^-126 or less below -126); NaN stays NaN.
 template <int W> [[gnu::always_inline]] inline Floats<W> power_of_two(Floats<W> x) {
     using F = Floats<W>;
+#ifdef __AVX512DQ__
+    if constexpr (W == 16) { // scalef takes the part of x that reduce leaves, infinities included
+        const F r = _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        F p = r * 1.867130050e-3f + 9.017030708e-3f;
+        p = p * r + 5.579991266e-2f;
+        p = p * r + 2.401644439e-1f;
+        p = p * r + 6.931512952e-1f;
+        p = p * r + 1.0f;
+        return _mm512_maskz_scalef_ps(0xffff, p, x);
+    }
+#endif
     x = maximum(x, broadcast<W>(-126.0f));
     constexpr float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
     const F n = (x + magic) - magic;
@@ -97,10 +108,6 @@ template <int W> [[gnu::always_inline]] inline Floats<W> power_of_two(Floats<W> 
     p = p * r + 2.402224208e-1f;
     p = p * r + 6.931469776e-1f;
     p = p * r + 1.0f;
-#ifdef __AVX512F__
-    if constexpr (W == 16)
-        return _mm512_maskz_scalef_ps(0xffff, p, n);
-#endif
     const Ints<W> exponent = __builtin_convertvector(n, Ints<W>) << 23;
     return reinterpret_cast<F>(reinterpret_cast<Ints<W>>(p) + exponent);
 }
