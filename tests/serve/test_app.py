@@ -22,7 +22,7 @@ from lamina.serve.app import create_app
 from lamina.transport.choice import Choice, Transport
 from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 WORDS = [" one", " two", " three"]
 
 
