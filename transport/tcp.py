@@ -73,6 +73,8 @@ class _Own:
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
     """One worker's end of the data plane over TCP; it listens on this machine alone unless it is given a host.
 
+    What a lost connection took is sent again while this end waits, or sends to that peer.
+
     With ``tls`` all that follows the mutual proof is encrypted, by a key that comes from the cluster's secret, and
     peers without it are refused.
     """
