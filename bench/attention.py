@@ -212,7 +212,8 @@ def show(results: list[Result], title: str) -> None:
     """Prints a table."""
     table = Table(title=title)
     for heading in (*results[0].case, *results[0].rates, "ratio"):
-        table.add_column(heading, justify="left" if heading == "slots" else "right")
+        words = heading == "slots"
+        table.add_column(heading, justify="left" if words else "right", no_wrap=words, min_width=10 if words else None)
     for r in results:
         table.add_row(*map(str, r.case.values()), *(f"{rate:.1f}" for rate in r.rates.values()), f"{r.ratio:.3f}")
     Console().print(table)
