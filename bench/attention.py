@@ -97,7 +97,8 @@ class Requests:
         count = int(self.tokens.sum())
         self.k, self.v = slab(count, kv_heads, dim), slab(count, kv_heads, dim)
         self.nbytes = self.k.nbytes + self.v.nbytes
-        self.q = np.random.default_rng(1).standard_normal((rows * len(tokens), query_heads, dim)).astype(np.float32)
+        q = np.random.default_rng(1).standard_normal((rows * len(tokens), query_heads, dim), np.float32)
+        self.q = (q.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16, rounded down
         runs = np.arange(count, dtype=np.int32).reshape(-1, run or count)
         self.slots = np.random.default_rng(2).permutation(runs).ravel()
         self.whole = self.pairs(1)

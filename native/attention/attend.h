@@ -208,9 +208,10 @@ private:
                 const Query at = query(head, i);
                 const int64_t target = (at.row - task_.row_begin) * shape_.query_heads + at.head;
                 const float sum = horizontal_sum<W>(load<F>(work_.sum + s * W));
+                const float share = sum == 0 ? 0.0f : 1 / sum;
                 const float *accumulated = work_.accumulator + s * work_.v_padded;
                 for (int64_t d = 0; d < shape_.v_dim; ++d)
-                    task_.out[target * shape_.v_dim + d] = sum == 0 ? 0.0f : accumulated[d] / sum;
+                    task_.out[target * shape_.v_dim + d] = accumulated[d] * share;
                 task_.lse[target] = (work_.reference[s] + __builtin_log2f(sum)) / kLog2E;
             }
     }
