@@ -231,7 +231,8 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Sequences that run the one token they have drawn last, and draw the next: lists of one length.
 
     Attributes:
-        starts: position of each. tokens: to run, by sequence; empty if all are still being drawn (``LAST_DRAWN``).
+        starts: position of each. tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn, and no
+            list if all are.
     """
 
     sequences: list[int]
@@ -270,14 +271,28 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
 
 
+class Migration(msgspec.Struct, array_like=True, frozen=True):
+    """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
+
+    It makes slots for them and says when all are there. ``number`` counts the migrations of a cluster from 1.
+    """
+
+    number: int
+    sequence: int
+    source: str
+    target: str
+    start: int
+    stop: int
+
+
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
-    Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``admitted`` ones registered, then
-    ``sequences`` run: those that decode, and ``chunks`` of prompts. The same plan goes to the compute workers of its
-    lane and to every memory worker; a memory worker ignores sequences without a segment on it. ``turn`` counts the
-    attentions of the lane's earlier steps: with it both ends number their messages alike, and know which compute worker
-    runs which slice.
+    Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
+    that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, then ``sequences`` run: those
+    that decode, and ``chunks`` of prompts. The same plan goes to the compute workers of its lane and to every memory
+    worker; a memory worker ignores sequences without a segment on it. ``turn`` counts the attentions of the lane's
+    earlier steps: with it both ends number their messages alike, and know which compute worker runs which slice.
     """
 
     step: int
@@ -288,6 +303,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     admitted: list[Admission]
     chunks: list[SequenceStep]
     decoding: DecodeRows
+    moved: list[Segment] = []
+    migrations: list[Migration] = []
 
     @property
     def runs(self) -> bool:

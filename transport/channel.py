@@ -9,6 +9,10 @@ K and V of prompt chunks are no messages: a compute worker lays them out in a bu
 workers fetch them piece by piece into their landing slots. A lane has ``BULK_SLOTS`` of them, used in turn. The answer
 to attention n says that all of attention n + 1 - ``BULK_SLOTS`` has been fetched, so there are no credits here either;
 the answer to a step's last attention says it of the whole step.
+
+A segment that moves from one memory worker to another goes the same way: the one that has it lays pieces out in its
+staging slots, used in turn, and rings; the other fetches each into a landing slot and rings back when a staging slot
+may be used again. Every pair of memory workers has doorbells of its own for both.
 """
 
 from collections.abc import Sequence
@@ -20,6 +24,7 @@ ALIGNMENT = 64  # slots start at cache lines, which is also what vector loads li
 BULK_SLOTS = 2  # of a lane: one attention's K and V are computed while those of the one before travel
 LANDINGS = 4  # fetches that a memory worker has under way at once
 LANDING_NBYTES = 128 << 10  # of a fetch: what a message may have to wait for
+STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Layout:
         lanes, memories: how many there are.
         request_nbytes, reply_nbytes, context_nbytes: the largest message of each sort; 0: there are none.
         bulk_nbytes: K and V of one attention of a step at most; landing_nbytes: of a fetch. 0: nothing is fetched.
+        migrates: True if memory workers fetch segments from each other.
     """
 
     lanes: int
@@ -48,6 +54,7 @@ class Layout:
     context_nbytes: int = 0
     bulk_nbytes: int = 0
     landing_nbytes: int = 0
+    migrates: bool = False
 
     def request(self, lane: int) -> Slot:
         """The slot of a lane's requests, in the arena of each memory worker."""
@@ -79,11 +86,25 @@ class Layout:
         offset = self.lanes * _aligned(self.request_nbytes) + number * _aligned(self.landing_nbytes)
         return Slot(offset, self.landing_nbytes, self.lanes + number)
 
+    def staging(self, number: int) -> int:
+        """Where piece ``number`` of a segment that leaves is laid out, in each memory worker's arena."""
+        return self.landing(self.landings).offset + number % STAGING_SLOTS * _aligned(self.landing_nbytes)
+
+    def staged(self, source: int) -> Slot:
+        """Rung in a memory worker's arena when memory worker number ``source`` has laid out a piece for it."""
+        return Slot(0, 0, self.landing(self.landings).doorbell + source)
+
+    def taken(self, target: int) -> Slot:
+        """Rung in a memory worker's arena when memory worker number ``target`` has fetched a piece from it."""
+        return Slot(0, 0, self.staged(self.memories).doorbell + target)
+
     @property
     def memory_arena(self) -> tuple[int, int]:
         """(bytes, doorbells) of a memory worker's arena."""
         end = self.landing(self.landings)
-        return end.offset, end.doorbell
+        if not self.migrates:
+            return end.offset, end.doorbell
+        return end.offset + STAGING_SLOTS * _aligned(self.landing_nbytes), self.taken(self.memories).doorbell
 
     @property
     def compute_arena(self) -> tuple[int, int]:

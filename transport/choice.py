@@ -55,18 +55,29 @@ def _preferred(same_host: bool) -> tuple[Transport, ...]:
     return (Transport.SHM, Transport.TCP) if same_host else (Transport.RDMA, Transport.TCP)
 
 
-def choose(wanted: TransportName, near: Offer, far: Offer, failures: Mapping[Transport, str]) -> Choice:
+def choose(
+    wanted: TransportName,
+    near: Offer,
+    far: Offer,
+    failures: Mapping[Transport, str],
+    in_use: Collection[Transport] = (),
+) -> Choice:
     """The transport of a pair, given its offers and why it could not prove a link over some transports so far.
 
-    One asked for by name is used or nothing is. Raises TransportError, with every obstacle, if none is left.
+    What both have ``in_use`` towards others comes first: who waits on one transport hears of a message sooner than who
+    waits on several. One asked for by name is used or nothing is.
+
+    Raises TransportError, with every obstacle, if none is left.
     """
     same = near.host == far.host
+    preferred = tuple(dict.fromkeys((*in_use, *_preferred(same))))
     where = "same host" if same else "different hosts"
     obstacles: list[str] = []
-    for transport in _preferred(same) if wanted == "auto" else (Transport(wanted),):
+    for transport in preferred if wanted == "auto" else (Transport(wanted),):
         obstacle = failures.get(transport) or near.obstacles.get(transport) or far.obstacles.get(transport)
         if obstacle is None:
-            reasons = ["asked for by name"] if wanted != "auto" else [where, *obstacles]
+            known = ["both use it already"] if transport in in_use else []
+            reasons = ["asked for by name"] if wanted != "auto" else [where, *known, *obstacles]
             return Choice(transport, "; ".join(reasons))
         obstacles.append(f"no {transport}: {obstacle}")
     remedy = "mend that" if wanted == "auto" else "mend that, or ask for another transport"

@@ -167,6 +167,12 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
 
 
+class Migrated(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: all that migration ``number`` was to bring is here."""
+
+    number: int
+
+
 class Traced(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine, its last message: what it did when."""
 
@@ -193,6 +199,7 @@ ToEngine = (
     | Connected
     | StepDone
     | SlabUsage
+    | Migrated
     | Traced
     | Failed
 )

@@ -192,6 +192,22 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
             yield PulledRows(rows.sequence, rows.row + first, min(most, rows.rows - first))
 
 
+def migrated_pieces(
+    attentions: Sequence[AttentionSpec], dtype: DType, tokens: int, most_nbytes: int
+) -> list[tuple[int, int, int]]:
+    """The pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in order."""
+    pieces = []
+    for layer, spec in enumerate(attentions):
+        most = most_nbytes // spec.kv_bytes_per_token(dtype)
+        pieces += [(layer, first, min(first + most, tokens)) for first in range(0, tokens, most)]
+    return pieces
+
+
+def migration_number(migration: int, piece: int) -> int:
+    """What the doorbells are rung with for one piece of a migration."""
+    return (migration << 32) + piece + 1
+
+
 def _view(buffer: memoryview, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
     return np.frombuffer(buffer, NUMPY_DTYPE[dtype], math.prod(shape), offset).reshape(shape)
 

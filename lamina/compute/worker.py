@@ -236,6 +236,8 @@ class ComputeWorker:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
             self._drawn.pop(sequence, None)
+        for segment in plan.moved:
+            self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
             for index in range(admission.count):
                 self._segments[admission.sequence + index] = admission.segments

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lamina.engine.groups import Completion, Group, Owner
-from lamina.types import DecodeRows
+from lamina.types import LAST_DRAWN, DecodeRows
 
 
 class DecodeBatch:
@@ -24,6 +24,10 @@ class DecodeBatch:
         self._members: dict[int, Owner] | None = {}  # None: someone has joined or left
         self._sequences: list[int] = []
         self._offsets: list[int] = []
+        self._resumed: set[int] = set()  # since the last step: their last token was drawn some steps ago
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._owners
 
     @property
     def members(self) -> Mapping[int, Owner]:
@@ -50,6 +54,19 @@ class DecodeBatch:
             del self._joined[sequence]
             self._members = None
 
+    def pause(self, sequence: int) -> int:
+        """A sequence decodes no more for a while; the position of the row that it is to go on with."""
+        group, _ = self._owners[sequence]
+        position = self.position(sequence)
+        self._leaving[self.steps + group.prompt_length + group.own_tokens - position].remove(sequence)
+        self.leave(sequence)
+        return position
+
+    def resume(self, group: Group, completion: Completion, position: int) -> None:
+        """A completion that has paused goes on at this position."""
+        self.join(group, completion, position)
+        self._resumed.add(completion.sequence)
+
     def position(self, sequence: int) -> int:
         """Of the next row of a sequence that decodes."""
         return self._joined[sequence] + self.steps
@@ -59,5 +76,9 @@ class DecodeBatch:
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)
         members, steps = self.members, self.steps
-        tokens = [] if still_drawn else [completion.generated[-1] for _, completion in members.values()]
+        resumed, self._resumed = self._resumed, set()
+        tokens = [
+            completion.generated[-1] if not still_drawn or sequence in resumed else LAST_DRAWN
+            for sequence, (_, completion) in (members.items() if resumed or not still_drawn else ())
+        ]
         return DecodeRows(self._sequences, [offset + steps for offset in self._offsets], tokens)

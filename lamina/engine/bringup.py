@@ -66,7 +66,7 @@ class Cluster:
 def bring_up(
     control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: Callable[[LoadProgress], None]
 ) -> Cluster:
-    """Load the model, make slabs and arenas, connect every compute worker with every memory worker.
+    """Load the model, make slabs and arenas, connect every memory worker with every other worker.
 
     Raises the worker's own UserError if a user can mend it, else TransportError, WorkerError or DeadlineError.
     """
@@ -117,6 +117,7 @@ def _connect(
         context_nbytes=loaded.context_nbytes if plan.pipeline.moves else 0,
         bulk_nbytes=rows * per_token,
         landing_nbytes=max(LANDING_NBYTES, per_token),
+        migrates=len(plan.memories) > 1,
     )
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
@@ -130,6 +131,8 @@ def _connect(
     if plan.pipeline.moves:
         pairs += itertools.combinations(computes, 2)
     links = link(control, gather, plan.transport, offers, pairs)
+    if layout.migrates:
+        links |= link(control, gather, plan.transport, offers, list(itertools.combinations(memories, 2)), links)
     control.send(everyone, Connect(computes, memories, layout, plan.pipeline.rotates))
     gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
     return links

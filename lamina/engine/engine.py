@@ -19,15 +19,16 @@ from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLos
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
-from lamina.transport.messages import Failed, SlabUsage, Step, StepDone, Stop, ToEngine, Traced
+from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced
 from lamina.transport.timeline import Span, Timeline
-from lamina.types import FinishReason, Request, SamplingParams, StepPlan
+from lamina.types import FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
 OnTrace = Callable[[Mapping[str, list[Span]]], None]
 
 STEP_TIMEOUT_S = 600.0
+MIGRATION_TIMEOUT_S = 600.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
 MAX_WAITING = 16384
@@ -45,11 +46,13 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A look at the engine. ``dead`` says why it has stopped, if it has."""
+    """A look at the engine. ``moved`` counts sequences that went from one memory worker to another; ``dead`` says why
+    it has stopped, if it has."""
 
     running: int
     waiting: int
     steps: int
+    moved: int
     memory: Mapping[str, MemoryStats]
     dead: str | None
 
@@ -93,9 +96,11 @@ class Engine:
         self._lanes = LaneChooser(cluster.pipeline) if adapts else None
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
+        self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
         self._steps = 0
+        self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards _commands, _accepted and _dead together
         self._accepted: set[str] = set()
@@ -149,7 +154,7 @@ class Engine:
         with self._lock:
             accepted, dead = len(self._accepted), self._dead
         running = self._scheduler.running
-        return EngineStats(running, max(0, accepted - running), self._steps, dict(self._usage), dead)
+        return EngineStats(running, max(0, accepted - running), self._steps, self._moved, dict(self._usage), dead)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -225,6 +230,9 @@ class Engine:
         if plan is None:
             return False
         self._in_flight[plan.step] = plan, time.monotonic() + STEP_TIMEOUT_S
+        self._moved += len(plan.moved)
+        for migration in plan.migrations:
+            self._migration = migration, time.monotonic() + MIGRATION_TIMEOUT_S
         replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(lane)]
         # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
         self._control.send([*self._scheduler.placement.capacities, *replicas], Step(plan))
@@ -238,6 +246,8 @@ class Engine:
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
             if self._lanes is not None:
                 self._lanes.note_attention(worker, message.busy_s)
+        elif isinstance(message, Migrated):
+            self._scheduler.migrated(message.number)
         elif isinstance(message, Failed):
             raise self._root_cause(worker, message)
         else:
@@ -298,6 +308,14 @@ class Engine:
                 raise TransportError(
                     f"step {step} of lane {plan.lane} did not finish within {STEP_TIMEOUT_S:.0f} s; "
                     f"lower max_num_batched_tokens if the compute workers' machines are that slow"
+                )
+        if self._migration is not None:
+            migration, deadline = self._migration
+            if migration.number == self._scheduler.migrating and now > deadline:
+                raise TransportError(
+                    f"{migration.target} did not get tokens {migration.start} to {migration.stop} of sequence "
+                    f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "
+                    f"check the network between the two"
                 )
 
     def _end(self) -> None:

@@ -18,19 +18,28 @@ Pair = tuple[str, str]
 
 
 def link(
-    control: ControlServer, gather: Gather, wanted: TransportName, offers: Mapping[str, Offer], pairs: Collection[Pair]
+    control: ControlServer,
+    gather: Gather,
+    wanted: TransportName,
+    offers: Mapping[str, Offer],
+    pairs: Collection[Pair],
+    linked_before: Mapping[Pair, Choice] | None = None,
 ) -> dict[Pair, Choice]:
     """Link every pair; one whose proof fails is linked again by what comes next, if ``wanted`` leaves a choice.
 
+    A pair prefers what both have in use since ``linked_before``.
+
     Raises TransportError naming the pair and every obstacle if nothing is left to try.
     """
+    used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}
     failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in pairs}
     pending, round_ = set(pairs), 0
     while pending:
         round_ += 1
         for pair in pending:
-            chosen[pair] = _choose(wanted, offers, pair, failures[pair])
+            both = [transport for transport in used.get(pair[0], ()) if transport in used.get(pair[1], ())]
+            chosen[pair] = _choose(wanted, offers, pair, failures[pair], both)
         workers = sorted({name for pair in pending for name in pair})
         for name in workers:
             control.send([name], Link(round_, _ways(name, {pair: chosen[pair] for pair in pending}, offers)))
@@ -45,11 +54,24 @@ def link(
     return chosen
 
 
+def _used(links: Mapping[Pair, Choice]) -> dict[str, list[Transport]]:
+    """The transports of every worker, in order of their pairs."""
+    used: dict[str, list[Transport]] = {}
+    for pair, choice in links.items():
+        for name in pair:
+            used.setdefault(name, []).append(choice.transport)
+    return used
+
+
 def _choose(
-    wanted: TransportName, offers: Mapping[str, Offer], pair: Pair, failures: Mapping[Transport, str]
+    wanted: TransportName,
+    offers: Mapping[str, Offer],
+    pair: Pair,
+    failures: Mapping[Transport, str],
+    in_use: Collection[Transport],
 ) -> Choice:
     try:
-        return choose(wanted, offers[pair[0]], offers[pair[1]], failures)
+        return choose(wanted, offers[pair[0]], offers[pair[1]], failures, in_use)
     except TransportError as error:
         raise TransportError(f"{pair[0]} and {pair[1]} cannot be linked: {error}") from error
 

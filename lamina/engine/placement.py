@@ -17,6 +17,7 @@ class Placement:
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.largest = max(capacities.values())
+        self.left_in_all = sum(capacities.values())
         self._places = {name: place for place, name in enumerate(capacities)}
         self._most_left: list[tuple[int, int, str]] = []  # a heap of (-left, place, worker); some are out of date
         self._sort()
@@ -37,15 +38,38 @@ class Placement:
         left, worker = -heap[0][0], heap[0][2]
         if left < tokens:
             return None
-        self.reserved[worker] += tokens
-        heapq.heapreplace(heap, self._entry(worker))
+        self._take(worker, tokens)
         return worker
+
+    def reserve_on(self, worker: str, tokens: int) -> None:
+        """Reserve ``tokens`` on this worker. Raises ValueError if they do not fit."""
+        if tokens > self._left(worker):
+            raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self._left(worker)} left")
+        self._take(worker, tokens)
+
+    def _take(self, worker: str, tokens: int) -> None:
+        self.reserved[worker] += tokens
+        self.left_in_all -= tokens
+        self._note(worker)
 
     def release(self, worker: str, tokens: int) -> None:
         """Give ``tokens`` of ``worker`` back."""
         if tokens > self.reserved[worker]:
             raise AssertionError(f"{worker}: {tokens} tokens given back, {self.reserved[worker]} reserved")
         self.reserved[worker] -= tokens
+        self.left_in_all += tokens
+        self._note(worker)
+
+    def by_room(self) -> dict[str, int]:
+        """Tokens left on every worker, most first."""
+        left = [
+            (reserved - capacity, name)
+            for (name, capacity), reserved in zip(self.capacities.items(), self.reserved.values(), strict=True)
+        ]
+        left.sort()
+        return {name: -minus for minus, name in left}
+
+    def _note(self, worker: str) -> None:
         heapq.heappush(self._most_left, self._entry(worker))
         if len(self._most_left) > 4 * len(self.capacities):
             self._sort()

@@ -1,13 +1,18 @@
 """Continuous batching: which tokens of which sequences run in the next step of a lane.
 
-A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``finish``, ``abort`` and ``use_lanes``, in
-the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the engine does.
+A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort`` and
+``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
+engine does.
 
 A request runs in one lane. Its life: waiting -> admitted (KV reserved) -> prompt chunks -> its other completions forked
 -> one token a step -> finished -> released (the workers forget it and its slots are free).
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
 that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
+
+Where the first request that waits fits no memory worker although all together have room, sequences move, one at a time
+(``lamina.engine.relocation``). One that moves decodes on while what it has so far is copied. Then it pauses: once its
+steps have completed, what they added is copied too, and the next plan says that it lives elsewhere and goes on.
 """
 
 import collections
@@ -18,6 +23,7 @@ from dataclasses import dataclass, field
 from lamina.engine.batch import DecodeBatch
 from lamina.engine.groups import Completion, Group, Owner
 from lamina.engine.placement import Placement
+from lamina.engine.relocation import Relocations
 from lamina.engine.seats import Seats
 from lamina.errors import RequestError
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
@@ -89,6 +95,7 @@ class Scheduler:
         self._full = False  # the first that waits was refused a place, and nothing has been given back since
         self._moving = False
         self._requests: dict[str, Group] = {}
+        self._relocations = Relocations(placement, self._computed)
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
@@ -106,6 +113,11 @@ class Scheduler:
     def idle(self) -> bool:
         """True when nothing waits, runs, is in flight or is still to be released."""
         return not self._waiting and all(lane.quiet for lane in self._lanes)
+
+    @property
+    def migrating(self) -> int | None:
+        """Number of the migration that is under way; None if there is none."""
+        return self._relocations.migrating
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -177,6 +189,8 @@ class Scheduler:
                 own.prompts[group] = None
             elif not group.forked:
                 own.prompted.append(group)
+            elif self._relocations.is_paused(group):
+                group.completions[0].until = 0
             else:
                 for completion in group.alive:
                     own.decoding.join(group, completion, decoding.position(completion.sequence))
@@ -214,13 +228,15 @@ class Scheduler:
         own = self._lanes[lane]
         forks = self._forks(own)
         released = self._release(own)
+        moved = self._relocated(lane)
         admitted = self._admit(lane)
+        migrations = self._relocations.begun()
         rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
         chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
-        if not (forks or released or admitted or chunks or rows.sequences):
+        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
             self._changed.discard(lane)
             return None
-        plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, chunks, rows)
+        plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, chunks, rows, moved, migrations)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -249,7 +265,32 @@ class Scheduler:
             prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
             self.placement.release(group.memory, group.own_tokens + prompt)
             self._full = False
+            if not group.holders:
+                self._relocations.leave(group)
         return [completion.sequence for _, completion in ending]
+
+    def _relocated(self, lane: int) -> list[Segment]:
+        """Where a sequence of this lane lives that has moved, and goes on from now on."""
+        own = self._lanes[lane]
+        finished = self._relocations.finish(lane, own.completed)
+        if finished is None:
+            return []
+        group, position = finished
+        (completion,) = group.completions
+        own.decoding.resume(group, completion, position)
+        self._full = False
+        return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
+
+    def _computed(self, group: Group) -> int | None:
+        """Tokens of a request whose steps have completed; None if it cannot move now.
+
+        Completions that share a prompt's slots stay where they are.
+        """
+        own, (first, *others) = self._lanes[group.lane], group.completions
+        if others or first.sequence not in own.decoding or own.completed < group.until:
+            return None
+        planned = own.decoding.steps - own.completed  # one that resumed since may not run in all of them
+        return max(own.decoding.position(first.sequence) - planned, group.prompt_length)
 
     def _admit(self, lane: int) -> list[Admission]:
         admitted: list[Admission] = []
@@ -264,9 +305,12 @@ class Scheduler:
             memory = self.placement.reserve(group.tokens) if fits else None
             if memory is None:
                 self._full = True
+                if fits:
+                    self._relocations.make_room(group.tokens)
                 break
             self._waiting.popleft()
             group.lane, group.memory, group.holders = lane, memory, wanted
+            self._relocations.settle(group)
             self._lanes[lane].running[group] = self._lanes[lane].prompts[group] = None
             seats.change(lane, wanted)
             admitted.append(self._admission(group))
@@ -304,6 +348,19 @@ class Scheduler:
             budget -= group.cached - start
         return chunks, drawing
 
+    def migrated(self, number: int) -> None:
+        """All that migration ``number`` was to bring has arrived; nothing happens if its sequence is at its end."""
+        group = self._relocations.expected(number)
+        if group is None:
+            return
+        (completion,) = group.completions
+        own = self._lanes[group.lane]
+        if completion.sequence in own.decoding:
+            self._relocations.pause(own.decoding.pause(completion.sequence))
+        if self._relocations.is_paused(group):
+            self._relocations.arrived()
+            self._changed.add(group.lane)
+
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight): one without sequences may overtake others.
 
@@ -320,6 +377,8 @@ class Scheduler:
         if not planned.plan.runs:
             return {}
         own.completed += 1
+        if planned.prompted:
+            self._full = False  # these may be moved from now on
         if own.finished:
             self._retire(own)
         if not planned.prompted and planned.decoding is own.decoding.members:

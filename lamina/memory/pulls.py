@@ -1,40 +1,63 @@
-"""K and V of prompt chunks, pulled from compute workers in the gaps between messages.
+"""K and V that are fetched from other workers, piece by piece, in the gaps between messages.
 
-A chunk's K and V would hold up the messages of decoding sequences behind them. So they stay where they are computed, in
-a place of the compute worker's arena, and the memory worker reads them piece by piece when it has nothing else to do:
-a message that arrives meanwhile waits for one small piece, and pieces for a few messages at most.
+A prompt chunk's K and V would hold up the messages of decoding sequences behind them. So they stay where they are
+computed, in a place of the compute worker's arena, and the memory worker reads them when it has nothing else to do:
+a message that arrives meanwhile waits for one small piece, and pieces for a few messages at most. Segments that move
+from another memory worker come the same way (``lamina.memory.migrations``).
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import DeadlineError
-from lamina.kernels.attention import append
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Arena
 from lamina.transport.channel import Layout
-from lamina.transport.wire import keys_values, pulled_pieces
+from lamina.transport.wire import pulled_pieces
 
 MOST_IN_A_ROW = 4  # requests served while something is to be pulled
 
+Target = tuple[int, int]
+"""A doorbell and the number that it is awaited to reach."""
 Fetch = Callable[[str, int, int, int, int, int], None]
 """Peer's name, then as ``Endpoint.fetch``."""
-Wait = Callable[[Sequence[tuple[int, int]], float], int]
+Wait = Callable[[Sequence[Target], float], int]
 """As ``Endpoint.wait``."""
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
+    """Bytes [offset, offset + nbytes) of a peer's arena.
+
+    Attributes:
+        keep: takes the bytes once they are here. lane, turn: of the attention that they belong to; lane -1: of none.
+    """
+
     peer: str
-    lane: int
-    turn: int
-    layer: int
-    offset: int  # in the peer's arena
-    slots: npt.NDArray[np.int32]
+    offset: int
+    nbytes: int
+    keep: Callable[[memoryview], None]
+    lane: int = -1
+    turn: int = 0
+
+
+class GapWork(Protocol):
+    """What else is done when no message waits, as doorbells allow it."""
+
+    @property
+    def awaited(self) -> list[Target]:
+        """What allows the next piece of work, for ``Endpoint.wait``."""
+        ...
+
+    def serve(self, index: int) -> None:
+        """Do what number ``index`` of ``awaited`` has allowed: one small piece."""
+        ...
 
 
 class Puller:
@@ -46,8 +69,8 @@ class Puller:
         self._places = [(place, arena.view(place.offset, place.nbytes)) for place in places]
         self._free = list(range(layout.landings))
         self._sequences = [0] * layout.landings
-        self._waiting: collections.deque[_Piece] = collections.deque()
-        self._coming: list[tuple[_Piece, int]] = []  # and the number of its place, in the order of asking
+        self._waiting: collections.deque[Piece] = collections.deque()
+        self._coming: list[tuple[Piece, int]] = []  # and the number of its place, in the order of asking
         self._left: collections.Counter[tuple[int, int]] = collections.Counter()  # pieces by lane and turn
         self._in_a_row = 0  # requests since the last piece
 
@@ -58,17 +81,25 @@ class Puller:
         start = self._layout.bulk(lane, turn)
         first = 0
         for piece in pulled_pieces(step.rows.pulled, self._layout.landing_nbytes // nbytes):
-            slots = step.pulled_slots[first : first + piece.rows]
+            slots: npt.NDArray[np.int32] = step.pulled_slots[first : first + piece.rows]
             first += piece.rows
-            self._waiting.append(_Piece(peer, lane, turn, layer, start + piece.row * nbytes, slots))
-            self._left[lane, turn] += 1
+            keep = functools.partial(self._store.keep, layer, slots)
+            self.add_piece(Piece(peer, start + piece.row * nbytes, piece.rows * nbytes, keep, lane, turn))
+
+    def add_piece(self, piece: Piece) -> None:
+        """Pull this as well, after what was added before."""
+        self._waiting.append(piece)
+        self._left[piece.lane, piece.turn] += 1
 
     def is_done(self, lane: int, turn: int) -> bool:
         """True if nothing up to attention ``turn`` of the lane is left to pull."""
         return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._left)
 
-    def wait(self, wait: Wait, requests: Sequence[tuple[int, int]], timeout_s: float) -> tuple[int | None, int | None]:
-        """Wait for one of the requests, and pull by a piece at most if none is there or some have gone before.
+    def wait(
+        self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork | None = None
+    ) -> tuple[int | None, int | None]:
+        """Wait for one of the requests; if none is there or some have gone before, pull, or serve ``others``, by a
+        piece at most.
 
         Returns (index of a request that is there, lane of a piece that was kept), one of them None or both. Raises
         DeadlineError if there is no request for ``timeout_s`` and nothing to pull; what ``wait`` and ``ask`` raise.
@@ -76,7 +107,8 @@ class Puller:
         if self._in_a_row == MOST_IN_A_ROW:
             self._in_a_row = 0
             requests = ()
-        targets = [*requests, *self.awaited]
+        coming, gaps = self.awaited, [] if others is None else others.awaited
+        targets = [*requests, *coming, *gaps]
         try:
             ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else len(requests)
         except DeadlineError:
@@ -88,13 +120,18 @@ class Puller:
                 self.ask()
             return None, None
         if ready < len(requests):
-            self._in_a_row += bool(self._waiting or self._coming)
+            self._in_a_row += bool(self._waiting or coming or gaps)
             return ready, None
         self._in_a_row = 0
-        return None, self.keep(ready - len(requests))
+        ready -= len(requests)
+        if ready < len(coming):
+            return None, self.keep(ready)
+        assert others is not None
+        others.serve(ready - len(coming))
+        return None, None
 
     @property
-    def awaited(self) -> list[tuple[int, int]]:
+    def awaited(self) -> list[Target]:
         """Where what is on its way is announced, for ``Endpoint.wait``."""
         return [(self._places[number][0].doorbell, self._sequences[number]) for _, number in self._coming]
 
@@ -109,18 +146,15 @@ class Puller:
         place, _ = self._places[number]
         self._sequences[number] += 1
         self._coming.append((piece, number))
-        nbytes = len(piece.slots) * self._store.layers[piece.layer].spec.kv_bytes_per_token(self._store.dtype)
-        self._fetch(piece.peer, piece.offset, nbytes, place.offset, place.doorbell, self._sequences[number])
+        self._fetch(piece.peer, piece.offset, piece.nbytes, place.offset, place.doorbell, self._sequences[number])
 
-    def keep(self, index: int) -> int:
-        """Keep the piece whose arrival is number ``index`` of ``awaited``; the lane that it belongs to."""
+    def keep(self, index: int) -> int | None:
+        """Keep the piece whose arrival is number ``index`` of ``awaited``; the lane that it belongs to, if any."""
         piece, number = self._coming.pop(index)
-        cache = self._store.layers[piece.layer]
-        k, v = keys_values(self._places[number][1], cache.spec, self._store.dtype, 0, len(piece.slots))
-        append(cache.k, cache.v, k, v, piece.slots, self._store.threads)
         self._free.append(number)
         self._finish(piece)
-        return piece.lane
+        piece.keep(self._places[number][1])
+        return piece.lane if piece.lane >= 0 else None
 
     def forget(self, peer: str) -> None:
         """Pull nothing more from a peer that is disconnected: nothing of it can arrive."""
@@ -132,7 +166,7 @@ class Puller:
             self._free.append(number)
             self._finish(piece)
 
-    def _finish(self, piece: _Piece) -> None:
+    def _finish(self, piece: Piece) -> None:
         key = piece.lane, piece.turn
         self._left[key] -= 1
         if not self._left[key]:

@@ -23,7 +23,7 @@ from lamina.transport.wire import (
     pieces,
     read_queries,
 )
-from lamina.types import AttentionSpec, DType, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Migration, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
 
@@ -98,13 +98,32 @@ class KvStore:
                 self.slab.fork(fork.parent, fork.child, fork.tokens)
                 self._segments[fork.child] = self._segments[fork.parent]
         for sequence in plan.released:
-            if self._segments.pop(sequence, None) is not None:
-                self.slab.free(sequence)
+            self._forget(sequence)
+        for segment in plan.moved:
+            if segment.worker == self.worker:
+                self._segments[segment.sequence] = [segment]
+            else:
+                self._forget(segment.sequence)
+        for migration in plan.migrations:
+            if migration.target == self.worker:
+                self._make_slots(migration)
         for admission in plan.admitted:
             if any(segment.worker == self.worker for segment in admission.segments):
                 self._segments[admission.sequence] = admission.segments
                 self.slab.open(admission.sequence)
         return self._plan_step(plan)
+
+    def _forget(self, sequence: int) -> None:
+        """Free the slots of a sequence, if it has any here or is on its way here."""
+        self._segments.pop(sequence, None)
+        if sequence in self.slab:
+            self.slab.free(sequence)
+
+    def _make_slots(self, migration: Migration) -> None:
+        """For tokens that are to come; nobody attends to them before the plan that says that their segment is here."""
+        if migration.sequence not in self.slab:
+            self.slab.open(migration.sequence)
+        self.slab.append(migration.sequence, migration.stop - migration.start)
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker)
@@ -140,6 +159,18 @@ class KvStore:
             kv_start=np.array(starts, np.int32),
             slots=np.concatenate(slots),
         )
+
+    def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        """Keep K and V of a token for each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
+        cache = self.layers[layer]
+        k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
+        append(cache.k, cache.v, k, v, slots, self.threads)
+
+    def read(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        """Lay K and V of ``slots`` out in ``content``, as ``keep`` takes them."""
+        cache = self.layers[layer]
+        k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
+        k[:], v[:] = cache.k[slots], cache.v[slots]
 
     def serve(self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats) -> None:
         """Work on piece ``number`` of a request's bytes: keep its k and v, attend with its query rows.

@@ -1,8 +1,8 @@
 """The memory worker: holds KV in a slab, runs attention over it, answers compute workers. Runs without torch.
 
-One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks. Control messages
-are read when it is idle or when a message arrives whose plan is still on its way. Slab changes happen in the order the
-engine sent the plans.
+One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks and of segments
+that move. Control messages are read when it is idle or when a message arrives whose plan is still on its way. Slab
+changes happen in the order the engine sent the plans.
 """
 
 import collections
@@ -14,6 +14,7 @@ import numpy as np
 
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
+from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import Floats, KvStore, StepTables
 from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
@@ -22,6 +23,7 @@ from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
     Connected,
     MemorySetup,
+    Migrated,
     SlabReady,
     SlabUsage,
     Step,
@@ -36,6 +38,7 @@ from lamina.transport.wire import reply_number, request_number
 log = logging.getLogger(__name__)
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
+MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may be waiting for the plan that says where it goes on
 PLAN_TIMEOUT_S = 30.0
 
 
@@ -104,6 +107,8 @@ class MemoryWorker:
         self._wait = self._links.settle()
         self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
         self._puller = Puller(self._links.fetch, arena, connect.layout, self._store)
+        outbox = self._links.outbox
+        self._migrations = Migrations(self._store, self._puller, arena, connect, outbox, self._tell_migrated)
         self._computes = connect.computes
         self._peers = set(connect.computes)
         own = connect.memories.index(self.name)
@@ -120,7 +125,8 @@ class MemoryWorker:
         waiting = self._timeline.now()
         requests = [(lane.request.doorbell, lane.sequence) for lane in self._order]
         try:
-            ready, pulled = self._puller.wait(self._wait, requests, IDLE_SLICE_S)
+            timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
+            ready, pulled = self._puller.wait(self._wait, requests, timeout_s, self._migrations)
         except DeadlineError:
             self._read_control()
             return
@@ -189,6 +195,7 @@ class MemoryWorker:
             self._running = False
         elif isinstance(message, Step):
             tables = self._store.apply(message.plan)
+            self._migrations.apply(message.plan)
             if not tables.rows.empty:
                 self._lanes[message.plan.lane].steps.append(tables)
             usage = SlabUsage(message.plan.step, self._store.slab.used, self._store.sequences, self._busy_s)
@@ -196,12 +203,16 @@ class MemoryWorker:
         else:
             raise WorkerError(self.name, f"a memory worker that serves cannot take a {type(message).__name__}")
 
-    def _forget(self, compute: str) -> None:
-        """A compute worker is gone: the engine decides what becomes of the requests it ran."""
-        log.info("%s: compute worker %s is gone", self.name, compute)
-        self._peers.discard(compute)
-        self._links.disconnect(compute)
-        self._puller.forget(compute)
+    def _tell_migrated(self, number: int) -> None:
+        self._control.send(Migrated(number))
+
+    def _forget(self, peer: str) -> None:
+        """A peer is gone: the engine decides what becomes of the requests that needed it."""
+        log.info("%s: worker %s is gone", self.name, peer)
+        self._peers.discard(peer)
+        self._links.disconnect(peer)
+        self._puller.forget(peer)
+        self._migrations.forget(peer)
 
 
 def main() -> None:

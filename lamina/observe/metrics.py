@@ -30,6 +30,9 @@ class Metrics:
         yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not ended.", stats.running)
         yield GaugeMetricFamily("lamina_requests_waiting", "Requests that wait to be admitted.", stats.waiting)
         yield CounterMetricFamily("lamina_steps", "Steps planned so far.", stats.steps)
+        yield CounterMetricFamily(
+            "lamina_sequences_moved", "Sequences that went from one memory worker to another to make room.", stats.moved
+        )
         used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use.", labels=["worker"])
         slots = GaugeMetricFamily("lamina_kv_slots", "Token slots in all.", labels=["worker"])
         for worker, memory in stats.memory.items():

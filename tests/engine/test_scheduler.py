@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.engine.groups import Group
 from lamina.engine.placement import Placement
-from lamina.engine.scheduler import Group, Limits, Scheduler
+from lamina.engine.scheduler import Limits, Scheduler
 from lamina.errors import RequestError
 from lamina.memory.slab import Slab
-from lamina.types import LAST_DRAWN, Request, SamplingParams, StepPlan
+from lamina.types import LAST_DRAWN, Migration, Request, SamplingParams, Segment, StepPlan
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32)
+MANY = Limits(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
 
 
 class MemoryModel:
@@ -31,9 +33,14 @@ class MemoryModel:
             if fork.parent in self.here:
                 self.slab.fork(fork.parent, fork.child, fork.tokens)
                 self.here.add(fork.child)
-        for sequence in self.here & set(plan.released):
-            self.slab.free(sequence)
-        self.here -= set(plan.released)
+        for sequence in plan.released:
+            self.forget(sequence)
+        for segment in plan.moved:
+            if segment.worker == self.name:
+                self.here.add(segment.sequence)
+            else:
+                self.forget(segment.sequence)
+        self.migrate(plan.migrations)
         for admission in plan.admitted:
             if admission.segments[0].worker == self.name:
                 self.slab.open(admission.sequence)
@@ -42,6 +49,22 @@ class MemoryModel:
             if step.sequence in self.here:
                 assert self.slab.length(step.sequence) == step.start
                 self.slab.append(step.sequence, len(step.tokens))  # CapacityError: admission was not exact
+
+    def migrate(self, migrations: list[Migration]) -> None:
+        for migration in migrations:
+            if migration.source == self.name:
+                assert migration.sequence in self.here
+                assert migration.stop <= self.slab.length(migration.sequence)
+            if migration.target == self.name:
+                if migration.sequence not in self.slab:
+                    self.slab.open(migration.sequence)
+                assert self.slab.length(migration.sequence) == migration.start < migration.stop
+                self.slab.append(migration.sequence, migration.stop - migration.start)
+
+    def forget(self, sequence: int) -> None:
+        self.here.discard(sequence)
+        if sequence in self.slab:
+            self.slab.free(sequence)
 
 
 ATTENTIONS = 3
@@ -71,15 +94,24 @@ requests = st.lists(
 class Cluster:
     """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
 
-    def __init__(self, requests: list, memories: int, lanes: int, depth: int) -> None:
+    def __init__(self, requests: list, memories: int, lanes: int, depth: int, limits: Limits = LIMITS) -> None:
         self.requests = requests
+        self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", 60) for index in range(memories)]
-        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes)
+        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes, limits)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self._depth = depth
         self._in_flight: list[list[StepPlan]] = [[] for _ in range(lanes)]
         self._turns = [0] * lanes
+        self._computed: dict[int, int] = {}  # tokens whose steps have completed, by sequence
+        self._migrations: list[Migration] = []  # that have begun and are not done
+        self.moved = 0
+
+    def migrate(self) -> None:
+        """The oldest migration is done, be its sequence still there or not."""
+        if self._migrations:
+            self.scheduler.migrated(self._migrations.pop(0).number)
 
     def arrive(self, turn: int) -> None:
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
@@ -90,7 +122,8 @@ class Cluster:
 
     def complete(self, lane: int) -> None:
         """The oldest step of a lane ends."""
-        self._in_flight[lane].pop(0)
+        for step in self._in_flight[lane].pop(0).sequences:
+            self._computed[step.sequence] = step.stop
         for group, completion in self.scheduler.complete(lane).values():
             completion.generated.append(7)
             name = group.request.request_id
@@ -103,15 +136,22 @@ class Cluster:
         while self.scheduler.in_flight(lane) < self._depth and (plan := self.scheduler.plan(lane)) is not None:
             assert plan.turn == self._turns[lane]
             self._turns[lane] += ATTENTIONS if plan.sequences else 0
-            assert sum(len(step.tokens) for step in plan.sequences) <= LIMITS.max_num_batched_tokens
-            assert sum(len(step.draws) for step in plan.sequences) <= LIMITS.max_num_seqs
+            assert sum(len(step.tokens) for step in plan.sequences) <= self.limits.max_num_batched_tokens
+            assert sum(len(step.draws) for step in plan.sequences) <= self.limits.max_num_seqs
             earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
             for step in plan.sequences:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
             running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
-            assert not (running | earlier) & set(plan.released)
+            moved = {segment.sequence for segment in plan.moved}
+            assert not (running | earlier) & {*plan.released, *moved}
+            for migration in plan.migrations:
+                assert migration.stop <= self._computed[migration.sequence]
+            self._migrations += plan.migrations
+            self.moved += len(plan.moved)
             for memory in self.memories:
                 memory.apply(plan)
+            for step in plan.sequences:
+                assert sum(step.sequence in memory.here for memory in self.memories) == 1
             self._in_flight[lane].append(plan)
 
     @property
@@ -126,17 +166,27 @@ class Cluster:
     lanes=st.integers(1, 3),
     depth=st.integers(1, 3),
     switches=st.dictionaries(st.integers(0, 20), st.integers(1, 3), max_size=4),
+    limits=st.sampled_from([LIMITS, MANY]),
+    migration_turns=st.integers(1, 6),
 )
 def test_every_request_ends_and_every_slot_comes_back(
-    requests: list, memories: int, lanes: int, depth: int, switches: dict[int, int]
+    requests: list,
+    memories: int,
+    lanes: int,
+    depth: int,
+    switches: dict[int, int],
+    limits: Limits,
+    migration_turns: int,
 ) -> None:
-    """Whatever is planned ahead, and however often the number of lanes changes."""
-    cluster = Cluster(requests, memories, lanes, depth)
+    """Whatever is planned ahead, moves between memory workers, and however often the number of lanes changes."""
+    cluster = Cluster(requests, memories, lanes, depth, limits)
     for turn in itertools.count():
         assert turn < 2000, "the scheduler does not come to rest"
         if turn in switches:
             cluster.scheduler.use_lanes(min(switches[turn], lanes))
         cluster.arrive(turn)
+        if turn % migration_turns == 0:
+            cluster.migrate()
         for lane in range(lanes):
             if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:  # steps overlap turns
                 cluster.complete(lane)
@@ -151,12 +201,102 @@ def test_every_request_ends_and_every_slot_comes_back(
             assert cluster.lengths[str(index)] == [expected] * n
 
 
+def draw(under_test: Scheduler, ends: str = "") -> None:
+    """The oldest step of lane 0 ends, and with it the request called ``ends``."""
+    for group, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+        if group.request.request_id == ends:
+            under_test.finish(group, completion)
+
+
+def fragmented() -> Scheduler:
+    """Two workers with 40 tokens each, of which "a" and "b" hold 24 each, and "large", which needs 30, waits."""
+    under_test = scheduler({"memory0": 40, "memory1": 40})
+    for name in "ab":
+        under_test.add(request(name, 4, max_tokens=21))
+    under_test.plan(0)
+    draw(under_test)
+    for name in "cd":  # 12 each
+        under_test.add(request(name, 2, max_tokens=11))
+    under_test.plan(0)
+    draw(under_test)
+    assert under_test.placement.reserved == {"memory0": 36, "memory1": 36}
+    under_test.plan(0)
+    draw(under_test, ends="a")
+    under_test.plan(0)
+    draw(under_test, ends="d")
+    under_test.add(request("large", 20, max_tokens=11))
+    return under_test
+
+
+def plan_of(under_test: Scheduler) -> StepPlan:
+    plan = under_test.plan(0)
+    assert plan is not None
+    return plan
+
+
+def test_a_sequence_moves_to_make_room_decodes_meanwhile_and_pauses_for_the_tail_alone() -> None:
+    under_test = fragmented()
+    plan = plan_of(under_test)  # "c" (12 tokens) can join "b" (24): then all of memory0 is free
+    (migration,) = plan.migrations
+    moves = {"number": 1, "sequence": 2, "source": "memory0", "target": "memory1", "start": 0}
+    assert migration == Migration(**moves, stop=plan.sequences[1].start)
+    assert [step.sequence for step in plan.sequences] == [1, 2] and not plan.admitted
+    ahead = plan_of(under_test)
+    assert [step.sequence for step in ahead.sequences] == [1, 2] and not ahead.migrations
+    under_test.migrated(1)
+    paused = plan_of(under_test)
+    assert [step.sequence for step in paused.sequences] == [1] and not paused.migrations
+    draw(under_test)
+    draw(under_test)
+    tail = plan_of(under_test)
+    stop = migration.stop + 2
+    assert tail.migrations == [Migration(2, 2, "memory0", "memory1", migration.stop, stop)] and not tail.moved
+    under_test.migrated(1)  # heard already
+    assert not plan_of(under_test).moved
+    under_test.migrated(2)
+    switch = plan_of(under_test)
+    assert switch.moved == [Segment(2, "memory1", (0, 2), (0, None))]
+    assert [(step.sequence, step.start) for step in switch.sequences][1] == (2, stop)
+    assert [admission.segments[0].worker for admission in switch.admitted] == ["memory0"]
+    assert under_test.placement.reserved == {"memory0": 30, "memory1": 36}
+
+
+@pytest.mark.parametrize("when", ["at once", "paused", "tail"])
+def test_a_request_that_ends_while_it_moves_gives_back_both_reservations(when: str) -> None:
+    under_test = fragmented()
+    plan_of(under_test)
+    if when != "at once":
+        plan_of(under_test)
+        under_test.migrated(1)
+    if when == "tail":
+        draw(under_test)
+        draw(under_test)
+        assert plan_of(under_test).migrations
+    under_test.abort("c")
+    while under_test.in_flight(0):
+        draw(under_test)
+    plan = plan_of(under_test)
+    assert plan.released == [2] and not plan.moved and not plan.migrations
+    under_test.migrated(2 if when == "tail" else 1)  # too late: the worker had said so already
+    assert [admission.segments[0].worker for admission in plan.admitted] == ["memory0"]
+    assert under_test.placement.reserved == {"memory0": 30, "memory1": 24}
+
+
 def turn_of(under_test: Scheduler, lanes: Iterable[int], depth: int) -> list[StepPlan]:
     plans = []
     for lane in lanes:
         while under_test.in_flight(lane) < depth and (plan := under_test.plan(lane)) is not None:
             plans.append(plan)
     return plans
+
+
+def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
+    """The oldest step of a lane ends."""
+    for group, completion in under_test.complete(lane).values():
+        completion.generated.append(7)
+        if len(completion.generated) in (group.max_tokens, requests[int(group.request.request_id)][3]):
+            under_test.finish(group, completion)
 
 
 @settings(max_examples=300, deadline=None)
@@ -181,13 +321,13 @@ def test_lanes_that_are_not_plannable_have_nothing_to_plan(
                 if aborted is not None and aborted == turn - arrival:
                     one.abort(str(index))
         lane = random.randrange(lanes)
+        number = asked.migrating
+        if number is not None and random.random() < 0.3:
+            for one in pair:
+                one.migrated(number)
         if asked.in_flight(lane):
             for one in pair:
-                for group, completion in one.complete(lane).values():
-                    completion.generated.append(7)
-                    stops = requests[int(group.request.request_id)][3]
-                    if len(completion.generated) in (group.max_tokens, stops):
-                        one.finish(group, completion)
+                draw_all(one, lane, requests)
         if turn in switches:
             for one in pair:
                 one.use_lanes(min(switches[turn], lanes))

@@ -181,6 +181,10 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
             told.append(("complete", (lane, step)))
             return super().complete(lane, step)
 
+        def migrated(self, number: int) -> None:
+            told.append(("migrated", number))
+            super().migrated(number)
+
         def plan(self, lane: int) -> StepPlan | None:
             plan = super().plan(lane)
             if plan is not None:
@@ -199,6 +203,8 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     for index, (what, detail) in enumerate(told):
         if what == "add":
             scheduler.add(detail)
+        elif what == "migrated":
+            scheduler.migrated(detail)
         elif what == "complete":
             for group, completion in scheduler.complete(*detail).values():
                 completion.generated.append(0)
@@ -209,6 +215,37 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
                 while scheduler.in_flight(lane) < 2 and (plan := scheduler.plan(lane)) is not None:
                     expected.append(plan)
     assert expected == plans
+
+
+def test_a_sequence_that_moves_makes_room_and_takes_the_time_of_its_bytes() -> None:
+    """Two memory workers hold 50% and 24% each of what one can hold, and a fifth request needs 45%."""
+    deployment = pools(memory_workers=2)
+    part = deployment.memory_cost.kv_tokens // 100
+    lengths = [(10, 40), (10, 40), (10, 14), (10, 14), (10, 35)]
+    arrivals = arriving(*((0.0, prompt * part, output * part) for prompt, output in lengths))
+    simulation = under_test.Simulation(deployment, arrivals, [], 0)
+    begun: list[tuple[float, float, int]] = []
+    moved: list[int] = []
+    submit = simulation._submit
+
+    def watch(plan: StepPlan, now: float) -> None:
+        submit(plan, now)
+        moved.extend(segment.sequence for segment in plan.moved)
+        for migration in plan.migrations:
+            assert simulation._migration is not None
+            begun.append((now, simulation._migration[0], migration.stop - migration.start))
+
+    simulation._submit = watch  # type: ignore[method-assign]
+    result = simulation.run()
+    assert result.log.states == [State.FINISHED] * 5
+    (sequence,) = moved
+    assert sequence in (2, 3)
+    assert result.log.first_s[4] < result.log.end_s[sequence]
+    token_bytes = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_size * 2
+    wire_s = float(deployment.memory_cost.wire_seconds(1.0))
+    assert len(begun) == 2 and begun[0][2] >= 10 * part
+    for start, end, tokens in begun:
+        assert end - start == pytest.approx(ROUND_TRIP_S + tokens * token_bytes * wire_s)
 
 
 def test_a_lost_worker_ends_every_request_with_an_error_as_the_runtime_does() -> None:

@@ -114,7 +114,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
-        return EngineStats(running=1, waiting=2, steps=3, memory=memory, dead=self.dead)
+        return EngineStats(running=1, waiting=2, steps=3, moved=4, memory=memory, dead=self.dead)
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         with self.changed:
@@ -442,6 +442,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_requests_running",): 1,
         ("lamina_requests_waiting",): 2,
         ("lamina_steps_total",): 3,
+        ("lamina_sequences_moved_total",): 4,
         ("lamina_kv_slots_used", "memory0"): 5,
         ("lamina_kv_slots", "memory0"): 9,
         ("lamina_links", "same host", "shm"): 1,

@@ -83,6 +83,7 @@ class Simulation:
         self._requests = [_Numbers(self._live) for _ in lanes]
         self._decoding = [_Numbers(self._homes) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
+        self._migration: tuple[float, int] | None = None  # when the latest is done, and its number
         self._steps = 0
         self._queued_s = 0.0
         self._next = 0  # of the arrivals
@@ -133,13 +134,13 @@ class Simulation:
         return self._result(now)
 
     def _next_from_outside(self) -> float:
-        """When the next request may come in, or fault happens."""
+        """When the next request may come in, fault happens or migration is done."""
         arrival = fault = math.inf
         if self._next < len(self._arrival_s) and self._scheduler.waiting < MOST_WAITING:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
-        return min(arrival, fault)
+        return min(arrival, fault, math.inf if self._migration is None else self._migration[0])
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -147,6 +148,9 @@ class Simulation:
         while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
             self._strike(self._faults[self._next_fault], now)
             self._next_fault += 1
+        if self._migration is not None and self._migration[0] <= now:
+            self._scheduler.migrated(self._migration[1])
+            self._migration = None
         while (
             self._next < len(self._arrival_s)
             and self._arrival_s[self._next] <= now
@@ -233,6 +237,11 @@ class Simulation:
     def _submit(self, plan: StepPlan, now: float) -> None:
         for sequence in plan.released:
             del self._homes[sequence]
+        for segment in plan.moved:
+            self._homes[segment.sequence] = self._numbers[segment.worker]
+        for migration in plan.migrations:  # one at a time; the one before may have been given up
+            seconds = self._model.migration_seconds(migration.stop - migration.start)
+            self._migration = now + seconds, migration.number
         for admission in plan.admitted:
             self._homes[admission.sequence] = self._numbers[admission.segments[0].worker]
         if not plan.runs:

@@ -63,6 +63,7 @@ class StepModel:
         tp = deployment.tensor_parallel
         self._slices = SliceTimes(compute, tp, deployment.max_num_batched_tokens)
         self._compute, self._memory = compute, memory
+        self._layers = shape.layers
         item = shape.dtype.itemsize
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
         self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row, and as much back
@@ -118,6 +119,10 @@ class StepModel:
             context_s=rows * self._context_bytes * self._compute_byte_s,
             shares=shares,
         )
+
+    def migration_seconds(self, tokens: int) -> float:
+        """K and V of ``tokens`` tokens on their way from one memory worker's network card to another's."""
+        return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
         """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""

@@ -1,0 +1,87 @@
+"""Which sequences to move to another memory worker so that a request fits. Pure: no clock, no sockets.
+
+Requests are admitted with their worst case reserved on one memory worker. When every worker has something left but none
+enough, the pool as a whole may still have room: moving a sequence joins what is left on two workers. Migrating requests
+to make contiguous room is the de-fragmentation of Llumnix (Sun et al., OSDI 2024), here of KV alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+MOST_TRIED = 8  # workers with most left that room is sought on: a decision must not cost more in a larger pool
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A sequence that may be moved: ``reserved`` tokens on its worker, of which ``cost`` must be copied."""
+
+    sequence: int
+    reserved: int
+    cost: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A sequence, from where and to where."""
+
+    movable: Movable
+    source: str
+    target: str
+
+    @property
+    def sequence(self) -> int:
+        """The sequence that moves."""
+        return self.movable.sequence
+
+
+def make_room(needed: int, left: Mapping[str, int], movable_on: Callable[[str], Sequence[Movable]]) -> tuple[Move, ...]:
+    """Moves after which ``needed`` tokens fit a worker, cheap ones; none if there is no way, or they fit already.
+
+    ``left`` are the tokens that are not reserved, by worker, most first. The moves may be made in any order, one at a
+    time: each fits its target without the others.
+    """
+    best: tuple[Move, ...] = ()
+    for source in list(left)[:MOST_TRIED]:
+        shortage = needed - left[source]
+        if shortage <= 0:
+            return ()
+        targets = {name: room for name, room in left.items() if name != source}
+        movable = movable_on(source)
+        for moves in (_single(source, shortage, targets, movable), _several(source, shortage, targets, movable)):
+            if moves and (not best or _cost(moves) < _cost(best)):
+                best = moves
+    return best
+
+
+def _cost(moves: Sequence[Move]) -> int:
+    return sum(move.movable.cost for move in moves)
+
+
+def _single(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
+    """The cheapest sequence that is enough alone."""
+    roomiest = max(targets, key=lambda name: targets[name], default=None)
+    enough = [one for one in movable if roomiest is not None and shortage <= one.reserved <= targets[roomiest]]
+    return (Move(min(enough, key=lambda one: one.cost), source, roomiest),) if enough and roomiest is not None else ()
+
+
+def _several(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
+    """Sequences that free most for what they cost, until it is enough, without those that turn out to be too many."""
+    room = dict(targets)
+    moves: list[Move] = []
+    freed = 0
+    for one in sorted(movable, key=lambda one: one.cost / one.reserved):
+        target = max(room, key=lambda name: room[name], default=None)
+        if target is None or one.reserved > room[target]:
+            continue
+        moves.append(Move(one, source, target))
+        room[target] -= one.reserved
+        freed += one.reserved
+        if freed >= shortage:
+            break
+    if freed < shortage:
+        return ()
+    for move in sorted(moves, key=lambda move: -move.movable.cost):
+        if freed - move.movable.reserved >= shortage:
+            moves.remove(move)
+            freed -= move.movable.reserved
+    return tuple(moves)

@@ -1,0 +1,164 @@
+"""Segments that move from one memory worker to another while their sequences go on decoding.
+
+Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The one that has the
+tokens gathers a piece into a staging slot of its arena and rings; the other fetches it, keeps it in slots of its own
+and rings back, which frees the staging slot. Each does its part in the gaps between messages (``lamina.memory.pulls``).
+
+A sequence may end at any time: both ends then forget it when they are told to release it. What still arrives of it is
+not kept, since its slots may be others' by then; and its staging slots need not be given back, since pieces of another
+migration that overwrite them can only spoil what is not kept.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.memory.pulls import Piece, Puller, Target
+from lamina.memory.store import KvStore
+from lamina.transport.base import Arena
+from lamina.transport.channel import STAGING_SLOTS, Outbox, Slot
+from lamina.transport.messages import Connect
+from lamina.transport.wire import migrated_pieces, migration_number
+from lamina.types import Migration, StepPlan
+
+Open = Callable[[str, Slot], Outbox]
+"""As ``Links.outbox``."""
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """``next`` is the piece to lay out next."""
+
+    migration: Migration
+    slots: npt.NDArray[np.int32]
+    pieces: list[tuple[int, int, int]]
+    next: int = 0
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """``next`` is the piece to fetch next, ``left`` of all are not here."""
+
+    migration: Migration
+    slots: npt.NDArray[np.int32]
+    pieces: list[tuple[int, int, int]]
+    left: int
+    next: int = 0
+    wanted: bool = True
+
+
+class Migrations:
+    """The migrations that this memory worker has a part in. Its thread owns it; ``lamina.memory.pulls.GapWork``."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        puller: Puller,
+        arena: Arena,
+        connect: Connect,
+        outbox: Open,
+        on_done: Callable[[int], None],
+    ) -> None:
+        """``on_done`` hears the number of every migration whose last piece has been kept here."""
+        self._store, self._puller, self._layout, self._on_done = store, puller, connect.layout, on_done
+        self._own = store.worker
+        layout, own = connect.layout, connect.memories.index(store.worker)
+        numbers = {name: number for number, name in enumerate(connect.memories) if number != own and layout.migrates}
+        self._staged = {name: outbox(name, layout.staged(own)) for name in numbers}
+        self._taken = {name: outbox(name, layout.taken(own)) for name in numbers}
+        self._bells = {name: (layout.staged(number), layout.taken(number)) for name, number in numbers.items()}
+        self._staging = [
+            arena.view(layout.staging(number), layout.landing_nbytes)
+            for number in range(STAGING_SLOTS if numbers else 0)
+        ]
+        self._outgoing: list[_Outgoing] = []
+        self._incoming: list[_Incoming] = []
+        self._moving: set[int] = set()
+
+    @property
+    def active(self) -> bool:
+        """True while a sequence is on its way from or to this worker."""
+        return bool(self._moving)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Begin and end what a plan says that the store has applied."""
+        for sequence in plan.released:
+            self._drop(sequence)
+        for segment in plan.moved:
+            self._drop(segment.sequence)
+        for migration in plan.migrations:
+            if self._own in (migration.source, migration.target):
+                self._begin(migration)
+
+    def _drop(self, sequence: int) -> None:
+        self._moving.discard(sequence)
+        self._outgoing = [own for own in self._outgoing if own.migration.sequence != sequence]
+        for coming in self._incoming:
+            coming.wanted = coming.wanted and coming.migration.sequence != sequence
+        self._incoming = [coming for coming in self._incoming if coming.wanted]
+
+    def _begin(self, migration: Migration) -> None:
+        self._moving.add(migration.sequence)
+        slots = self._store.slab.slots(migration.sequence)[migration.start : migration.stop].copy()
+        specs = [cache.spec for cache in self._store.layers]
+        pieces = migrated_pieces(specs, self._store.dtype, len(slots), self._layout.landing_nbytes)
+        if migration.source == self._own:
+            self._outgoing.append(_Outgoing(migration, slots, pieces))
+        else:
+            self._incoming.append(_Incoming(migration, slots, pieces, len(pieces)))
+
+    @property
+    def awaited(self) -> list[Target]:
+        """What allows the next piece of every migration: first of those that leave, then of those that come."""
+        leaving = [self._free_staging(own) for own in self._outgoing]
+        return leaving + [
+            (self._bells[coming.migration.source][0].doorbell, migration_number(coming.migration.number, coming.next))
+            for coming in self._incoming
+            if coming.next < len(coming.pieces)
+        ]
+
+    def _free_staging(self, own: _Outgoing) -> Target:
+        doorbell, before = self._bells[own.migration.target][1].doorbell, own.next - STAGING_SLOTS
+        return doorbell, 0 if before < 0 else migration_number(own.migration.number, before)
+
+    def serve(self, index: int) -> None:
+        """Lay out or ask for one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
+        if index < len(self._outgoing):
+            self._lay_out(self._outgoing[index])
+        else:
+            unasked = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
+            self._ask(unasked[index - len(self._outgoing)])
+
+    def _lay_out(self, own: _Outgoing) -> None:
+        layer, first, last = own.pieces[own.next]
+        self._store.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
+        self._staged[own.migration.target].send([], migration_number(own.migration.number, own.next))
+        own.next += 1
+        if own.next == len(own.pieces):
+            self._outgoing.remove(own)
+
+    def _ask(self, coming: _Incoming) -> None:
+        layer, first, last = coming.pieces[coming.next]
+        nbytes = (last - first) * self._store.layers[layer].spec.kv_bytes_per_token(self._store.dtype)
+        keep = functools.partial(self._keep, coming, coming.next)
+        self._puller.add_piece(Piece(coming.migration.source, self._layout.staging(coming.next), nbytes, keep))
+        coming.next += 1
+
+    def _keep(self, coming: _Incoming, number: int, content: memoryview) -> None:
+        if not coming.wanted:
+            return
+        layer, first, last = coming.pieces[number]
+        self._store.keep(layer, coming.slots[first:last], content)
+        self._taken[coming.migration.source].send([], migration_number(coming.migration.number, number))
+        coming.left -= 1
+        if coming.left == 0:
+            self._incoming.remove(coming)
+            self._on_done(coming.migration.number)
+
+    def forget(self, peer: str) -> None:
+        """A memory worker is gone, and disconnected."""
+        self._outgoing = [own for own in self._outgoing if own.migration.target != peer]
+        self._incoming = [coming for coming in self._incoming if coming.migration.source != peer]

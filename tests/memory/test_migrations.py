@@ -1,0 +1,231 @@
+"""K and V that move between memory workers, in any order of what happens, against what they were; slots are counted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.config import Overlap
+from lamina.errors import DeadlineError, PeerLostError
+from lamina.memory.migrations import Migrations
+from lamina.memory.pulls import Puller
+from lamina.memory.store import KvStore
+from lamina.transport.base import Endpoint, Peer
+from lamina.transport.channel import Layout, Outbox, Slot
+from lamina.transport.messages import Connect
+from lamina.transport.null import NullEndpoint
+from lamina.types import Admission, AttentionSpec, DType, Migration, SamplingParams, Segment, SequenceStep, StepPlan
+
+NAMES = ["memory0", "memory1", "memory2"]
+SPECS = [
+    AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=4, v_dim=4, scale=1.0),
+    AttentionSpec(layer=1, query_heads=2, kv_heads=1, qk_dim=8, v_dim=2, scale=1.0),  # other sizes, as in MLA
+]
+LAYOUT = Layout(lanes=1, memories=3, request_nbytes=64, reply_nbytes=64, landing_nbytes=200, migrates=True)
+CONNECT = Connect(["compute0"], NAMES, LAYOUT, rotates=False)
+CAPACITY = 40
+
+
+@dataclass
+class Worker:
+    """A memory worker without messages: its gaps are all there is."""
+
+    store: KvStore
+    endpoint: Endpoint
+    puller: Puller
+    migrations: Migrations
+    done: list[int]
+    plans: list[StepPlan]
+
+    def gap(self) -> bool:
+        """One piece of work at most; False if there was nothing to do."""
+        busy = self.puller.may_ask
+        try:
+            self.endpoint.wait([*self.puller.awaited, *self.migrations.awaited], 0.0)
+            busy = True
+        except (DeadlineError, ValueError):  # nothing rung; nothing awaited
+            pass
+        self.puller.wait(self.endpoint.wait, [], 0.0, self.migrations)
+        return busy
+
+    def read(self) -> None:
+        """Take in the next plan, if there is one."""
+        if self.plans:
+            plan = self.plans.pop(0)
+            self.store.apply(plan)
+            self.migrations.apply(plan)
+
+
+class Pool:
+    """Three memory workers, linked."""
+
+    def __init__(self) -> None:
+        endpoints = {name: NullEndpoint(name) for name in NAMES}
+        arenas = {name: endpoint.register(*LAYOUT.memory_arena) for name, endpoint in endpoints.items()}
+        self.workers: dict[str, Worker] = {}
+        for name, endpoint in endpoints.items():
+            others = [other for other in NAMES if other != name]
+            peers = {other: endpoint.connect(endpoints[other].descriptor(), 1.0) for other in others}
+            self._add(name, endpoint, arenas[name], peers)
+        self.steps = 0
+
+    def _add(self, name: str, endpoint: NullEndpoint, arena: object, peers: dict[str, Peer]) -> None:
+        store, done = KvStore(name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap()), []
+
+        def fetch(peer: str, *place: int) -> None:
+            endpoint.fetch(peers[peer], *place)
+
+        def outbox(peer: str, slot: Slot) -> Outbox:
+            return Outbox(endpoint, peers[peer], slot)
+
+        puller = Puller(fetch, arena, LAYOUT, store)  # type: ignore[arg-type]
+        migrations = Migrations(store, puller, arena, CONNECT, outbox, done.append)  # type: ignore[arg-type]
+        self.workers[name] = Worker(store, endpoint, puller, migrations, done, [])
+
+    def send(self, **deltas: list) -> None:
+        """A plan for all workers, which read it when they come to it."""
+        self.steps += 1
+        fields = {"forks": [], "released": [], "admitted": [], "sequences": []} | deltas
+        for worker in self.workers.values():
+            worker.plans.append(StepPlan(self.steps, 0, 0, **fields))
+
+    def begin(self, sequence: int, worker: str, tokens: int) -> None:
+        """A sequence with ``tokens`` tokens, whose K and V say which they are."""
+        segment = Segment(sequence, worker, (0, 2), (0, None))
+        admission = Admission(sequence, 1, tokens, [segment], SamplingParams(), 0)
+        self.send(admitted=[admission], sequences=[SequenceStep(sequence, 0, [0] * tokens, [])])
+        self.settle()
+        self.write(sequence, worker, 0, tokens)
+
+    def write(self, sequence: int, worker: str, start: int, stop: int) -> None:
+        store = self.workers[worker].store
+        slots = store.slab.slots(sequence)[start:stop]
+        for layer, cache in enumerate(store.layers):
+            cache.k[slots], cache.v[slots] = self.content(sequence, layer, start, stop)
+
+    @staticmethod
+    def content(sequence: int, layer: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        spec = SPECS[layer]
+        base = (1000 * sequence + 100 * layer + np.arange(start, stop, dtype=np.float32))[:, None, None]
+        heads = np.arange(spec.kv_heads, dtype=np.float32)[None, :, None] / 4
+        k = base + heads + np.arange(spec.qk_dim, dtype=np.float32) / 64
+        return k, -(base + heads + np.arange(spec.v_dim, dtype=np.float32) / 64)
+
+    def check(self, sequence: int, worker: str, tokens: int) -> None:
+        """All of a sequence is there."""
+        store = self.workers[worker].store
+        slots = store.slab.slots(sequence)
+        assert len(slots) == tokens
+        for layer, cache in enumerate(store.layers):
+            k, v = self.content(sequence, layer, 0, tokens)
+            np.testing.assert_array_equal(cache.k[slots], k)
+            np.testing.assert_array_equal(cache.v[slots], v)
+
+    def settle(self) -> None:
+        """Until nobody has anything to do."""
+        busy = True
+        while busy:
+            for worker in self.workers.values():
+                while worker.plans:
+                    worker.read()
+            busy = any([worker.gap() for worker in self.workers.values()])
+
+    @property
+    def used(self) -> list[int]:
+        return [worker.store.slab.used for worker in self.workers.values()]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    yield (made := Pool())
+    for worker in made.workers.values():
+        worker.endpoint.close()
+
+
+def test_a_segment_moves_in_two_pulls_and_its_old_slots_are_free(pool: Pool) -> None:
+    pool.begin(0, "memory0", 17)
+    pool.send(migrations=[Migration(1, 0, "memory0", "memory2", 0, 17)])
+    pool.settle()
+    assert pool.workers["memory2"].done == [1] and pool.used == [17, 0, 17]
+    pool.send(sequences=[SequenceStep(0, 17, [0, 0], [])])  # decoded meanwhile at its old place
+    pool.settle()
+    pool.write(0, "memory0", 17, 19)
+    pool.send(migrations=[Migration(2, 0, "memory0", "memory2", 17, 19)])
+    pool.settle()
+    pool.send(moved=[Segment(0, "memory2", (0, 2), (0, None))])
+    pool.settle()
+    assert pool.workers["memory2"].done == [1, 2] and pool.used == [0, 0, 19]
+    pool.check(0, "memory2", 19)
+    assert [worker.store.sequences for worker in pool.workers.values()] == [0, 0, 1]
+    assert not any(worker.migrations.active for worker in pool.workers.values())
+
+
+turns = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=120)
+
+
+@settings(max_examples=300, deadline=None)
+@given(before=turns, after=turns, second=st.sampled_from(["memory1", "memory2"]), reuses=st.booleans())
+def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
+    before: list, after: list, second: str, reuses: bool
+) -> None:
+    """It is released at any moment; at once its slots are others', and another sequence takes the same way."""
+    pool = Pool()
+    pool.begin(0, "memory0", 17)
+    pool.begin(1, "memory0", 15)
+    pool.send(migrations=[Migration(1, 0, "memory0", "memory1", 0, 17)])
+    for name, reads in before:
+        pool.workers[name].read() if reads else pool.workers[name].gap()
+    pool.send(released=[0])
+    if reuses:
+        segment = Segment(2, "memory1", (0, 2), (0, None))
+        admission = Admission(2, 1, 12, [segment], SamplingParams(), 0)
+        pool.send(admitted=[admission], sequences=[SequenceStep(2, 0, [0] * 12, [])])
+    pool.send(migrations=[Migration(2, 1, "memory0", second, 0, 15)])
+    written = False
+    for name, reads in after:
+        pool.workers[name].read() if reads else pool.workers[name].gap()
+        if reuses and not written and 2 in pool.workers["memory1"].store.slab:
+            pool.write(2, "memory1", 0, 12)
+            written = True
+    if not written:
+        while pool.workers["memory1"].plans:
+            pool.workers["memory1"].read()
+        if reuses:
+            pool.write(2, "memory1", 0, 12)
+    pool.settle()
+    pool.send(moved=[Segment(1, second, (0, 2), (0, None))])
+    pool.settle()
+    assert pool.workers[second].done[-1] == 2
+    pool.check(1, second, 15)
+    if reuses:
+        pool.check(2, "memory1", 12)
+    there = {name: 15 * (name == second) + 12 * (reuses and name == "memory1") for name in NAMES}
+    assert pool.used == list(there.values())
+    pool.send(released=[1, 2])
+    pool.settle()
+    assert pool.used == [0, 0, 0]
+    for worker in pool.workers.values():
+        assert worker.puller.is_done(-1, 0) and not worker.migrations.active
+        worker.endpoint.close()
+
+
+def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
+    pool.begin(0, "memory0", 17)
+    pool.send(migrations=[Migration(1, 0, "memory0", "memory1", 0, 17)])
+    for worker in pool.workers.values():
+        worker.read()
+    for _ in range(3):
+        pool.workers["memory0"].gap()
+        pool.workers["memory1"].gap()
+    pool.workers["memory0"].endpoint.close()
+    dead, left = pool.workers["memory0"], pool.workers["memory1"]
+    with pytest.raises(PeerLostError, match="memory0"):
+        for _ in range(10):
+            left.puller.wait(left.endpoint.wait, [], 0.0, left.migrations)
+    left.puller.forget("memory0")
+    left.migrations.forget("memory0")
+    assert not left.migrations.awaited and not left.puller.awaited and not left.puller.may_ask
+    assert dead.store.slab.used == 17

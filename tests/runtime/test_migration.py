@@ -1,0 +1,169 @@
+"""Sequences that move to another memory worker while they decode: same tokens as Hugging Face, no slot left behind."""
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+from transformers import LlamaConfig
+
+from lamina.cluster.local import launch
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.engine.scheduler import Scheduler
+from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
+from tests.runtime.checkpoints import GROUPED, VOCABULARY, greedy, make_checkpoint
+from tests.runtime.test_faults import wait_until, worker_processes
+
+PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
+CAPACITY = 1000
+LENGTHS = [(20, 481), (30, 471), (40, 201), (30, 211), (60, 391)]
+"""Prompt and max_tokens: two requests of 500 KV tokens, two of 240, and one of 450 that fits beside neither pair."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint with prompts, and what Hugging Face answers greedily."""
+
+    path: str
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    place = tmp_path_factory.mktemp("llama")
+    reference = make_checkpoint(LlamaConfig(**(GROUPED | {"max_position_embeddings": 512})), place)
+    draw = random.Random(11)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(prompt)] for prompt, _ in LENGTHS]
+    expected = [greedy(reference, prompt, tokens) for prompt, (_, tokens) in zip(prompts, LENGTHS, strict=True)]
+    return Model(str(place), prompts, expected)
+
+
+def start(model: Model, **switches: Any) -> Engine:
+    settings = {"memory": "cpu:2", "dtype": DType.FLOAT32, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return launch(EngineConfig(model=model.path, kv_cache_memory_bytes=CAPACITY * PER_TOKEN, **(settings | switches)))
+
+
+def generate(
+    engine: Engine, model: Model, on_each: Callable[[RequestOutput], None] = lambda output: None
+) -> list[RequestOutput]:
+    """Final outputs of all requests, submitted at once."""
+    finals: dict[str, RequestOutput] = {}
+    ended = threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        on_each(output)
+        if output.finished:
+            finals[output.request_id] = output
+            if len(finals) == len(LENGTHS):
+                ended.set()
+
+    for index, (prompt, (_, tokens)) in enumerate(zip(model.prompts, LENGTHS, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        engine.submit(str(index), prompt, params, on_output)
+    assert ended.wait(180), f"{len(finals)} of {len(LENGTHS)} requests ended; {engine.stats()}"
+    return [finals[str(index)] for index in range(len(LENGTHS))]
+
+
+def slots_in_use(engine: Engine) -> int:
+    return sum(memory.used for memory in engine.stats().memory.values())
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "shm": {"transport": "shm"},
+    "TCP": {"transport": "tcp"},
+    "lanes that rotate, over TCP": {"transport": "tcp", "compute": "cpu:2", "lanes": 3, "q_first": True},
+    "nothing ahead": {"plan_ahead": False},
+}
+if "LAMINA_TEST_RDMA" in os.environ:
+    SWITCHES["RDMA"] = {"transport": "rdma"}
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_a_request_gets_room_and_the_one_that_moved_goes_on_as_if_nothing_had_been(
+    model: Model, switches: dict[str, Any]
+) -> None:
+    engine = start(model, **switches)
+    seen: dict[str, list[str]] = {}
+
+    def note(output: RequestOutput) -> None:
+        for segment in output.placement:
+            workers = seen.setdefault(output.request_id, [])
+            if segment.worker not in workers:
+                workers.append(segment.worker)
+
+    try:
+        outputs = generate(engine, model, note)
+        assert engine.stats().moved == 1
+        wait_until(lambda: slots_in_use(engine) == 0, 10, "slots stayed in use")
+    finally:
+        engine.close()
+    assert [output.outputs[0].token_ids for output in outputs] == model.expected
+    assert sorted(map(len, seen.values())) == [1, 1, 1, 1, 2]
+    assert len(seen["2"]) + len(seen["3"]) == 3  # one of the small ones has been on both workers
+
+
+def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(model)
+    after, left = [0], [-1]
+    plan_of, migrations = Scheduler.plan, []
+
+    def plan(scheduler: Scheduler, lane: int) -> StepPlan | None:
+        """The plan; so many plans after a migration has begun, its request is cancelled."""
+        made = plan_of(scheduler, lane)
+        if made is not None and made.migrations and left[0] < 0:
+            migrations.append(made.migrations[0])
+            left[0] = after[0]
+        if left[0] == 0:
+            for name in ("2", "3"):
+                engine.abort(name)
+        left[0] -= left[0] >= 0
+        return made
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    try:
+        for after[0] in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24):
+            left[0] = -1
+            outputs = generate(engine, model)
+            reasons = [output.outputs[0].finish_reason for output in outputs]
+            assert reasons == [FinishReason.LENGTH] * 2 + [FinishReason.ABORT] * 2 + [FinishReason.LENGTH]
+            for output, expected in zip(outputs, model.expected, strict=True):
+                tokens = output.outputs[0].token_ids
+                assert tokens == expected[: len(tokens)]
+            wait_until(lambda: slots_in_use(engine) == 0, 10, f"slots stayed in use, cancelled after {after[0]} plans")
+        assert len(migrations) >= 10
+        assert all(not any(held.reserved.values()) for held in [engine._scheduler.placement])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+def test_a_memory_worker_killed_while_a_segment_moves_ends_every_request_with_an_error(
+    model: Model, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_of = Scheduler.plan
+    processes: dict[str, psutil.Process] = {}
+
+    def plan(scheduler: Scheduler, lane: int) -> StepPlan | None:
+        made = plan_of(scheduler, lane)
+        if made is not None and made.migrations:
+            processes[getattr(made.migrations[0], victim)].kill()
+        return made
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    engine = start(model, transport="tcp")
+    workers = worker_processes()
+    memories = [process for name, process in workers.items() if name.startswith("lamina.memory.worker")]
+    processes |= {f"memory{index}": process for index, process in enumerate(sorted(memories, key=lambda p: p.pid))}
+    outputs = generate(engine, model)
+    assert {output.outputs[0].finish_reason for output in outputs} == {FinishReason.ERROR}
+    assert all(output.error and "worker" in output.error for output in outputs)
+    engine.close()
+    assert not [process for process in workers.values() if process.is_running()]
