@@ -20,9 +20,9 @@ from tests.runtime.checkpoints import GROUPED, VOCABULARY, greedy, make_checkpoi
 from tests.runtime.test_faults import wait_until, worker_processes
 
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
-CAPACITY = 1000
-LENGTHS = [(20, 481), (30, 471), (40, 201), (30, 211), (60, 391)]
-"""Prompt and max_tokens: two requests of 500 KV tokens, two of 240, and one of 450 that fits beside neither pair."""
+CAPACITY = 500
+LENGTHS = [(20, 231), (30, 221), (40, 81), (30, 91), (60, 166)]
+"""Prompt and max_tokens: two requests of 250 KV tokens, two of 120, and one of 225 that fits beside neither pair."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Model:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     place = tmp_path_factory.mktemp("llama")
-    reference = make_checkpoint(LlamaConfig(**(GROUPED | {"max_position_embeddings": 512})), place)
+    reference = make_checkpoint(LlamaConfig(**(GROUPED | {"max_position_embeddings": 256})), place)
     draw = random.Random(11)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(prompt)] for prompt, _ in LENGTHS]
     expected = [greedy(reference, prompt, tokens) for prompt, (_, tokens) in zip(prompts, LENGTHS, strict=True)]
@@ -129,7 +129,7 @@ def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
 
     monkeypatch.setattr(Scheduler, "plan", plan)
     try:
-        for after[0] in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24):
+        for after[0] in (0, 1, 2, 4, 8, 16):
             left[0] = -1
             outputs = generate(engine, model)
             reasons = [output.outputs[0].finish_reason for output in outputs]
@@ -138,8 +138,8 @@ def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
                 tokens = output.outputs[0].token_ids
                 assert tokens == expected[: len(tokens)]
             wait_until(lambda: slots_in_use(engine) == 0, 10, f"slots stayed in use, cancelled after {after[0]} plans")
-        assert len(migrations) >= 10
-        assert all(not any(held.reserved.values()) for held in [engine._scheduler.placement])
+        assert len(migrations) >= 6
+        assert not any(engine._scheduler.placement.reserved.values())
     finally:
         engine.close()
 
