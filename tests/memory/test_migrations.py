@@ -17,7 +17,17 @@ from lamina.transport.base import Endpoint, Peer
 from lamina.transport.channel import Layout, Outbox, Slot
 from lamina.transport.messages import Connect
 from lamina.transport.null import NullEndpoint
-from lamina.types import Admission, AttentionSpec, DType, Migration, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    Migration,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
 
 NAMES = ["memory0", "memory1", "memory2"]
 SPECS = [
@@ -88,7 +98,8 @@ class Pool:
     def send(self, **deltas: list) -> None:
         """A plan for all workers, which read it when they come to it."""
         self.steps += 1
-        fields = {"forks": [], "released": [], "admitted": [], "sequences": []} | deltas
+        nobody = DecodeRows([], [], [])
+        fields = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": nobody} | deltas
         for worker in self.workers.values():
             worker.plans.append(StepPlan(self.steps, 0, 0, **fields))
 
@@ -96,7 +107,7 @@ class Pool:
         """A sequence with ``tokens`` tokens, whose K and V say which they are."""
         segment = Segment(sequence, worker, (0, 2), (0, None))
         admission = Admission(sequence, 1, tokens, [segment], SamplingParams(), 0)
-        self.send(admitted=[admission], sequences=[SequenceStep(sequence, 0, [0] * tokens, [])])
+        self.send(admitted=[admission], chunks=[SequenceStep(sequence, 0, [0] * tokens, [])])
         self.settle()
         self.write(sequence, worker, 0, tokens)
 
@@ -150,7 +161,7 @@ def test_a_segment_moves_in_two_pulls_and_its_old_slots_are_free(pool: Pool) -> 
     pool.send(migrations=[Migration(1, 0, "memory0", "memory2", 0, 17)])
     pool.settle()
     assert pool.workers["memory2"].done == [1] and pool.used == [17, 0, 17]
-    pool.send(sequences=[SequenceStep(0, 17, [0, 0], [])])  # decoded meanwhile at its old place
+    pool.send(chunks=[SequenceStep(0, 17, [0, 0], [])])  # decoded meanwhile at its old place
     pool.settle()
     pool.write(0, "memory0", 17, 19)
     pool.send(migrations=[Migration(2, 0, "memory0", "memory2", 17, 19)])
@@ -182,7 +193,7 @@ def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
     if reuses:
         segment = Segment(2, "memory1", (0, 2), (0, None))
         admission = Admission(2, 1, 12, [segment], SamplingParams(), 0)
-        pool.send(admitted=[admission], sequences=[SequenceStep(2, 0, [0] * 12, [])])
+        pool.send(admitted=[admission], chunks=[SequenceStep(2, 0, [0] * 12, [])])
     pool.send(migrations=[Migration(2, 1, "memory0", second, 0, 15)])
     written = False
     for name, reads in after:
