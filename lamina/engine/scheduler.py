@@ -90,8 +90,11 @@ class Scheduler:
         self._waiting: collections.deque[Group] = collections.deque()
         self._lanes = [_Lane() for _ in range(lanes)]
         self._seats = Seats(self.active)
-        self._changed = set(range(lanes))  # since they had nothing to plan
-        self._ahead = set[int]()  # have as many steps in flight as ``plannable`` was asked for
+        # A lane may have something to plan, has as many steps in flight as ``plannable`` was asked for, or had nothing
+        # to plan when it was asked last.
+        self._changed = set(range(lanes))
+        self._ahead = set[int]()
+        self._resting = set[int]()
         self._full = False  # the first that waits was refused a place, and nothing has been given back since
         self._moving = False
         self._requests: dict[str, Group] = {}
@@ -179,7 +182,7 @@ class Scheduler:
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
         self._seats, self._full = Seats(self.active), False
-        self._changed.update(range(len(self._lanes)))
+        self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
             decoding, group.lane, group.until = before[group.lane], min(self._seats.emptiest), 0
             self._seats.change(group.lane, len(group.completions))
@@ -201,22 +204,24 @@ class Scheduler:
         Looked up as it goes on: what is planned for one lane may give another one something to do.
         """
         lane = -1
-        while True:
-            after = [one for one in self._candidates() if one > lane]
-            if not after:
-                return
+        while after := [one for one in self._candidates() if one > lane]:
             lane = min(after)
             if self.in_flight(lane) < depth:
                 yield lane
             if self.in_flight(lane) >= depth:
                 self._ahead.add(lane)
                 self._changed.discard(lane)
+                self._resting.discard(lane)
+
+    def _has_changed(self, lane: int) -> None:
+        self._changed.add(lane)
+        self._resting.discard(lane)
 
     def _candidates(self) -> set[int]:
         if self._moving:
             return set(range(len(self._lanes))) - self._ahead
         if self._waiting and not self._full:
-            return (self._changed | self._seats.emptiest) - self._ahead
+            return self._changed | (self._resting & self._seats.emptiest)
         return self._changed
 
     def plan(self, lane: int) -> StepPlan | None:
@@ -235,6 +240,7 @@ class Scheduler:
         chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
             self._changed.discard(lane)
+            self._resting.add(lane)
             return None
         plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, chunks, rows, moved, migrations)
         if chunks or rows.sequences:
@@ -370,10 +376,12 @@ class Scheduler:
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
         own = self._lanes[lane]
-        planned = own.in_flight[0] if step is None else next(one for one in own.in_flight if one.plan.step == step)
+        planned = own.in_flight[0]
+        if step is not None and planned.plan.step != step:
+            planned = next(one for one in own.in_flight if one.plan.step == step)
         own.in_flight.remove(planned)
-        self._changed.add(lane)
         self._ahead.discard(lane)
+        self._has_changed(lane)
         if not planned.plan.runs:
             return {}
         own.completed += 1
@@ -422,7 +430,7 @@ class Scheduler:
             if lane.completed >= max(group.until, completion.until):
                 completion.retired = True
                 lane.ending.append(owner)
-                self._changed.add(group.lane)
+                self._has_changed(group.lane)
                 if all(each.retired for each in group.completions):
                     del lane.running[group]
                     self._seats.change(group.lane, -len(group.completions))

@@ -53,7 +53,7 @@ std::optional<Finished> VirtualCluster::advance(double until_s) {
 }
 
 void VirtualCluster::push(double time_s, Kind kind, std::size_t index) {
-    events_.push({time_s, order_++, kind, index});
+    events_.push({time_s, order_++, kind, static_cast<std::uint32_t>(index)});
 }
 
 void VirtualCluster::ready(std::size_t lane) {
@@ -121,7 +121,12 @@ void VirtualCluster::send(Lane &lane, std::size_t index, double now_s) {
         replica.work.send_s += step.context_s;
         lane.context_s = replica.sent_s + latency_s_;
     }
-    push(free_s, Kind::Free, number);
+    if (free_s == now_s && (events_.empty() || events_.top().time_s > now_s)) { // it would be the next event
+        replica.busy = false;
+        begin_slice(number, now_s);
+    } else {
+        push(free_s, Kind::Free, number);
+    }
 }
 
 // Every memory worker serves lanes in the order in which their messages come; its network card works both

@@ -28,6 +28,7 @@ from lamina.transport.timeline import Span
 from lamina.types import Request, SamplingParams, StepPlan
 
 DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead
+TIMED = 8  # one turn of so many has its decisions timed: reading the clock of CPU time is a system call
 MOST_WAITING = 16384  # with the scheduler; others wait outside, in order, which decides nothing and saves their prompts
 
 
@@ -89,6 +90,7 @@ class Simulation:
         self._next = 0  # of the arrivals
         self._next_fault = 0
         self._dead = False
+        self._clock: Callable[[], float] = _stopped
         self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
 
     def _make_scheduler(self) -> Scheduler:
@@ -118,6 +120,7 @@ class Simulation:
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
             before, waited = now, self._scheduler.waiting > 0
+            self._clock = time.process_time if turns % TIMED == 0 else _stopped
             finished = self._cluster.advance(self._next_from_outside())
             if finished is not None:
                 now, lane, step, busy = finished
@@ -163,13 +166,13 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, asked = int(self._arrivals.prompt[index]), int(self._asked[index])
         request = Request(str(index), None, [0] * prompt, SamplingParams(max_tokens=asked))
-        begun = time.process_time()
+        begun = self._clock()
         try:
             group = self._scheduler.add(request)
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
-        self._decisions.seconds["add"] += time.process_time() - begun
+        self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
         completion.generated.append(0)  # what it is to run wherever a plan must say it
         self._live[completion.sequence] = index
@@ -194,9 +197,9 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _complete(self, now: float, lane: int, step: int, busy_s: float) -> None:
-        begun = time.process_time()
+        begun = self._clock()
         drawn = self._scheduler.complete(lane, step)
-        self._decisions.seconds["complete"] += time.process_time() - begun
+        self._decisions.seconds["complete"] += self._clock() - begun
         rows = self._rows.pop(step)
         if self._lanes is not None:
             self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
@@ -219,13 +222,13 @@ class Simulation:
         """All the steps that lanes may have in flight begin; those without sequences are done at once."""
         if self._dead:
             return
-        begun = time.process_time()
+        begun = self._clock()
         scheduler = self._scheduler
         planned: list[StepPlan] = []
         for lane in scheduler.plannable(DEPTH):
             while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
                 planned.append(plan)
-        self._decisions.seconds["plan"] += time.process_time() - begun
+        self._decisions.seconds["plan"] += self._clock() - begun
         empty = [plan for plan in planned if not plan.runs]
         for plan in planned:
             self._submit(plan, now)
@@ -275,6 +278,7 @@ class Simulation:
     def _result(self, now: float) -> Result:
         deployment = self._deployment
         self._decisions.steps = self._steps
+        self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
         replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
         assert deployment.memory is not None
@@ -300,6 +304,10 @@ class Simulation:
             name = self._memories[worker] if stage == "attention" else f"compute{worker}"
             spans[name].append(Span(stage, lane, round(begin * 1e9), round(end * 1e9)))
         return spans
+
+
+def _stopped() -> float:
+    return 0.0
 
 
 def _use(name: str, kind: str, workers: int, work: list[tuple[float, float, float]], seconds: float) -> PoolUse:

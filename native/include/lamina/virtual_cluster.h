@@ -73,13 +73,13 @@ public:
     const std::deque<VirtualSpan> &spans() const { return spans_; }
 
 private:
-    enum class Kind { Ready, SliceEnd, Free, Arrived };
+    enum class Kind : std::uint8_t { Ready, SliceEnd, Free, Arrived };
 
     struct Event {
         double time_s;
         std::uint64_t order; // of two events at one time, the one that was known first
         Kind kind;
-        std::size_t index; // of a lane, or of a replica that becomes free
+        std::uint32_t index; // of a lane, or of a replica that becomes free
         bool operator>(const Event &other) const {
             return time_s != other.time_s ? time_s > other.time_s : order > other.order;
         }
