@@ -37,7 +37,6 @@ START = Fits(
     gemm=GemmFit(
         share=0.77,
         memory_share=0.97,
-        reach=4.5,
         activation_weight=2.9,
         overlap=3.0,
         quantisation=0.4,

@@ -1,8 +1,9 @@
 """Time of a matrix product from its shape: tiles, waves and a smooth roofline. ``docs/cost-model.md`` derives it.
 
 A library computes ``[M, K] x [K, N]`` by a kernel that gives every tile of the output to one processor. For each of a
-few tile shapes this module adds up what such a kernel needs; the time of the product is a mean over the kernels that
-favours the fast ones, because the library's choice is good but not always the best.
+few tile shapes this module adds up what such a kernel needs, also with K cut into parts where tiles are too few for the
+processors; the time of the product is a mean over the kernels that favours the fast ones, because the library's choice
+is good but not always the best.
 
 The same numbers, ``GemmFit``, serve every device: only the catalogue entry differs.
 """
@@ -29,8 +30,15 @@ TILES = (
 )
 """Rows x columns of the output that one processor computes at a time: the shapes of cuBLAS's and CUTLASS's kernels."""
 
+CUTS = (1, 2, 3)
+"""Parts of K that different processors may walk; more than one only if all of them have a processor of their own."""
+
 DEPTH = 32
 """Tiles walk K in steps of this many elements."""
+
+
+PARTIAL_BYTES = 4
+"""Of an element of a partial sum, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +47,7 @@ class GemmFit:
 
     Attributes:
         share: of a processor's FLOP/s while it works on a tile.
-        memory_share: of the memory bandwidth. reach: the processors' part of it, in even shares, that one can use.
+        memory_share: of the memory bandwidth.
         activation_weight: bytes moved for each byte of the two activation matrices.
         overlap: exponent that joins compute and memory time; 1 adds them, infinity takes the larger.
         quantisation: 1 if a last partial wave costs a whole one, 0 if its part.
@@ -49,7 +57,6 @@ class GemmFit:
 
     share: float
     memory_share: float
-    reach: float
     activation_weight: float
     overlap: float
     quantisation: float
@@ -67,29 +74,30 @@ def gemm_seconds(
         rows, columns, depth: M, N and K; arrays that broadcast together.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (rows, columns, depth)))
-    times = np.stack([_kernel_seconds(fit, hardware, m, n, k, dtype, tile) for tile in TILES])
+    times = np.stack([_kernel_seconds(fit, hardware, m, n, k, dtype, tile, cuts) for tile in TILES for cuts in CUTS])
     fastest = times.min(axis=0)
     ratios = fastest / times
     return np.asarray(fastest * (ratios ** (fit.choice - 1)).sum(axis=0) / (ratios**fit.choice).sum(axis=0))
 
 
 def _kernel_seconds(
-    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, tile: tuple[int, int]
+    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, tile: tuple[int, int], cuts: int
 ) -> Floats:
-    """Seconds on a kernel of this tile."""
+    """Seconds on a kernel of this tile that cuts K into parts; infinite where it would not."""
     processors = hardware.processors
-    tiles = np.ceil(m / tile[0]) * np.ceil(n / tile[1])
+    tiles = np.ceil(m / tile[0]) * np.ceil(n / tile[1]) * cuts
     waves = np.where(
         tiles <= processors,
         1.0,
         fit.quantisation * np.ceil(tiles / processors) + (1 - fit.quantisation) * tiles / processors,
     )
-    products = tile[0] * tile[1] * np.ceil(k / DEPTH) * DEPTH
+    products = tile[0] * tile[1] * np.ceil(k / cuts / DEPTH) * DEPTH
     compute = waves * (2 * products / (hardware.flops[dtype] / processors * fit.share) + fit.tile_s)
     moved = (n * k + fit.activation_weight * (m * k + m * n)) * dtype.itemsize
-    reached = np.minimum(1, np.minimum(tiles, processors) / processors * fit.reach)
-    memory = moved / (hardware.memory_bytes_s * fit.memory_share * reached)
-    return _joined(fit.overlap, compute, memory) + fit.launch_s
+    moved += 2 * PARTIAL_BYTES * cuts * m * n if cuts > 1 else 0.0  # written, and read to be added up
+    memory = moved / (hardware.memory_bytes_s * fit.memory_share)
+    seconds = _joined(fit.overlap, compute, memory) + fit.launch_s
+    return np.where((tiles <= processors) | (cuts == 1), seconds, np.inf)
 
 
 def _joined(exponent: float, *seconds: Floats) -> Floats:
