@@ -42,7 +42,7 @@ app.command()(simulate.simulate)
 benches = typer.Typer(invoke_without_command=True)
 benches.callback()(bench.bench)
 benches.command()(bench_transport.transport)
-benches.command("cost", help="Write the papers' numbers beside ours into lamina-cost.html, in the current directory.")(cost_report.write)
+benches.command("cost", help="Write the papers' numbers beside ours to lamina-cost.html, here.")(cost_report.write)
 app.add_typer(benches, name="bench")
 app.command()(doctor.doctor)
 
