@@ -365,7 +365,7 @@ class Scheduler:
             self._relocations.pause(own.decoding.pause(completion.sequence))
         if self._relocations.is_paused(group):
             self._relocations.arrived()
-            self._changed.add(group.lane)
+            self._has_changed(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight): one without sequences may overtake others.
