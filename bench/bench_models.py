@@ -14,6 +14,9 @@ from lamina.models.config import load_config, meta_model
 from lamina.types import DType
 
 MODELS: dict[str, dict[str, int]] = {
+    # 250m with a quarter of its layers and of its vocabulary: what one layer takes is the same
+    "60m": {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
+    | {"intermediate_size": 2816, "head_dim": 64, "vocab_size": 8000},
     "250m": {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
     | {"intermediate_size": 2816, "head_dim": 64},
     "1.1b": {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
@@ -70,7 +73,8 @@ def weight_bytes(name: str) -> int:
         shape[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     layer = hidden * dim * (2 * heads + 2 * groups) + 3 * hidden * shape["intermediate_size"]
-    return 2 * (shape["num_hidden_layers"] * layer + COMMON["vocab_size"] * hidden)
+    vocabulary = shape.get("vocab_size", COMMON["vocab_size"])
+    return 2 * (shape["num_hidden_layers"] * layer + vocabulary * hidden)
 
 
 def kv_bytes_per_token(name: str) -> int:

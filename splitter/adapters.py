@@ -4,6 +4,7 @@ Each adapter replaces the attention arithmetic of one family and leaves its weig
 alone. A model is built with ``build_implementation``, adapted, and then told to use ours.
 """
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.bloom import modeling_bloom
-from transformers.models.falcon import modeling_falcon
-from transformers.models.mpt import modeling_mpt
 
 from lamina.splitter.attention import IMPLEMENTATION, attention
 
@@ -39,6 +37,11 @@ def knows_positions(model_type: str) -> bool:
     return model_type in ("bloom", "mpt")
 
 
+def _code(module: nn.Module) -> Any:
+    """The Python module of a family, from one of its modules."""
+    return sys.modules[type(module).__module__]
+
+
 def _bind(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
     setattr(module, method, types.MethodType(function, module))
 
@@ -49,8 +52,8 @@ def _bloom(module: nn.Module) -> None:
         out = attention(query, key, value, scale=self.inv_norm_factor, slopes=slopes)
         return self.dense(out.flatten(2)) + residual, None
 
-    if isinstance(module, modeling_bloom.BloomAttention):
-        slopes = _real(lambda: modeling_bloom._get_alibi_slopes(module.num_heads, torch.device("cpu")))
+    if type(module).__name__ == "BloomAttention":
+        slopes = _real(lambda: _code(module)._get_alibi_slopes(module.num_heads, torch.device("cpu")))
         _bind(module, "forward", forward)
 
 
@@ -63,18 +66,18 @@ def _mpt(module: nn.Module) -> None:
         out = attention(heads[0], heads[1], heads[2], scale=self.softmax_scale, slopes=slopes)
         return self.out_proj(out.flatten(2)), None
 
-    if isinstance(module, modeling_mpt.MptAttention):
+    if type(module).__name__ == "MptAttention":
         slopes = _real(lambda: _mpt_slopes(module))
         _bind(module, "forward", forward)
 
 
 def _mpt_slopes(module: Any) -> Tensor:
     """From the tensor for two positions, which holds -slope and 0."""
-    alibi: Tensor = modeling_mpt.build_mpt_alibi_tensor(module.n_heads, 2)  # type: ignore[no-untyped-call]
+    alibi: Tensor = _code(module).build_mpt_alibi_tensor(module.n_heads, 2)
     return -alibi[:, 0, 0]
 
 
-def _falcon(module: nn.Module) -> None:
+def _falcon(module: Any) -> None:
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -92,18 +95,18 @@ def _falcon(module: nn.Module) -> None:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         if alibi is None:
             assert position_embeddings is not None
-            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
+            query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
         out = attention(query, key, value, scale=self.inv_norm_factor, slopes=slopes)
         return self.dense(out.flatten(2)), None
 
-    if isinstance(module, modeling_falcon.FalconAttention):
+    if type(module).__name__ == "FalconAttention":
         slopes = _real(lambda: _falcon_slopes(module)) if module.config.alibi else None
         _bind(module, "forward", forward)
 
 
 def _falcon_slopes(module: Any) -> Tensor:
     """Slopes as the model rounds them to bfloat16, scaled like its scores."""
-    alibi = modeling_falcon.build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), module.num_heads, torch.float32)
+    alibi = _code(module).build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), module.num_heads, torch.float32)
     slopes: Tensor = alibi[:, 0, 1] * module.inv_norm_factor
     return slopes
 

@@ -100,7 +100,5 @@ def _crossing(node: fx.Node, layers: int) -> Crossing:
 
 def _origin(node: fx.Node) -> str:
     """The module whose code made a node, and the operator: ``model.layers.3: add``."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
     operator = getattr(node.target, "_opname", None) or node.name
-    return f"{path.removeprefix('model.')}: {operator}"
+    return f"{node.meta['path'].removeprefix('model.')}: {operator}"

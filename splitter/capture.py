@@ -1,12 +1,11 @@
 """From a configuration to one flat graph of the whole model, without allocating its weights.
 
-The model is built and exported under a fake tensor mode on the CPU (not on the meta device, for which mixture-of-expert
-layers take another branch). Of a deep model only as many layers are exported as it takes to see every kind of slice.
+The model is built and run under a fake tensor mode on the CPU (not on the meta device, for which mixture-of-expert
+layers take another branch). Of a deep model only as many layers are captured as it takes to see every kind of slice.
 """
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._export.utils import _compiling_state_context
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import UnsupportedModelError
 from lamina.splitter import adapters, trace
 from lamina.splitter.attention import OPERATOR
+from lamina.splitter.operators import EXAMPLE_ROWS, Operators, write_operators
 from lamina.splitter.split_model import Weight
 from lamina.types import DType
 
@@ -84,30 +82,26 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
     if not flat.takes_positions and not adapters.knows_positions(config.model_type):
         raise UnsupportedModelError(f"{type(model).__name__} takes no position_ids, so tokens cannot be batched by row")
     with torch.no_grad():
-        records = _record(flat, mode, config)
+        recorder = _record(flat, mode, config)
+        records = recorder.records()
         prefix = trace.shortest_prefix(records)
         modules = dict(model.named_modules())
         layers = _layers(model, len(records) - 1)
         del layers[prefix:]
-        program = _export(flat, mode, config)
-    graph = program.graph_module.graph
-    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    users = [name for name, spec in inputs.items() if spec.kind is InputKind.USER_INPUT]
-    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    names = {name: (spec.target or "").removeprefix("model.") for name, spec in inputs.items() if name not in users}
+        written = _write(flat, mode, config, recorder.writes_in_place)
+    names = {name: target.removeprefix("model.") for name, target in written.tensors.items()}
     weights = {name: ties.get(target, target) for name, target in names.items() if target in shapes}
-    used = {name for name, node in nodes.items() if node.users}
-    constants = {name: target for name, target in names.items() if target not in shapes and name in used}
+    constants = {name: target for name, target in names.items() if target not in shapes}
     return Capture(
-        graph=graph,
+        graph=written.graph,
         weights=weights,
-        constants=constants,
-        ids=nodes[users[0]],
-        positions=nodes[users[1]],
+        constants=constants | {name: name for name in written.literals},
+        ids=written.ids,
+        positions=written.positions,
         representatives=trace.representatives(records, prefix),
         shapes={name: weight for name, weight in shapes.items() if name not in ties},
         ties=ties,
-        buffer=lambda name: _constant(model, modules, program, name),
+        buffer=lambda name: written.literals[name] if name in written.literals else _constant(model, modules, name),
     )
 
 
@@ -131,16 +125,13 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
     return model.eval()
 
 
-def _example() -> tuple[Tensor, Tensor]:
-    return torch.zeros(5, dtype=torch.long), torch.arange(5)
-
-
-def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> tuple[trace.Record, ...]:
+def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> trace.Recorder:
     """Run the whole model once without values and check that each layer has exactly one attention."""
+    recorder = trace.Recorder(flat.model)
     try:
-        # models choose operators by whether they are being compiled; the record must see what export will see
-        with _compiling_state_context(), mode, trace.Recorder(flat.model) as recorder:
-            flat(*_example())
+        # models choose operators by whether they are being compiled; the record must see what will be written down
+        with _compiling_state_context(), mode, recorder:
+            flat(torch.zeros(EXAMPLE_ROWS, dtype=torch.long), torch.arange(EXAMPLE_ROWS))
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -157,21 +148,12 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> tupl
             f"model type {config.model_type!r}: found {found} attentions in {layers} layers, but also a recurrent "
             "state; give a model whose only state is the KV cache"
         )
-    records: tuple[trace.Record, ...] = recorder.records()
-    return records
+    return recorder
 
 
-def _export(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> ExportedProgram:
-    rows = {0: Dim.DYNAMIC}
+def _write(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig, writes_in_place: bool) -> Operators:
     try:
-        with mode:
-            inputs = _example()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch.export copies a class of its own that it deprecates
-            program = torch.export.export(flat, inputs, dynamic_shapes=(rows, rows), strict=False)
-            # in-place writes become functional; without this they are lost
-            functional: ExportedProgram = program.run_decompositions({})
-            return functional
+        return write_operators(flat, mode, writes_in_place)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -193,12 +175,9 @@ def _layers(model: nn.Module, count: int) -> nn.ModuleList:
     raise UnsupportedModelError(f"{type(model).__name__} keeps its {count} layers in no ModuleList of that length")
 
 
-def _constant(model: Any, modules: Mapping[str, nn.Module], program: ExportedProgram, name: str) -> Tensor:
+def _constant(model: Any, modules: Mapping[str, nn.Module], name: str) -> Tensor:
     """The value of a buffer that is in no checkpoint, initialised as ``from_pretrained`` does it."""
     path, _, attribute = name.rpartition(".")
-    value = program.constants.get(f"model.{name}", program.constants.get(name))
-    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-        return value
     module = copy.copy(modules[path])
     module._buffers = {
         key: None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)

@@ -11,19 +11,10 @@ from lamina.splitter.capture import Capture
 
 
 def clean(captured: Capture) -> None:
-    """Drop assertions and dead code from ``captured.graph`` (mutated) and take all row counts from ``ids``."""
+    """Drop copies without effect and dead code from ``captured.graph`` (mutated)."""
     graph = captured.graph
-    rows = captured.ids.meta["val"].shape[0]
-    with graph.inserting_after(captured.positions):
-        count = graph.call_function(torch.ops.aten.sym_size.int, (captured.ids, 0))
-    count.meta["val"] = rows
-    for node in list(graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
-        elif node is not count and isinstance(node.meta.get("val"), torch.SymInt) and node.meta["val"] is not None:
-            if node.meta["val"].node.expr == rows.node.expr:
-                node.replace_all_uses_with(count)
-        elif node.target is torch.ops.aten.clone.default and _keeps_layout(node):
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        if _keeps_layout(node):
             node.replace_all_uses_with(node.args[0])  # dropout, for instance: nothing is written in place any more
     graph.eliminate_dead_code()
     graph.lint()

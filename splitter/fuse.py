@@ -60,9 +60,9 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 def _cast_source(node: Any, to: torch.dtype | None = None) -> Any:
     """What ``node`` is a cast of (to ``to``, if given), or ``node`` itself."""
-    if _is(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"}:
-        return node.args[0] if to in (None, node.kwargs["dtype"]) else node
-    return node.args[0] if _is(node, aten.type_as.default) else node
+    if not _is(node, aten._to_copy.default) or not {"dtype"} <= set(node.kwargs) <= {"dtype", "layout", "device"}:
+        return node  # device and layout are those of all tensors
+    return node.args[0] if to in (None, node.kwargs["dtype"]) else node
 
 
 @dataclass(frozen=True)

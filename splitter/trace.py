@@ -34,12 +34,15 @@ def _value(stretch: int, place: Hashable) -> _Name:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside it. Enter it with ``model`` on the innermost fake tensor mode.
 
+    ``writes_in_place`` tells whether any operator did so.
+
     Tensors that depend on the model's inputs alone (positions, cos, sin) have the same name everywhere and are not
     recorded by themselves: a model may compute them once or in every layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.writes_in_place = False
         self._stretches: list[list[Hashable]] = [[]]
         self._names: dict[int, _Name] = {}
         self._global: dict[Hashable, int] = {}  # what depends on inputs alone, numbered by how it is computed
@@ -63,6 +66,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.writes_in_place |= func._schema.is_mutable
         out = func(*args, **kwargs)
         entry = (str(func), self._describe((args, kwargs)))
         outputs = [

@@ -39,7 +39,7 @@ def allocation_variables() -> dict[str, str]:
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
-COMPUTE, MEMORY = "lamina.compute.worker", "lamina.memory.worker"
+COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
 
 
 class LocalWorkers:

@@ -6,6 +6,7 @@ their steps, so that all of this costs time only when there is none to spare.
 """
 
 import collections
+import gc
 import time
 from dataclasses import dataclass, field
 
@@ -97,6 +98,9 @@ class ComputeWorker:
     def run(self) -> None:
         """Set up as the engine tells, then run its plans."""
         self._set_up()
+        gc.collect()
+        gc.freeze()  # what there is now stays
+        gc.enable()
         while self._running:
             self._serve_once()
         if self._timeline.enabled:
@@ -293,9 +297,5 @@ class ComputeWorker:
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Body of the process."""
     run_worker(ComputeWorker)
-
-
-if __name__ == "__main__":
-    main()

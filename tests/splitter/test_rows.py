@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.export import Dim, export
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from lamina.splitter.operators import write_operators
 from lamina.splitter.rows import mixing
 
 Function = Callable[[Tensor], Tensor]
@@ -17,11 +19,18 @@ def mixed(function: Function) -> bool:
     """Whether ``function`` of [1, T, 8] is found to mix its rows."""
 
     class Module(torch.nn.Module):
-        def forward(self, rows: Tensor) -> Tensor:
-            return function(rows)
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(4, 8)
 
-    program = export(Module(), (torch.randn(1, 5, 8),), dynamic_shapes=({1: Dim.DYNAMIC},), strict=False)
-    return bool(mixing(program.run_decompositions({}).graph))
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            return function(self.embed(ids)[None])
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with torch.no_grad(), mode:
+        module = Module()
+    with torch.no_grad():
+        return bool(mixing(write_operators(module, mode, writes_in_place=False).graph))
 
 
 def depends_on_other_rows(function: Function) -> bool:
