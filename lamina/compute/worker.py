@@ -6,7 +6,6 @@ their steps, so that all of this costs time only when there is none to spare.
 """
 
 import collections
-import gc
 import time
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ import torch
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import LaneLinks, lane_links, pipeline_of
 from lamina.compute.preparation import prepare
+from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.step import StepRun, context_nbytes_per_token
 from lamina.engine.sampler import Row, sample
@@ -98,9 +98,7 @@ class ComputeWorker:
     def run(self) -> None:
         """Set up as the engine tells, then run its plans."""
         self._set_up()
-        gc.collect()
-        gc.freeze()  # what there is now stays
-        gc.enable()
+        once_set_up()
         while self._running:
             self._serve_once()
         if self._timeline.enabled:
