@@ -28,7 +28,7 @@ from typing import Any
 from bench_models import MODELS, checkpoint, kv_bytes_per_token, weight_bytes
 from peers.offline import DECODED
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lamina.cluster.local import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.kernels.memory import allocate, read
@@ -130,7 +130,8 @@ def tables(turns: Sequence[Turn], engines: Sequence[str], title: str) -> list[Ta
     for figure, limits in (("decode", ["limit"]), ("prefill", [])):
         others = [*ratios, *limits] if "lamina" in engines else []
         heads = [*engines, *limits, *(f"lamina / {other}" for other in others)]
-        table = Table("batch x context", *heads, title=f"{title}, {figure}, tokens/s")
+        columns = [Column(head, justify="right") for head in heads]
+        table = Table("batch x context", *columns, title=f"{title}, {figure}, tokens/s")
         for cell in cells:
             here = [turn for turn in turns if (turn.batch, turn.context) == cell]
             rates = {

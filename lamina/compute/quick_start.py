@@ -1,5 +1,6 @@
 """What lets a compute worker's process start sooner."""
 
+import atexit
 import gc
 import sys
 
@@ -22,3 +23,4 @@ def once_set_up() -> None:
     """Collect garbage from now on, of what is made from now on: splitting a model leaves next to none."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # an interpreter that ends takes what is frozen for leaked

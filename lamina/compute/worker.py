@@ -69,7 +69,7 @@ class SequenceCopy:
 class Lane:
     """The steps of one lane that are not done here, and what the first of them still waits for.
 
-    ``room`` is the memory of the latest step, for the next one if it has as many rows.
+    ``room`` is the memory of the latest step, for the next one if it has as many rows; none once no sequence is left.
     """
 
     links: LaneLinks
@@ -245,6 +245,7 @@ class ComputeWorker:
                 self._segments[admission.sequence + index] = admission.segments
                 self._sequences[admission.sequence + index] = SequenceCopy(admission, index)
         if not plan.sequences:
+            self._lanes[plan.lane].room = Room(0)  # a lane that has nothing to do needs no memory
             if self._pipeline.replicas_of(plan.lane)[0] == self._replica:
                 self._done.append(StepDone(plan.step, []))
             return
