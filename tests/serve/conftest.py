@@ -1,0 +1,41 @@
+"""A running server over a scripted engine, and a client of it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from lamina.serve.app import create_app
+from tests.serve.scripted import TIMEOUT_S, FakeEngine, Running
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Running]:
+    engine = FakeEngine()
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(engine), log_config=None, lifespan="off")  # type: ignore[arg-type]
+    uvicorn_server = uvicorn.Server(config)
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+        yield Running(engine, url, http)
+    uvicorn_server.should_exit = uvicorn_server.force_exit = True
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def server(shared_server: Running) -> Running:
+    shared_server.engine.forget()
+    return shared_server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as made:
+        yield made

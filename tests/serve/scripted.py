@@ -1,0 +1,143 @@
+"""A server whose engine answers by script."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from lamina.engine.engine import EngineStats, MemoryStats
+from lamina.errors import EngineDeadError, OverloadedError, RequestError
+from lamina.transport.choice import Choice, Transport
+from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+TIMEOUT_S = 60.0
+WORDS = [" one", " two", " three"]
+
+
+class FakeTokenizer:
+    """One token per character."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+class FakeEngine:
+    """Answers every prompt with WORDS, one word per update; what a prompt contains makes it do otherwise."""
+
+    model_name = "fake"
+    max_model_len = 100
+    tokenizer = FakeTokenizer()
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as new for the next test."""
+        self.dead: str | None = None
+        self.submitted: list[tuple[str | list[int], SamplingParams]] = []
+        self.running: set[str] = set()
+        self.aborted: set[str] = set()
+
+    def submit(
+        self, request_id: str, prompt: Any, params: SamplingParams, on_output: Callable[[RequestOutput], None]
+    ) -> None:
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        if self.dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.dead}")
+        if "crowd" in text:
+            raise OverloadedError("16384 requests are in the engine")
+        if not text or "too long" in text:
+            raise RequestError(f"the prompt has {len(text)} tokens")
+        self.submitted.append((prompt, params))
+        with self.changed:
+            self.running.add(request_id)
+            self.changed.notify_all()
+        threading.Thread(target=self._answer, args=(request_id, prompt, text, params, on_output), daemon=True).start()
+
+    def _answer(
+        self, request_id: str, prompt: Any, text: str, params: SamplingParams, on_output: Callable[..., None]
+    ) -> None:
+        for count in range(1, len(WORDS) + 1):
+            last = count == len(WORDS)
+            outputs = [
+                CompletionOutput(
+                    index=i,
+                    text="".join(WORDS[:count]),
+                    token_ids=list(range(count)),
+                    logprobs=None
+                    if params.logprobs is None
+                    else [_position(w, params.logprobs) for w in WORDS[:count]],
+                    finish_reason=FinishReason.LENGTH if last else None,
+                )
+                for i in range(params.n)
+            ]
+            out = RequestOutput(
+                request_id, prompt if isinstance(prompt, str) else None, self.tokenizer.encode(text), outputs, last
+            )
+            if count == 2 and "hang" in text:
+                return
+            if count == 2 and "break" in text:
+                for completion in outputs:
+                    completion.finish_reason = FinishReason.ERROR
+                on_output(replace(out, finished=True, error="worker memory0 is gone"))
+                return
+            on_output(out)
+
+    def abort(self, request_id: str) -> None:
+        with self.changed:
+            self.aborted.add(request_id)
+            self.changed.notify_all()
+
+    @property
+    def cluster(self) -> SimpleNamespace:
+        near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
+        return SimpleNamespace(links={("compute0", "memory0"): near, ("a", "b"): far, ("a", "c"): far})
+
+    def stats(self) -> EngineStats:
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
+        return EngineStats(running=1, waiting=2, steps=3, moved=4, memory=memory, dead=self.dead)
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        with self.changed:
+            return self.changed.wait_for(condition, TIMEOUT_S)
+
+
+def _position(word: str, count: int) -> list[Logprob]:
+    likely = [Logprob(1, -0.5, 1, word), Logprob(2, float("-inf"), 2, "\N{REPLACEMENT CHARACTER}")]
+    return [likely[0], *likely[:count]]
+
+
+@dataclass
+class Running:
+    engine: FakeEngine
+    url: str
+    http: httpx.Client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def completion(self, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        result: dict[str, Any] = response.json()
+        return result
+
+
+def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response with this status, in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == {429: "rate_limit_error", 503: "server_error"}.get(status, "invalid_request_error")
+    return error

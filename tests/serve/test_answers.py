@@ -1,0 +1,158 @@
+"""Completions and chat answers over a scripted engine: every byte a client sees, and what reaches the engine."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from lamina.types import SamplingParams
+from tests.serve.scripted import WORDS, Running
+
+
+def test_a_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="abc")
+    assert answer.object == "text_completion" and answer.model == "fake" and answer.id.startswith("cmpl-")
+    assert answer.choices[0].text == " one two three"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "submitted"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+        (["a", [98]], ["a", [98]]),
+    ],
+)
+def test_every_form_of_prompt_reaches_the_engine(server: Running, prompt: Any, submitted: list[Any]) -> None:
+    answer = server.completion(prompt=prompt)
+    assert [given for given, _ in server.engine.submitted] == submitted
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(submitted)))
+
+
+def test_defaults_are_openai_s(server: Running) -> None:
+    server.completion(prompt="a", temperature=None, n=None, stop=None)
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
+    (_, completion), (_, chat) = server.engine.submitted
+    assert completion == SamplingParams()
+    assert completion.max_tokens == 16
+    assert chat == SamplingParams(max_tokens=None)
+
+
+def test_every_sampling_field_arrives(server: Running) -> None:
+    fields: dict[str, Any] = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1.5,
+        "repetition_penalty": 1.25,
+        "seed": 42,
+        "stop": ["x", "y"],
+        "stop_token_ids": [3],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "logprobs": 1,
+    }
+    server.completion(prompt="a", **fields)
+    assert server.engine.submitted[0][1] == SamplingParams(**fields)
+
+
+def test_choices_are_numbered_prompt_by_prompt(server: Running) -> None:
+    answer = server.completion(prompt=["a", "b"], n=2, echo=True)
+    texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
+    assert texts == [(i, f"{prompt} one two three") for i, prompt in enumerate("aabb")]
+
+
+def test_echo_of_token_ids_is_their_text(server: Running) -> None:
+    assert server.completion(prompt=[104, 105], echo=True)["choices"][0]["text"] == "hi one two three"
+
+
+def test_completion_logprobs(client: openai.OpenAI) -> None:
+    logprobs = client.completions.create(model="fake", prompt="a", logprobs=2).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == WORDS
+    assert logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.text_offset == [0, 4, 8]
+    assert logprobs.top_logprobs == [{word: -0.5, "\N{REPLACEMENT CHARACTER}": -9999.0} for word in WORDS]
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [entry.token for entry in logprobs.content] == WORDS
+    assert logprobs.content[0].bytes == list(b" one")
+    assert [top.logprob for top in logprobs.content[0].top_logprobs] == [-0.5, -9999.0]
+    assert logprobs.content[0].top_logprobs[1].bytes is None  # part of a character: its bytes are not known
+
+
+def test_a_streamed_completion_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="fake", prompt=["a", "b"], n=2, echo=True)
+    chunks = list(
+        client.completions.create(
+            model="fake", prompt=["a", "b"], n=2, echo=True, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    texts = [""] * 4
+    ends: list[str | None] = [None] * 4
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == ["length"] * 4
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_streamed_logprobs_are_the_whole_ones_in_pieces(server: Running) -> None:
+    whole = server.completion(prompt="a", logprobs=1)["choices"][0]["logprobs"]
+    joined: dict[str, list[Any]] = {key: [] for key in whole}
+    for event in _events(server, prompt="a", logprobs=1, stream=True):
+        for key, values in event["choices"][0]["logprobs"].items():
+            joined[key] += values
+    assert joined == whole
+
+
+def _events(server: Running, **body: Any) -> list[dict[str, Any]]:
+    lines = server.post("/v1/completions", **body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_a_chat_answer(server: Running, client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    answer = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "system", "content": "a"}, {"role": "user", "content": parts}],
+        max_completion_tokens=5,
+        user="me",
+    )
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == " one two three"
+    prompt, params = server.engine.submitted[0]
+    assert isinstance(prompt, list) and server.engine.tokenizer.decode(prompt) == "<system>a<user>b\nc"
+    assert params.max_tokens == 5
+
+
+def test_a_streamed_chat_answer(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "a"}]
+    chunks = list(client.chat.completions.create(model="fake", messages=messages, n=2, stream=True))
+    assert [choice.delta.role for choice in chunks[0].choices] == ["assistant"] * 2
+    for index in range(2):
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(choice.delta.content or "" for choice in choices) == " one two three"
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]

@@ -1,0 +1,40 @@
+"""Clients that leave, and many at once."""
+
+import asyncio
+
+import httpx
+
+from tests.serve.scripted import COMPLETION, TIMEOUT_S, Running
+
+
+def test_a_client_that_leaves_a_stream_cancels_its_requests(server: Running) -> None:
+    body = {"prompt": ["hang", "hang"], "stream": True}
+    with httpx.stream("POST", f"{server.url}{COMPLETION}", json=body, timeout=TIMEOUT_S) as response:
+        next(response.iter_lines())
+    assert server.engine.wait_until(lambda: len(server.engine.aborted) == 2)
+    assert server.engine.aborted == server.engine.running
+
+
+def test_a_client_that_leaves_before_its_answer_cancels_its_requests(server: Running) -> None:
+    async def leave() -> None:
+        async with httpx.AsyncClient() as client:
+            asking = asyncio.ensure_future(client.post(f"{server.url}{COMPLETION}", json={"prompt": ["hang", "hang"]}))
+            both = asyncio.to_thread(server.engine.wait_until, lambda: len(server.engine.running) == 2)
+            assert await both
+            asking.cancel()
+
+    asyncio.run(leave())
+    assert server.engine.wait_until(lambda: server.engine.aborted == server.engine.running)
+
+
+def test_answers_of_many_clients_do_not_mix(server: Running) -> None:
+    async def ask(client: httpx.AsyncClient, number: int) -> str:
+        response = await client.post(f"{server.url}{COMPLETION}", json={"prompt": f"{number}", "echo": True})
+        text: str = response.json()["choices"][0]["text"]
+        return text
+
+    async def ask_all() -> list[str]:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
+
+    assert asyncio.run(ask_all()) == [f"{number} one two three" for number in range(64)]

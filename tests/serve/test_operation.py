@@ -1,0 +1,65 @@
+"""What an operator asks a server: health, models, metrics, its interface."""
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lamina.cli import status
+from lamina.errors import ConfigError
+from tests.serve.scripted import CHAT, COMPLETION, Running, refusal
+
+
+def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
+    assert server.http.get("/health").json() == {"status": "ok", "running": 1, "waiting": 2}
+    server.engine.dead = "memory0 was killed\nTraceback: its own business"
+    for response in (server.http.get("/health"), server.post(COMPLETION, prompt="a")):
+        message = refusal(response, 503)["message"]
+        assert "memory0 was killed" in message and "its own business" not in message
+
+
+def test_the_interface_describes_itself(server: Running) -> None:
+    schema = server.http.get("/openapi.json").json()
+    assert {COMPLETION, CHAT, "/v1/models", "/health"} <= set(schema["paths"])
+    assert "min_p" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
+
+
+def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> None:
+    response = server.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    values = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert values == {
+        ("lamina_requests_running",): 1,
+        ("lamina_requests_waiting",): 2,
+        ("lamina_steps_total",): 3,
+        ("lamina_sequences_moved_total",): 4,
+        ("lamina_kv_slots_used", "memory0"): 5,
+        ("lamina_kv_slots", "memory0"): 9,
+        ("lamina_links", "same host", "shm"): 1,
+        ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
+    }
+
+
+def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.lines(server.http.get("/metrics").text) == [
+        "requests  1 running, 2 waiting, 3 steps so far",
+        "memory0   5 of 9 token slots in use",
+        "network   shm between 1 pair of workers (same host)",
+        'network   tcp between 2 pairs of workers (different hosts; no rdma: "none")',
+    ]
+    status.status(server.url)
+    assert "1 running" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no server of Lamina answers at"):
+        status.status("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="is this a server of Lamina"):
+        status.lines("python_info 1\n")
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
