@@ -6,8 +6,8 @@ First finds the context at which slices and attention of a step with one lane ta
 decodes the same batch in the same run, interleaved: one lane holds all of it, two lanes half each. "Idle" is the share
 of the time in which a worker does nothing for a step.
 
-Nearly all of a run is prefill on one core: with 250m all variants take a quarter of an hour a round, with 60m, whose
-layers are the same but four instead of sixteen, a third of that.
+Nearly all of a run is prefill on one core, in proportion to the model's layers: 60m has four of 250m's sixteen, and a
+vocabulary to match, so that a layer's slices and attention take the same and all variants a quarter of the time.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def main() -> None:
     for r in results:
         cells = f"{r.tokens_per_s:.0f}", f"{r.gain:.2f}", f"{r.compute_idle:.0%}", f"{r.memory_idle:.0%}"
         table.add_row(r.variant, *cells)
-    Console().print(table)
+    Console(width=120).print(table)
     if args.json:
         args.json.write_text(json.dumps([{"context": context, **asdict(r)} for r in results], indent=1))
 
