@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from lamina.errors import ModelError, RequestError
-from lamina.models.chat import DEFAULT_TEMPLATE, ChatTemplate
 from lamina.models.directory import TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
+
+if TYPE_CHECKING:
+    from lamina.models.chat import ChatTemplate
 
 CHAT_TEMPLATE = "chat_template.jinja"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no complete character
@@ -84,7 +86,9 @@ class Tokenizer:
         return self._chat_template.render(messages, add_generation_prompt)
 
     @cached_property
-    def _chat_template(self) -> ChatTemplate:
+    def _chat_template(self) -> "ChatTemplate":
+        from lamina.models.chat import DEFAULT_TEMPLATE, ChatTemplate  # a fifth of the time to import the SDK
+
         return ChatTemplate(self._template_source or DEFAULT_TEMPLATE, self._special_tokens)
 
 
