@@ -1,7 +1,7 @@
 """A model's operators as one graph, written down while the model runs once on tensors without values.
 
 ``torch.export`` runs a model three times to the same end: to trace it, to find what is written in place, and to make
-that functional. Here it runs functional operators at once, in a third of the time, which is most of a first start's.
+that functional. Here it runs functional operators at once, in a quarter of the time; it was most of a first start.
 The number of tokens is a symbol; what needs a certain number of them is refused.
 """
 
