@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from lamina.plan.hardware import Catalogue, Hardware
     from lamina.plan.simulation import Arrivals, Deployment, Result
 
+OVERLOADED = 0.9
+"""Share of the time: requests that wait for more, and have all arrived before so much of it, come too fast."""
+
 SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggregated"]
 
 
@@ -140,6 +143,10 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table"
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
     table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
     table.add_row("throughput", f"{result.tokens_s:.0f} tokens/s drawn, {result.requests_s:.2f} requests/s")
+    arrivals = result.log.arrivals.arrival_s
+    if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
+        rate = len(arrivals) / arrivals[-1]
+        table.add_row("overload", f"{rate:.2f} requests/s arrived: TTFT is that of a growing queue; see --rate-scale")
     for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
         shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
         table.add_row(name, ", ".join(shown))

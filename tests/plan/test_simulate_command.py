@@ -36,6 +36,13 @@ def test_a_summary_requests_and_a_timeline(trace: Path, tmp_path: Path) -> None:
     assert {event["name"] for event in events if event["ph"] == "X"} == {"slice", "attention", "chunk attention"}
 
 
+def test_requests_that_come_too_fast_are_named_as_the_cause(trace: Path) -> None:
+    for scale, overloaded in ((0.2, False), (100, True)):
+        done = run(*POOLS, "--trace", trace, "--draw", 2000, "--rate-scale", scale)
+        assert done.returncode == 0, done.stderr
+        assert ("requests/s arrived" in done.stdout) is overloaded
+
+
 def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
     drawn = ("--trace", trace, "--draw", 40, "--json", "--seed")
     first, second, other = (run(*POOLS, *drawn, seed) for seed in (1, 1, 2))
