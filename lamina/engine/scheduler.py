@@ -10,9 +10,10 @@ A request runs in one lane. Its life: waiting -> admitted (KV reserved) -> promp
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
 that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
 
-Where the first request that waits fits no memory worker although all together have room, sequences move, one at a time
-(``lamina.engine.relocation``). One that moves decodes on while what it has so far is copied. Then it pauses: once its
-steps have completed, what they added is copied too, and the next plan says that it lives elsewhere and goes on.
+Where the first request that waits has found no room on a memory worker for ``PATIENCE`` steps, although all together
+have it, sequences move, one at a time (``lamina.engine.relocation``). One that moves decodes on while what it has so
+far is copied. Then it pauses: once its steps have completed, what they added is copied too, and the next plan says that
+it lives elsewhere and goes on.
 """
 
 import collections
@@ -27,6 +28,10 @@ from lamina.engine.relocation import Relocations
 from lamina.engine.seats import Seats
 from lamina.errors import RequestError
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+
+PATIENCE = (
+    256  # steps without room before any is made: where requests end often it comes by itself, and moving only costs
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Scheduler:
         self._ahead = set[int]()
         self._resting = set[int]()
         self._full = False  # the first that waits was refused a place, and nothing has been given back since
+        self._waited = 0  # steps completed since then, or since room was sought
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed)
@@ -311,12 +317,15 @@ class Scheduler:
             memory = self.placement.reserve(group.tokens) if fits else None
             if memory is None:
                 self._full = True
-                if fits:
-                    self._relocations.make_room(group.tokens)
+                if self._waited >= PATIENCE:
+                    self._waited = 0
+                    if fits:
+                        self._relocations.make_room(group.tokens)
                 break
             self._waiting.popleft()
             group.lane, group.memory, group.holders = lane, memory, wanted
             self._relocations.settle(group)
+            self._waited = 0
             self._lanes[lane].running[group] = self._lanes[lane].prompts[group] = None
             seats.change(lane, wanted)
             admitted.append(self._admission(group))
@@ -385,8 +394,9 @@ class Scheduler:
         if not planned.plan.runs:
             return {}
         own.completed += 1
-        if planned.prompted:
-            self._full = False  # these may be moved from now on
+        if self._full:
+            self._waited += 1
+            self._full = self._waited < PATIENCE
         if own.finished:
             self._retire(own)
         if not planned.prompted and planned.decoding is own.decoding.members:

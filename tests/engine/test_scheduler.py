@@ -2,13 +2,14 @@
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.engine import scheduler as under_test_module
 from lamina.engine.groups import Group
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
@@ -159,6 +160,14 @@ class Cluster:
         return not self.scheduler.idle or len(self.groups) < len(self.requests)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def impatient() -> Iterator[None]:
+    """Room is sought soon, so that sequences of this file's size have something to gain from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(under_test_module, "PATIENCE", 1)
+        yield
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     requests=requests,
@@ -226,6 +235,8 @@ def fragmented() -> Scheduler:
     under_test.plan(0)
     draw(under_test, ends="d")
     under_test.add(request("large", 20, max_tokens=11))
+    under_test.plan(0)
+    draw(under_test)
     return under_test
 
 

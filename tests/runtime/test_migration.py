@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
+from lamina.engine import scheduler
 from lamina.engine.engine import Engine
 from lamina.engine.scheduler import Scheduler
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
@@ -32,6 +33,12 @@ class Model:
     path: str
     prompts: list[list[int]]
     expected: list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is sought soon: these requests do not live for as many steps as a queue usually has patience."""
+    monkeypatch.setattr(scheduler, "PATIENCE", 4)
 
 
 @pytest.fixture(scope="module")
