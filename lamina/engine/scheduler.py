@@ -29,9 +29,7 @@ from lamina.engine.seats import Seats
 from lamina.errors import RequestError
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
-PATIENCE = (
-    256  # steps without room before any is made: where requests end often it comes by itself, and moving only costs
-)
+PATIENCE = 256  # steps without room before any is made: where requests end often, it comes by itself
 
 
 @dataclass(frozen=True)
