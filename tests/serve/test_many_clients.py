@@ -11,20 +11,21 @@ def test_a_client_that_leaves_a_stream_cancels_its_requests(server: Running) -> 
     body = {"prompt": ["hang", "hang"], "stream": True}
     with httpx.stream("POST", f"{server.url}{COMPLETION}", json=body, timeout=TIMEOUT_S) as response:
         next(response.iter_lines())
-    assert server.engine.wait_until(lambda: len(server.engine.aborted) == 2)
-    assert server.engine.aborted == server.engine.running
+    assert server.engine.wait_until(lambda: server.engine.running <= server.engine.aborted)
+    assert len(server.engine.running) == 2
 
 
 def test_a_client_that_leaves_before_its_answer_cancels_its_requests(server: Running) -> None:
     async def leave() -> None:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             asking = asyncio.ensure_future(client.post(f"{server.url}{COMPLETION}", json={"prompt": ["hang", "hang"]}))
             both = asyncio.to_thread(server.engine.wait_until, lambda: len(server.engine.running) == 2)
             assert await both
             asking.cancel()
 
     asyncio.run(leave())
-    assert server.engine.wait_until(lambda: server.engine.aborted == server.engine.running)
+    # What the test before has left may be cancelled once more.
+    assert server.engine.wait_until(lambda: server.engine.running <= server.engine.aborted)
 
 
 def test_answers_of_many_clients_do_not_mix(server: Running) -> None:
