@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.config import EngineConfig
+from lamina.engine.answers import Answers
 from lamina.engine.bringup import Cluster
 from lamina.engine.gather import Workers, failure
 from lamina.engine.lanes import LaneChooser
@@ -95,6 +96,7 @@ class Engine:
         adapts = config.lanes is None and cluster.pipeline.lanes > 1 and cluster.pipeline.interchangeable
         self._lanes = LaneChooser(cluster.pipeline) if adapts else None
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
+        self._answers = Answers()
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
         self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
@@ -229,6 +231,7 @@ class Engine:
         plan = self._scheduler.plan(lane)
         if plan is None:
             return False
+        self._answers.expect(plan)
         self._in_flight[plan.step] = plan, time.monotonic() + STEP_TIMEOUT_S
         self._moved += len(plan.moved)
         for migration in plan.migrations:
@@ -240,7 +243,8 @@ class Engine:
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
-            self._complete(message)
+            for done in self._answers.take(message):
+                self._complete(done)
         elif isinstance(message, SlabUsage):
             capacity = self.cluster.capacities[worker]
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)

@@ -51,7 +51,7 @@ def wait_until(condition: object, timeout_s: float, what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("victim", ["lamina.compute.worker", "lamina.memory.worker"])
+@pytest.mark.parametrize("victim", ["lamina.compute#", "lamina.memory.worker#"])
 def test_a_killed_worker_ends_every_request_with_an_error(checkpoint: Path, victim: str) -> None:
     engine = launch(config(checkpoint))
     outputs: list[RequestOutput] = []
