@@ -2,6 +2,7 @@
 
 import abc
 from collections import Counter
+from collections.abc import Collection
 from typing import ClassVar, Generic, Protocol, Required, TypedDict, TypeVar, Unpack
 
 import msgspec
@@ -16,6 +17,11 @@ SPIN_S = 20e-6  # about what it costs to be woken: at most twice the time of the
 OWN_CORES_SPIN_S = 2e-3  # where nobody else wants the core: who waits longer than this loses a fiftieth by being woken
 SILENCE_S = 10.0
 STALL_S = 60.0
+
+
+def spin_s(workers: Collection[frozenset[int]]) -> float:
+    """How long waits look for messages before they sleep, given the cores of every worker: longer if none is shared."""
+    return OWN_CORES_SPIN_S if sum(map(len, workers)) == len(frozenset.union(*workers)) else SPIN_S
 
 
 class Options(TypedDict, total=False):

@@ -5,7 +5,6 @@ import msgspec
 from lamina.config import LoadFormat, Overlap
 from lamina.transport.channel import Layout
 from lamina.transport.choice import Offer, Transport
-from lamina.transport.endpoint import SPIN_S
 from lamina.transport.timeline import Span
 from lamina.types import AttentionSpec, DType, Logprob, StepPlan
 
@@ -46,8 +45,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     doorbells: int
     workers: list[str]
     transports: list[Transport]
+    spin_s: float
     tls: bool = False
-    spin_s: float = SPIN_S
 
 
 class Link(msgspec.Struct, tag=True, frozen=True):

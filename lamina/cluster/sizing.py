@@ -10,7 +10,6 @@ from lamina.engine.pipeline import Pipeline
 from lamina.engine.scheduler import Limits
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
-from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S
 from lamina.transport.messages import ComputeSetup
 
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
@@ -92,11 +91,6 @@ def worker_cores(text: str | None, workers: int, available: Cores) -> list[Cores
     return [frozenset(named[i * share % len(named) :][:share]) for i in range(workers)]
 
 
-def spin_s(workers: Sequence[Cores]) -> float:
-    """How long waits look for messages before they sleep: longer where every worker has cores of its own."""
-    return OWN_CORES_SPIN_S if sum(map(len, workers)) == len(frozenset.union(*workers)) else SPIN_S
-
-
 def _parse_cores(text: str) -> set[int]:
     cores: set[int] = set()
     for part in text.split(","):
@@ -162,7 +156,6 @@ def cluster_plan(
         transport=config.transport,
         tls=config.tls,
         shared_cores=shared,
-        spin_s=spin_s([*compute_cores, *memory_cores]),
     )
 
 

@@ -15,27 +15,23 @@ class Answers:
 
     def __init__(self) -> None:
         self._awaited: dict[int, collections.deque[int]] = {}  # steps with sequences, by lane
-        self._lanes: dict[int, int] = {}  # by step
         self._early: dict[int, StepDone] = {}
 
     def expect(self, plan: StepPlan) -> None:
         """A step has been sent to its workers."""
         if plan.runs:
             self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
-            self._lanes[plan.step] = plan.lane
 
-    def take(self, done: StepDone) -> list[StepDone]:
-        """What may be used now that ``done`` has come: of one lane, in the order of its steps.
+    def take(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
+        """What may be used now that ``done`` has come for ``plan``: of its lane, in the order of its steps.
 
         Nothing waits for a step without sequences, nor does it wait for others.
         """
-        if done.step not in self._lanes:
+        if not plan.runs:
             return [done]
         self._early[done.step] = done
-        awaited = self._awaited[self._lanes[done.step]]
+        awaited = self._awaited[plan.lane]
         ready = []
         while awaited and awaited[0] in self._early:
-            step = awaited.popleft()
-            del self._lanes[step]
-            ready.append(self._early.pop(step))
+            ready.append(self._early.pop(awaited.popleft()))
         return ready

@@ -12,6 +12,7 @@ from lamina.errors import ConfigError
 from lamina.transport.channel import LANDING_NBYTES, Layout
 from lamina.transport.choice import Choice, Offer, candidates
 from lamina.transport.control import ControlServer
+from lamina.transport.endpoint import spin_s
 from lamina.transport.messages import (
     ComputeSetup,
     Connect,
@@ -47,7 +48,6 @@ class ClusterPlan:
     tls: bool
     cores: Mapping[str, frozenset[int]]  # of each worker
     shared_cores: bool  # both pools run on the same
-    spin_s: float  # of every worker's waits, before they sleep
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _connect(
     transports = list(candidates(plan.transport, hosts))
     offers: dict[str, Offer] = {}
     for group, (nbytes, doorbells) in ((computes, layout.compute_arena), (memories, layout.memory_arena)):
-        control.send(group, Register(nbytes, doorbells, everyone, transports, plan.tls, plan.spin_s))
+        control.send(group, Register(nbytes, doorbells, everyone, transports, spin_s(plan.cores.values()), plan.tls))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         offers |= {name: message.offer for name, message in registered.items()}
     pairs = list(itertools.product(computes, memories))

@@ -243,7 +243,8 @@ class Engine:
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
-            for done in self._answers.take(message):
+            plan, _ = self._in_flight[message.step]
+            for done in self._answers.take(plan, message):
                 self._complete(done)
         elif isinstance(message, SlabUsage):
             capacity = self.cluster.capacities[worker]

@@ -40,6 +40,8 @@ def make_room(needed: int, left: Mapping[str, int], movable_on: Callable[[str], 
     ``left`` are the tokens that are not reserved, by worker, most first. The moves may be made in any order, one at a
     time: each fits its target without the others.
     """
+    if len(left) < 2:
+        return ()
     best: tuple[Move, ...] = ()
     for source in list(left)[:MOST_TRIED]:
         shortage = needed - left[source]
@@ -59,9 +61,9 @@ def _cost(moves: Sequence[Move]) -> int:
 
 def _single(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
     """The cheapest sequence that is enough alone."""
-    roomiest = max(targets, key=lambda name: targets[name], default=None)
-    enough = [one for one in movable if roomiest is not None and shortage <= one.reserved <= targets[roomiest]]
-    return (Move(min(enough, key=lambda one: one.cost), source, roomiest),) if enough and roomiest is not None else ()
+    roomiest = max(targets, key=lambda name: targets[name])
+    enough = [one for one in movable if shortage <= one.reserved <= targets[roomiest]]
+    return (Move(min(enough, key=lambda one: one.cost), source, roomiest),) if enough else ()
 
 
 def _several(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
@@ -70,8 +72,8 @@ def _several(source: str, shortage: int, targets: Mapping[str, int], movable: Se
     moves: list[Move] = []
     freed = 0
     for one in sorted(movable, key=lambda one: one.cost / one.reserved):
-        target = max(room, key=lambda name: room[name], default=None)
-        if target is None or one.reserved > room[target]:
+        target = max(room, key=lambda name: room[name])
+        if one.reserved > room[target]:
             continue
         moves.append(Move(one, source, target))
         room[target] -= one.reserved

@@ -375,7 +375,7 @@ class Scheduler:
             self._has_changed(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
-        """Step ``step`` of ``lane`` has run (None: the oldest in flight): one without sequences may overtake others.
+        """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
 
         Returns, by sequence, the completions that drew a token and live: not to be changed, and the same object as
         before if they are the same and none has joined or left the lane since.
@@ -386,6 +386,8 @@ class Scheduler:
         planned = own.in_flight[0]
         if step is not None and planned.plan.step != step:
             planned = next(one for one in own.in_flight if one.plan.step == step)
+            if planned.plan.runs and planned is not next(one for one in own.in_flight if one.plan.runs):
+                raise AssertionError(f"step {step} of lane {lane} was completed before an earlier one")
         own.in_flight.remove(planned)
         self._ahead.discard(lane)
         self._has_changed(lane)

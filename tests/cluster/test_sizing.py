@@ -10,7 +10,7 @@ from lamina.config import EngineConfig
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.models import directory
-from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S
+from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S, spin_s
 
 ONE = Pipeline(1, 1)
 
@@ -74,4 +74,4 @@ def test_waits_spin_longer_only_where_no_worker_shares_a_core(
 ) -> None:
     available = frozenset(range(3))
     computes, memories = sizing.worker_cores(compute, 1, available), sizing.worker_cores(memory, 2, available)
-    assert sizing.spin_s([*computes, *memories]) == (OWN_CORES_SPIN_S if alone else SPIN_S)
+    assert spin_s([*computes, *memories]) == (OWN_CORES_SPIN_S if alone else SPIN_S)

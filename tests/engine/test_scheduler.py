@@ -368,6 +368,16 @@ def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind()
     assert drawn[0].request.request_id == "long"
 
 
+def test_a_step_with_sequences_does_not_complete_before_an_earlier_one() -> None:
+    under_test = scheduler({"memory0": 1000})
+    under_test.add(request("a", 3, max_tokens=5))
+    first = plan_of(under_test)
+    second = plan_of(under_test)
+    with pytest.raises(AssertionError, match="before an earlier one"):
+        under_test.complete(0, second.step)
+    assert first.runs and second.runs
+
+
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> None:
     under_test = scheduler({"memory0": 100})
     under_test.add(request("short", 2, max_tokens=9))

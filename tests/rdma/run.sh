@@ -68,7 +68,7 @@ esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
 export PATH=$work/venv/bin:$PATH
-# Through a pipe: a file as standard output would be opened again, and overwritten, by QEMU.
+# Through a pipe: a file as standard output or error would be opened again, and overwritten, by QEMU.
 vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G \
     --rodir "/usr/lib/systemd=$work/empty" --qemu-opts="-drive if=virtio,format=raw,readonly=on,file=$disk" -- \
-    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model $job" | cat
+    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model $job" 2>&1 | cat

@@ -12,6 +12,7 @@ from lamina.transport import links as module
 from lamina.transport.arena import MappedArena
 from lamina.transport.channel import Slot
 from lamina.transport.choice import Offer, Transport
+from lamina.transport.endpoint import SPIN_S
 from lamina.transport.links import Links, WaitInTurns
 from lamina.transport.messages import Link, Linked, Register
 from lamina.transport.shm import ShmEndpoint
@@ -135,7 +136,7 @@ def test_a_write_that_arrives_as_something_else_proves_nothing(
 
 def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None:
     links = Links("a", SECRET, "192.0.2.1")  # an address of another machine
-    _, offer = links.register(Register(64, 1, ["a", "b"], [SHM, TCP]))
+    _, offer = links.register(Register(64, 1, ["a", "b"], [SHM, TCP], SPIN_S))
     assert list(offer.descriptors) == [SHM]
     assert "a: a cannot listen on 192.0.2.1" in offer.obstacles[TCP]
     links.close()
@@ -144,7 +145,7 @@ def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None
 
 def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
     links = Links("a", SECRET, "127.0.0.1")
-    _, offer = links.register(Register(64, 1, ["a", "b"], [RDMA, TCP], tls=True))
+    _, offer = links.register(Register(64, 1, ["a", "b"], [RDMA, TCP], SPIN_S, tls=True))
     assert list(offer.descriptors) == [TCP]
     assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls asks for"}
     links.close()
