@@ -1,0 +1,15 @@
+"""What tests of the scheduler share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from lamina.engine import scheduler
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[None]:
+    """Room is sought soon, so that sequences of these tests' size have something to gain from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "PATIENCE", 1)
+        yield
