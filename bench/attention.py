@@ -44,7 +44,7 @@ SEGMENTS = 8
 LONG_TOKENS, SHORT_TOKENS, RAGGED_SEQUENCES = 64 * 1024, 1024, 16
 TABLES = ("decode", "split", "ragged", "prefill")
 CHUNKS = (512, 1024, 2048)
-RUNS = {"in order": 0, "runs of 16": 16, "anywhere": 1}  # tokens next to each other in the slab; 0: all
+RUNS = {"in order": 0, "runs of 64": 64, "anywhere": 1}  # tokens next to each other in the slab; 0: all
 Shape = tuple[int, int, int]
 
 

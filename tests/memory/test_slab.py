@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lamina.errors import CapacityError
 from lamina.memory.slab import Slab
 
-CAPACITY = 100
+CAPACITY = 400
 
 
 class SlabMachine(RuleBasedStateMachine):
@@ -43,7 +43,7 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
         sequences = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=4))
-        counts = [data.draw(st.integers(0, 30) | st.just(1)) for _ in sequences]
+        counts = [data.draw(st.integers(0, 120) | st.just(1)) for _ in sequences]
         owned = self.owned()
         if sum(counts) > CAPACITY - len(owned):
             with pytest.raises(CapacityError) as error:
@@ -140,18 +140,18 @@ TestSlabMachine = SlabMachine.TestCase
 
 
 def test_a_sequence_grows_in_runs_while_others_grow_beside_it_until_slots_are_scarce() -> None:
-    slab = Slab(100)
+    slab = Slab(400)
     slab.open(1)
     slab.open(2)
     assert slab.append(1, 5).tolist() == [0, 1, 2, 3, 4]
-    for slot in range(20):
-        assert slab.extend([1, 2], [1, 1]).tolist() == [slot + 5 + 16 * (slot > 10), slot + 16 + 16 * (slot > 15)]
-    assert (slab.used, slab.free_slots) == (45, 55)
-    assert sorted(slab.append(2, 55).tolist()) == [*range(41, 48), *range(52, 100)], "what others set aside is free"
+    for slot in range(80):
+        assert slab.extend([1, 2], [1, 1]).tolist() == [slot + 5 + 64 * (slot > 58), slot + 64 + 64 * (slot > 63)]
+    assert (slab.used, slab.free_slots) == (165, 235)
+    assert sorted(slab.append(2, 235).tolist()) == [*range(149, 192), *range(208, 400)], "what others set aside is free"
 
 
 def test_freed_slots_come_back_first_and_in_order() -> None:
-    slab = Slab(100)
+    slab = Slab(400)
     slab.open(1)
     slab.open(2)
     slab.append(1, 5)
