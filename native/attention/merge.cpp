@@ -1,5 +1,6 @@
 #include "lamina/attention.h"
 #include "lamina/thread_pool.h"
+#include "widest.h"
 
 #include <algorithm>
 #include <bit>
@@ -11,7 +12,7 @@ namespace lamina::attention {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kElementsPerThread = 32768; // waking a thread costs as much as this many
+constexpr int64_t kElementsPerThread = 131072; // waking a thread costs as much as this many
 
 // The weight of a partial whose lse is `lse` against the largest one; a partial that saw nothing has none.
 float weight(float lse, float largest) {
@@ -19,18 +20,23 @@ float weight(float lse, float largest) {
 }
 
 // Rounds to nearest even.
-void round_row(const float *row, int64_t size, float *target) {
+LAMINA_WIDEST void round_row(const float *row, int64_t size, float *target) {
     std::copy_n(row, size, target);
 }
-void round_row(const float *row, int64_t size, _Float16 *target) {
+LAMINA_WIDEST void round_row(const float *row, int64_t size, _Float16 *target) {
     std::transform(row, row + size, target, [](float value) { return static_cast<_Float16>(value); });
 }
-void round_row(const float *row, int64_t size, uint16_t *target) {
+LAMINA_WIDEST void round_row(const float *row, int64_t size, uint16_t *target) {
     std::transform(row, row + size, target, [](float value) {
         const auto bits = std::bit_cast<uint32_t>(value);
         const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
         return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
     });
+}
+
+LAMINA_WIDEST void add_weighted(float weight, const float *row, int64_t size, float *sum) {
+    for (int64_t i = 0; i < size; ++i)
+        sum[i] += weight * row[i];
 }
 
 template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t end) {
@@ -53,9 +59,7 @@ template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t e
         for (int64_t part = 0; part < task.count; ++part) {
             if (task.lses[part][row] == -kInfinity) // whatever its out holds
                 continue;
-            const float w = weights[part] / sum;
-            for (int64_t d = 0; d < task.v_dim; ++d)
-                merged[d] += w * task.outs[part][at + d];
+            add_weighted(weights[part] / sum, task.outs[part] + at, task.v_dim, merged.data());
         }
         round_row(merged.data(), task.v_dim, target);
         if (task.lse)

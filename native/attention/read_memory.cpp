@@ -1,5 +1,6 @@
 #include "lamina/read_memory.h"
 #include "lamina/thread_pool.h"
+#include "widest.h"
 
 #include <algorithm>
 #include <atomic>
@@ -9,12 +10,6 @@ namespace lamina {
 namespace {
 
 typedef uint64_t Line __attribute__((vector_size(64)));
-
-#if defined(__x86_64__)
-#define LAMINA_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define LAMINA_WIDEST
-#endif
 
 LAMINA_WIDEST uint64_t sum_words(const char *memory, int64_t bytes) {
     constexpr int64_t lines = 8; // independent sums hide the latency of adding
