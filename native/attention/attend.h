@@ -10,15 +10,6 @@
 namespace lamina::attention {
 namespace {
 
-// Raw scores of one KV head's queries over a tile, by way of packed keys.
-template <class Tile>
-void packed_scores(const TileRows<typename Tile::Kv> &rows, int64_t dim, int64_t queries,
-                   const Workspace &work, const float *query, Ahead &ahead) {
-    Tile::pack_keys(rows, dim, work.keys, ahead);
-    multiply<Tile>(queries, rows.columns, {query, work.qk_padded}, Words{work.keys, Tile::kTokens},
-                   (dim + Tile::kWord - 1) / Tile::kWord, {work.scores, Tile::kTokens, nullptr}, ahead);
-}
-
 // A tile's values as they lie in the slab, made into words on the way to the product: packing them pays only
 // if several blocks of queries use them.
 template <class Tile> struct ValueRows {
@@ -34,6 +25,7 @@ template <class Tile> class Attend {
     using F = Floats<W>;
     using Kv = typename Tile::Kv;
     static constexpr float kSlack = 8;
+    static constexpr int64_t kMaskedRows = 16;
 
 public:
     Attend(const Problem &problem, const Task &task, const Workspace &work)
@@ -115,23 +107,39 @@ private:
         }
     }
 
+    // Where a mask's edge runs through the tile, a few rows at a time: each block leaves out the tokens that
+    // none of its rows has come to.
     void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
-        const int64_t first = state(head, 0);
-        packed_scores<Tile>(rows, shape_.qk_dim, queries_, work_, query_words(head), ahead_);
+        Tile::pack_keys(rows, shape_.qk_dim, work_.keys, ahead_);
+        const bool packs = queries_ > Tile::kRows || shape_.v_dim % W != 0;
+        if (packs)
+            Tile::pack_values(rows, shape_.v_dim, work_.v_padded, work_.values, ahead_);
         for (int64_t step = 0; step < kSoftmaxSteps; ++step)
             ahead_.step();
-        for (int64_t row = task_.row_begin; row < task_.row_end; ++row)
-            softmax(head, row, token);
-        const Words probabilities{work_.probabilities, Tile::kTokens};
-        const Sums sums{work_.accumulator + first * work_.v_padded, work_.v_padded, work_.rescale};
-        const int64_t words = rows.columns / Tile::kWord;
-        if (queries_ <= Tile::kRows && shape_.v_dim % W == 0) {
-            multiply<Tile>(queries_, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words, sums,
-                           ahead_);
-        } else {
-            Tile::pack_values(rows, shape_.v_dim, work_.v_padded, work_.values, ahead_);
-            multiply<Tile>(queries_, work_.v_padded, probabilities, Words{work_.values, work_.v_padded},
-                           words, sums, ahead_);
+        const bool masked = visible_tokens(problem_, task_.pair, task_.row_begin).end < token + rows.columns;
+        const int64_t block = masked ? kMaskedRows : task_.row_end - task_.row_begin;
+        for (int64_t row = task_.row_begin; row < task_.row_end; row += block) {
+            const int64_t end = std::min(row + block, task_.row_end);
+            const int64_t seen = visible_tokens(problem_, task_.pair, end - 1).end - token;
+            const int64_t columns = std::min(round_up(seen, W), rows.columns);
+            if (columns <= 0)
+                continue;
+            const int64_t first = (row - task_.row_begin) * group_, queries = (end - row) * group_;
+            multiply<Tile>(queries, columns, {query_words(head) + first * work_.qk_padded, work_.qk_padded},
+                           Words{work_.keys, Tile::kTokens}, (shape_.qk_dim + Tile::kWord - 1) / Tile::kWord,
+                           {work_.scores + first * Tile::kTokens, Tile::kTokens, nullptr}, ahead_);
+            for (int64_t each = row; each < end; ++each)
+                softmax(head, each, token);
+            const Words probabilities{work_.probabilities + first * Tile::kTokens, Tile::kTokens};
+            const Sums sums{work_.accumulator + state(head, first) * work_.v_padded, work_.v_padded,
+                            work_.rescale + first};
+            const int64_t words = columns / Tile::kWord;
+            if (packs)
+                multiply<Tile>(queries, work_.v_padded, probabilities, Words{work_.values, work_.v_padded},
+                               words, sums, ahead_);
+            else
+                multiply<Tile>(queries, shape_.v_dim, probabilities, ValueRows<Tile>{rows.values}, words,
+                               sums, ahead_);
         }
     }
 
