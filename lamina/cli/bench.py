@@ -1,6 +1,7 @@
 """`lamina bench`: how fast a batch decodes, where the time of its steps went, and what is the bottleneck."""
 
 import random
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +52,7 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
     from rich.table import Table
 
     from lamina.cli.console import output
-    from lamina.observe.trace import bottleneck, shares
+    from lamina.observe.trace import bottleneck, shares, turnarounds
 
     parts = shares(spans, window.begin_ns, window.end_ns)
     table = Table(title=f"Where {window.seconds:.2f} s of decoding went", title_justify="left", title_style="bold")
@@ -68,6 +69,10 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
         f"{worst.share:.0%} of the time.",
         soft_wrap=True,
     )
+    between = turnarounds(spans, window.begin_ns, window.end_ns)
+    if between:
+        microseconds = statistics.median(between) / 1000
+        output().print(f"From a lane's draw to its next slice: {microseconds:.0f} us (median).", soft_wrap=True)
 
 
 def _show_network(cluster: "Cluster") -> None:

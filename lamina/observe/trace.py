@@ -65,3 +65,20 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
 def bottleneck(parts: Sequence[Share]) -> Share:
     """The stage that takes most of the time: what would have to become faster first. Waiting is not work."""
     return max((part for part in parts if part.stage not in IDLE), key=lambda part: part.seconds)
+
+
+def turnarounds(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[int]:
+    """Nanoseconds from each draw inside [begin_ns, end_ns) to the next slice of its lane, on whichever worker.
+
+    With one lane that is what planning and taking in the next step leave on the critical path; with several, other
+    lanes run meanwhile.
+    """
+    own = sorted((span for each in spans.values() for span in each), key=lambda span: span.begin_ns)
+    drawn: dict[int, int] = {}  # when the latest draw ended, by lane
+    result = []
+    for span in own:
+        if span.stage == "draw" and begin_ns <= span.begin_ns < end_ns:
+            drawn[span.lane] = span.end_ns
+        elif span.stage == "slice" and span.lane in drawn:
+            result.append(span.begin_ns - drawn.pop(span.lane))
+    return result

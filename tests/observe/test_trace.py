@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.observe.trace import bottleneck, shares, write_trace
+from lamina.observe.trace import bottleneck, shares, turnarounds, write_trace
 from lamina.transport.timeline import MOST_SPANS, Span, Timeline
 
 SPANS = {
@@ -33,6 +33,15 @@ def test_the_bottleneck_is_the_longest_work_not_the_longest_wait() -> None:
         "memory0",
         "attention",
     )
+
+
+def test_a_turnaround_goes_from_a_draw_to_the_next_slice_of_the_same_lane_on_any_worker() -> None:
+    spans = {
+        "compute0": [Span("slice", 0, 0, 100), Span("draw", 0, 100, 130), Span("slice", 1, 140, 200)],
+        "compute1": [Span("draw", 1, 210, 220), Span("slice", 0, 230, 300), Span("slice", 1, 310, 400)],
+    }
+    assert turnarounds(spans, 0, 1000) == [100, 90]
+    assert turnarounds(spans, 200, 1000) == [90], "only draws inside the window"
 
 
 def test_the_file_has_one_process_a_worker_and_one_row_a_lane(tmp_path: Path) -> None:
