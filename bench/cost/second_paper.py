@@ -11,7 +11,8 @@ from page import Section, axes, legend_above
 from published import Comparison
 
 from lamina.plan import hardware, homogeneous, models, workload
-from lamina.plan.planner import Partition, Plan
+from lamina.plan.advice import beyond, recommend
+from lamina.plan.planner import Partition, Plan, layouts
 from lamina.plan.simulation import Arrivals, Deployment, System, simulate
 
 
@@ -96,8 +97,56 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
     left.set(ylabel="throughput over H100s alone (%)")
     legend_above(left, 4)
     section.figure("equal-cost", "Gain in decode throughput at equal cost, by trace and model.", plot)
+    _ratio(section, published, catalogue)
     _simulate(section, published, catalogue)
     return section
+
+
+MOST_H20 = 8
+"""Memory workers that the planner may take beside a pair's H100s."""
+
+
+def _ratio(section: Section, published: Mapping[str, Any], catalogue: hardware.Catalogue) -> None:
+    """How many H20 the planner puts beside two H100 for Llama-3-70B, and what twice as many would bring."""
+    pair = published["pairs"][-1]
+    shape, h100, h20 = models.find(pair["model"]), catalogue["h100"], catalogue["h20"]
+    rows = []
+    for trace in published["traces"]:
+        offloading = planner(shape, Layout(h100, pair["h100"], h20, MOST_H20), served(trace))
+        plans = [
+            found
+            for pools in layouts(shape, [(h100, pair["h100"])], [(h20, MOST_H20)])
+            if (found := offloading.evaluate(pools))
+        ]
+        best = recommend(plans)
+        paper = min(
+            (plan for plan in plans if plan.pools.memory_workers == pair["h20"]),
+            key=lambda plan: plan.usd_per_million_out,
+        )
+        rows.append(
+            (
+                trace["name"],
+                f"{pair['h100']} + {pair['h20']}",
+                f"{best.pools.compute_workers} + {best.pools.memory_workers}",
+                f"{best.pools.memory_workers / pair['h20']:.2f}",
+                f"{paper.usd_per_million_out / best.usd_per_million_out - 1:+.0%}",
+                f"{best.bottleneck.value}; {best.limit.value}",
+                next(iter(beyond(offloading, best)), ""),
+            )
+        )
+        section.data[f"recommended H20, {trace['name']}"] = best.pools.memory_workers
+    section.table(
+        f"{shape.name}: cheapest pools per token, up to {pair['h100']} H100 and {MOST_H20} H20",
+        (
+            *("trace", "published H100 + H20", "ours", "ratio of H20", "cost of the published ones"),
+            *("waits for; batch bounded by", "beyond it"),
+        ),
+        rows,
+    )
+    section.text(
+        "Where sequences are short, compute saturates at the paper's ratio or before. Where they are long, the batch "
+        "is bounded by KV until there are more H20 than the paper's; it takes one ratio for all traces."
+    )
 
 
 SIMULATED = 256

@@ -291,15 +291,17 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
     from lamina.cli.console import output
     from lamina.plan import models
     from lamina.plan.cost import CostModel, Fits
+    from lamina.plan.store import ProfileStore
     from lamina.plan.validate import errors_by_operator
 
     if kind is None:
         raise ConfigError("--validate needs --kind KIND: the kind that the file was measured on")
     entry = catalogue[kind]
     shape = models.find(model)
+    fitted_to = ProfileStore().fit("gemm", entry.kind).source
     table = Table(
         title=f"Predicted against measured: {shape.name} on {entry.kind}",
-        caption="Relative errors of single measurements; nothing was fitted to this file.",
+        caption=f"Relative errors of single measurements. Matrix products are fitted to {fitted_to} alone.",
         caption_justify="left",
     )
     table.add_column("operator", no_wrap=True)

@@ -142,6 +142,8 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table"
     table.add_column(no_wrap=True)
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
     table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
+    if result.log.count(State.ERROR):
+        table.add_row("lost", "a lost worker ends its engine: what ran ends with an error, what comes later is refused")
     table.add_row("throughput", f"{result.tokens_s:.0f} tokens/s drawn, {result.requests_s:.2f} requests/s")
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:

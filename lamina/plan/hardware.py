@@ -30,7 +30,6 @@ _NUMBERS = {
     "float32_tflops": 1e12,
     "memory_gb_s": 1e9,
     "memory_gb": 1e9,
-    "l2_mb": 1e6,
     "link_gb_s": 1e9,
     "nic_gb_s": 1e9,
     "watts": 1.0,
@@ -48,7 +47,7 @@ class Hardware:
         kind: as in a pool. device: what it is. link: how it reaches peers in its machine.
         processors: units that work on one tile of a matrix product at a time. clock_hz: their boost clock.
         flops: peak FLOP/s of dense matrix products by element type.
-        memory_bytes_s, memory_bytes, cache_bytes: of its own memory and its last-level cache.
+        memory_bytes_s, memory_bytes: of its own memory.
         link_bytes_s, nic_bytes_s: one direction, to peers in the machine and to other machines.
         price_usd: to buy; 0 where it is not sold. rent_usd_per_hour: as stated, or None.
         sources: where the numbers came from.
@@ -62,7 +61,6 @@ class Hardware:
     flops: Mapping[DType, float] = field(hash=False)
     memory_bytes_s: float
     memory_bytes: float
-    cache_bytes: float
     link_bytes_s: float
     nic_bytes_s: float
     watts: float
@@ -159,7 +157,6 @@ def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
         flops={dtype: value[f"{dtype.value}_tflops"] for dtype in DType},
         memory_bytes_s=value["memory_gb_s"],
         memory_bytes=value["memory_gb"],
-        cache_bytes=value["l2_mb"],
         link_bytes_s=value["link_gb_s"],
         nic_bytes_s=value["nic_gb_s"],
         watts=value["watts"],

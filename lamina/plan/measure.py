@@ -14,7 +14,6 @@ import numpy as np
 
 from lamina.types import DType
 
-CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 READ_BYTES = 2**30
 PRODUCT = (512, 4096, 4096)
 ROUNDS = 5
@@ -34,7 +33,6 @@ def entry() -> dict[str, float | str]:
         **{f"{dtype.value}_tflops": _flops(dtype) / 1e12 for dtype in DType},
         "memory_gb_s": _read_bytes_s(cores) / 1e9,
         "memory_gb": psutil.virtual_memory().total / 1e9,
-        "l2_mb": _cache_bytes() / 1e6,
         "link": "shared memory",
         "link_gb_s": copied,
         "nic_gb_s": copied,
@@ -96,15 +94,6 @@ def _copy_bytes_s() -> float:
     source = np.ones(READ_BYTES // 8, dtype=np.uint8)
     target = np.empty_like(source)
     return source.nbytes / _fastest_s(lambda: np.copyto(target, source))
-
-
-def _cache_bytes() -> float:
-    """Of the last level that core 0 has."""
-    sizes = [
-        (index / "size").read_text().strip() for index in sorted(CACHE.glob("index*")) if (index / "size").is_file()
-    ]
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    return max((float(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=1e6)
 
 
 def _processor() -> str:

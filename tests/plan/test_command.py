@@ -102,6 +102,7 @@ def test_validation_prints_every_operator() -> None:
     printed = plan(f"--model Llama-2-7B --kind a40 --validate {MEASUREMENTS / 'a40_llama2_7b_mlp.csv'}")
     for operator in ("attn_pre_proj", "mlp_down_proj", "attn_rope", "matrix products", "other operators"):
         assert operator in printed
+    assert "fitted to a100_llama2_7b_mlp.csv alone" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,13 @@ def test_longer_contexts_gain_more(made: tuple[str, dict[str, Any]]) -> None:
     assert equal["Llama-3-70B, Kimi-Conv"] > equal["Llama-3-70B, Azure-Conv"]
 
 
+def test_as_many_h20_as_the_paper_takes_where_its_sequences_are_short(made: tuple[str, dict[str, Any]]) -> None:
+    ours = section(made[1], "equal cost")
+    counts = [ours[f"recommended H20, {name}"] for name in ("Azure-Conv", "Azure-Code", "Kimi-TA", "Kimi-Conv")]
+    assert counts == sorted(counts)  # in the order of their lengths
+    assert all(2 <= count <= 6 for count in counts[:2])  # the paper: 4 for 2 H100
+
+
 def test_the_creditor_helps_until_its_room_is_used(made: tuple[str, dict[str, Any]]) -> None:
     rows = {row["what"]: row["ours"] for row in section(made[1], "debtor")["Both together"]}
     assert 1.1 < rows["best over nothing moved"] < 1.6

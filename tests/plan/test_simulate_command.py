@@ -43,6 +43,13 @@ def test_requests_that_come_too_fast_are_named_as_the_cause(trace: Path) -> None
         assert ("requests/s arrived" in done.stdout) is overloaded
 
 
+def test_a_lost_worker_is_named_as_the_cause_of_what_it_ends(trace: Path) -> None:
+    done = run(*POOLS, "--trace", trace, "--fail", "memory:1@1s")
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stdout and "a lost worker ends its engine" in done.stdout
+    assert "a lost worker" not in run(*POOLS, "--trace", trace).stdout
+
+
 def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
     drawn = ("--trace", trace, "--draw", 40, "--json", "--seed")
     first, second, other = (run(*POOLS, *drawn, seed) for seed in (1, 1, 2))
