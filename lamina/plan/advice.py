@@ -18,15 +18,15 @@ SAME_COST = 0.02
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
     """Plans that no other beats in cost per token drawn, tokens per second and TBT at once; cheapest first."""
+    table = np.array([(plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s) for plan in plans]).reshape(-1, 3)
+    kept = np.empty_like(table)
     front: list[Plan] = []
-    table = np.array([(plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s) for plan in plans])
-    for index, plan in enumerate(plans):
-        no_worse = (table <= table[index]).all(axis=1)
-        better = (table < table[index]).any(axis=1)
-        twin = (table[:index] == table[index]).all(axis=1).any() if index else False
-        if not (no_worse & better).any() and not twin:
-            front.append(plan)
-    return sorted(front, key=lambda plan: plan.usd_per_million_out)
+    # What is beaten at all is beaten by a plan of the front, and that one comes before it in this order.
+    for index in np.lexsort(table.T[::-1]).tolist():
+        if not (kept[: len(front)] <= table[index]).all(axis=1).any():
+            kept[len(front)] = table[index]
+            front.append(plans[index])
+    return front
 
 
 def recommend(plans: Sequence[Plan]) -> Plan:
