@@ -87,7 +87,7 @@ def test_json_holds_the_front_with_the_units_in_its_names() -> None:
 def test_owned_devices_cost_what_they_cost_to_buy() -> None:
     result = json.loads(plan(f"{PAIR} --owned --json"))["recommended"]
     h100, h20 = result["compute"]["workers"], result["memory"]["workers"]
-    owned = h100 * (36500 / 26280 + 0.084) + h20 * (15000 / 26280 + 0.048)
+    owned = h100 * (36500 / 26280 + 0.084) + h20 * (12500 / 26280 + 0.048)
     assert result["usd_per_hour"] == pytest.approx(owned)
 
 

@@ -21,7 +21,7 @@ def test_every_kind_has_its_sources() -> None:
         assert entry.sources["specification"] and entry.sources["price_usd"]
         assert (entry.rent_usd_per_hour is None) == ("price_usd_per_hour" not in entry.sources)
         for stated in entry.sources.values():  # a paper, a page, what it was derived from, or a plain word
-            named = r"Lamina|Mnemosyne|LoongServe|Infinite-LLM|\.(com|top|io|ai)|that of|not sold|unconfirmed"
+            named = r"Lamina|Mnemosyne|LoongServe|Infinite-LLM|\.(com|co|net|top|io|ai)|that of|not sold|unconfirmed"
             assert re.search(named, stated), (entry.kind, stated)
 
 
