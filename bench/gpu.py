@@ -1,17 +1,23 @@
 """GPU kernels: what they take of a card, compiled without one, and how fast they are on one.
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
-    python bench/gpu.py [attention merge polling loop] [--device cuda:0] [--json FILE]
-    python bench/gpu.py tune [--device cuda:0]
+    python bench/gpu.py [tests tune attention merge polling loop] [--device cuda:0] [--json FILE]
 
 ``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a card,
 measure everything they compare with in the same run and write ``results/gpu-<card>.json``; without a card they say what
-is missing. ``tune`` measures the tilings of attention on this card and keeps them for later processes.
+is missing. Each is a process of its own with a deadline of its own, and the file is written after each: one that fails
+takes no other with it. ``tests`` runs the kernels' tests first; ``tune`` measures tilings of attention on this card and
+keeps them for the others and for later processes.
 """
 
 import argparse
 import datetime
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
@@ -24,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lamina.errors import ConfigError
-from lamina.kernels.gpu.choice import Context, Shape, default
+from lamina.kernels.gpu.choice import REGISTERS, SHARED_BYTES, Context, Shape, default
 from lamina.kernels.gpu.device import find, select
 from lamina.kernels.gpu.program import KvElement, Program
 from lamina.kernels.gpu.specialize import (
@@ -39,9 +45,12 @@ from lamina.kernels.gpu.specialize import (
 )
 from lamina.types import AttentionSpec
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
 CAPABILITIES = (80, 86, 89, 90)
-MEASUREMENTS = ("attention", "merge", "polling", "loop")
+DEADLINES_S = {"tests": 100, "tune": 100, "attention": 120, "merge": 40, "polling": 40, "loop": 60}
+KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
+TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
 QUERY = {KvElement.FLOAT32: np.float32, KvElement.FLOAT16: np.float16}  # bfloat16 for the others
 
 
@@ -100,8 +109,16 @@ def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:
     for capability, title, program in track(every, "compiling", transient=True):
         figures = asdict(resources(compile_program(program, capability)))
         options = {"warps": program.warps, "stages": program.stages}
+        figures["resident"] = resident(program.warps, figures["registers"], figures["shared_bytes"], capability)
         rows.append({"capability": capability, "kernel": program.kernel, "variant": title, **options, **figures})
     return rows
+
+
+def resident(warps: int, registers: int, shared_bytes: int, capability: int) -> int:
+    """Programs that a multiprocessor runs at once. Registers come in eights; each program's shared memory has 1 KiB more."""
+    threads = 2048 if capability in (80, 90) else 1536
+    by_shared = (SHARED_BYTES[capability] + 1) * 1024 // (shared_bytes + 1024)
+    return min(threads // (32 * warps), REGISTERS // (32 * warps * -(-registers // 8) * 8), by_shared)
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -115,12 +132,12 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def by_capability(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per variant, one column per capability: registers, KiB of shared memory, and spills if any."""
+    """One row per variant, a column per capability: registers, KiB of shared memory, programs resident, any spills."""
     variants: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         key = row["kernel"], row["variant"]
         spills = f" +{row['spill_stores']} B spilled" if row["spill_stores"] + row["spill_loads"] else ""
-        cell = f"{row['registers']} regs {row['shared_bytes'] / 1024:.0f} KiB{spills}"
+        cell = f"{row['registers']} regs {row['shared_bytes'] / 1024:.0f} KiB x{row['resident']}{spills}"
         variants.setdefault(key, dict(zip(("kernel", "variant"), key, strict=True)))[f"sm_{row['capability']}"] = cell
     return list(variants.values())
 
@@ -128,47 +145,104 @@ def by_capability(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def compiled(args: argparse.Namespace) -> None:
     """``compile``: print the table and write it."""
     rows = compile_all(args.capability)
-    show("Registers per thread, shared memory and spills, compiled without a card", by_capability(rows))
+    title = "Registers per thread, shared memory, programs resident and spills, compiled without a card"
+    show(title, by_capability(rows))
     path = args.json or RESULTS / "gpu-compile.json"
     path.write_text(json.dumps({"triton": metadata.version("triton"), "programs": rows}, indent=1) + "\n")
 
 
-def measured(args: argparse.Namespace, what: list[str]) -> None:
-    """Everything that needs a card."""
-    found = find()
+def card_index(device: str) -> int:
+    """The card's number. Ends the program if there is none, saying what is missing."""
     try:
-        index = select(args.device, found)
+        index = select(device, find())
     except ConfigError as error:
         raise SystemExit(f"skipped: {error}") from None
     if index is None:
         raise SystemExit("skipped: these measurements need a card; ask for cuda:0")
-    import gpu_card  # beside this file
+    return index
 
-    card = gpu_card.CardBench(index)
-    if what == ["tune"]:
-        print(f"wrote {card.tune()}")
-        return
-    record: dict[str, Any] = {"date": datetime.date.today().isoformat(), **card.describe()}
-    for name in what:
-        record[name] = getattr(card, name)()
-        show(name, record[name])
-    path = args.json or RESULTS / f"gpu-{card.backend.name.lower().replace(' ', '-')}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+
+def part(what: str, index: int) -> dict[str, Any]:
+    """Run one part in this process: the card, the versions and its rows."""
+    import gpu_step  # these three beside this file
+
+    card = gpu_step.Card(index)
+    if what in ("polling", "loop"):
+        import gpu_doorbells
+
+        rows = getattr(gpu_doorbells, what)(card)
+    else:
+        import gpu_card
+
+        rows = getattr(gpu_card, what)(card)
+    show(what, rows)
+    return card.describe() | {"rows": rows}
+
+
+def tests(deadline_s: float) -> dict[str, Any]:
+    """Tests of the kernels on the card."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "--dist", "worksteal", "-k", TESTED, *KERNEL_TESTS]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=deadline_s, check=True)
+    return {"passed": TESTED}
+
+
+def attempt(what: str, device: str) -> dict[str, Any]:
+    """One part in a process of its own: what it found or how it failed, when, and how long it took."""
+    started, today = time.monotonic(), datetime.date.today().isoformat()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "part.json")
+        command = [sys.executable, __file__, what, "--here", "--device", device, "--json", str(path)]
+        try:
+            if what == "tests":
+                found = tests(DEADLINES_S[what])
+            else:
+                subprocess.run(command, timeout=DEADLINES_S[what], check=True)
+                found = json.loads(path.read_text())
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"FAILED: {what}: {error}", file=sys.stderr, flush=True)
+            found = {"failed": str(error)}
+    seconds = round(time.monotonic() - started)
+    print(f"{what}: {seconds} s", flush=True)
+    return {"date": today, "seconds": seconds} | found
+
+
+def measured(args: argparse.Namespace) -> None:
+    """Every part that was asked for, one after another. Ends with status 1 if one failed."""
+    index = card_index(args.device)
+    cards = find().cards
+    assert cards
+    path = args.json or RESULTS / f"gpu-{cards[index].name.lower().replace(' ', '-')}.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    parts = args.what or list(DEADLINES_S)
+    for what in parts:
+        record[what] = attempt(what, args.device)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path}")
+    if failed := [what for what in parts if "failed" in record[what]]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"compile, tune, or of {', '.join(MEASUREMENTS)} (all)")
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"compile, or of {', '.join(DEADLINES_S)} (all)")
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES))
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there instead of results/")
+    parser.add_argument("--here", action="store_true", help="one part in this process, for profilers; writes if --json")
     args = parser.parse_args()
     if args.what == ["compile"]:
         compiled(args)
-    elif args.what == ["tune"] or set(args.what) <= set(MEASUREMENTS):
-        measured(args, args.what or list(MEASUREMENTS))
+    elif not set(args.what) <= set(DEADLINES_S):
+        parser.error(f"{args.what} is none of compile, {', '.join(DEADLINES_S)}")
+    elif args.here:
+        if len(args.what) != 1 or args.what == ["tests"]:
+            parser.error("--here takes one of " + ", ".join(list(DEADLINES_S)[1:]))
+        found = part(args.what[0], card_index(args.device))
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
     else:
-        parser.error(f"{args.what} is none of compile, tune, {', '.join(MEASUREMENTS)}")
+        measured(args)
 
 
 if __name__ == "__main__":

@@ -7,66 +7,85 @@ from typing import Any
 import cupy
 import numpy as np
 
+from lamina.kernels.gpu.program import KvElement
+
 TOLERANCE = 0.02  # outputs of values near 1 in bfloat16
 WORKSPACE_BYTES = 256 << 20
+REPEATS = 20  # launched from Python one after another: the card must not wait for that
 
 
 def seconds(name: str, step: Any, measure: Callable[..., float]) -> float | None:
     """Seconds of one call of this peer; None if it is not installed or cannot do the step."""
-    if importlib.util.find_spec("torch") is None:
+    if step.element is not KvElement.BFLOAT16 or importlib.util.find_spec("torch") is None:
         return None
     import torch
 
     if not torch.cuda.is_available():
         return None
-    call = {"torch_sdpa": torch_sdpa, "flashinfer": flashinfer}[name](step)
-    if call is None:
-        return None
-    step.attend()
     with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+        call = PEERS[name](step)
+        if call is None:
+            return None
+        step.attend()
         theirs = call().float().reshape(step.out.shape)
         torch.cuda.current_stream().synchronize()
         worst = float(np.abs(cupy.asnumpy(step.out) - theirs.cpu().numpy()).max())
-        if worst > TOLERANCE:
+        if not worst <= TOLERANCE:
             raise RuntimeError(f"{name} differs from us by {worst:.3f}; one of the two computes something else")
-        return measure(call)
+        return measure(call, repeats=REPEATS)
+
+
+def dense(step: Any, array: Any) -> Any:
+    """K or V as [sequences, tokens, Hkv, D] in the order of tokens, for sequences of one length."""
+    order, count = as_torch(step.slots).long(), len(step.lengths)
+    return bfloat16(array)[order].view(count, step.lengths[0], *array.shape[1:])
 
 
 def torch_sdpa(step: Any) -> Callable[[], Any] | None:
     """torch's scaled_dot_product_attention over dense K and V, for sequences of one length."""
-    import torch
-
     if len(set(step.lengths)) > 1:
         return None
-    order = as_torch(step.slots).long()
-    count, length = len(step.lengths), step.lengths[0]
+    import torch
 
-    def dense(slab: Any) -> Any:
-        return (
-            as_torch(slab).view(torch.bfloat16)[order].view(count, length, *slab.shape[1:]).transpose(1, 2).contiguous()
-        )
-
-    q, k, v = as_torch(step.q).view(torch.bfloat16).unsqueeze(2), dense(step.slab.k), dense(step.slab.v)
+    q, slab = bfloat16(step.q).unsqueeze(2), step.slabs[0]
+    k, v = (dense(step, array).transpose(1, 2).contiguous() for array in (slab.k, slab.v))
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+def flash_attention(step: Any) -> Callable[[], Any] | None:
+    """FlashAttention's decode over dense K and V, version 3 if it is there, for sequences of one length."""
+    there = [name for name in ("flash_attn_interface", "flash_attn") if importlib.util.find_spec(name)]
+    if not there or len(set(step.lengths)) > 1:
+        return None
+    import torch
+
+    decode = importlib.import_module(there[0]).flash_attn_with_kvcache
+    k, v = (dense(step, array).contiguous() for array in (step.slabs[0].k, step.slabs[0].v))
+    lengths = torch.tensor(step.lengths, dtype=torch.int32, device="cuda")
+    q = bfloat16(step.q).unsqueeze(1)
+    return lambda: decode(q, k, v, cache_seqlens=lengths)
+
+
 def flashinfer(step: Any) -> Callable[[], Any] | None:
-    """FlashInfer's batch decode over pages of one token."""
+    """FlashInfer's batch decode over pages of one token; by its tensor cores where heads share K and V."""
     if importlib.util.find_spec("flashinfer") is None:
         return None
     import torch
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
+    heads = step.spec.query_heads, step.spec.kv_heads, step.spec.qk_dim
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=heads[0] > heads[1])
     offsets = torch.tensor(np.cumsum([0, *step.lengths]), dtype=torch.int32, device="cuda")
     last = torch.ones(len(step.lengths), dtype=torch.int32, device="cuda")
-    heads = step.spec.query_heads, step.spec.kv_heads, step.spec.qk_dim
     types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     wrapper.plan(offsets, as_torch(step.slots), last, *heads, 1, **types)
-    q = as_torch(step.q).view(torch.bfloat16)
-    k, v = (as_torch(slab).view(torch.bfloat16).unsqueeze(1) for slab in (step.slab.k, step.slab.v))
+    q = bfloat16(step.q)
+    k, v = (bfloat16(array).unsqueeze(1) for array in (step.slabs[0].k, step.slabs[0].v))
     return lambda: wrapper.run(q, (k, v))
+
+
+PEERS = {"torch_sdpa": torch_sdpa, "flash_attention": flash_attention, "flashinfer": flashinfer}
 
 
 def as_torch(array: Any) -> Any:
@@ -74,3 +93,10 @@ def as_torch(array: Any) -> Any:
     import torch
 
     return torch.from_dlpack(array.view(np.int16) if array.dtype == np.uint16 else array)
+
+
+def bfloat16(array: Any) -> Any:
+    """The same memory, bits of bfloat16, for torch."""
+    import torch
+
+    return as_torch(array).view(torch.bfloat16)

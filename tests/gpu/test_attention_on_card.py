@@ -24,7 +24,7 @@ ON_CARD = os.environ | {"TRITON_INTERPRET": "0"}
 @pytest.mark.parametrize("file", KERNEL_TESTS)
 def test_the_interpreters_tests_pass_on_the_card(file):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", file],
+        [sys.executable, "-m", "pytest", "-q", "-n", "8", "--dist", "worksteal", "-m", "not slow", file],
         env=ON_CARD,
         capture_output=True,
         text=True,
@@ -36,9 +36,11 @@ def test_the_interpreters_tests_pass_on_the_card(file):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
 def test_compute_sanitizer_finds_nothing():
-    tests = "test_decode_batch or test_appends or test_prompt_chunk or test_merge_equals"
+    tests = "(test_decode_batch or test_appends or test_prompt_chunk) and (bfloat16 or int8) or test_merge_equals"
     command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-k", tests]
     run = subprocess.run([*command, *KERNEL_TESTS], env=ON_CARD, capture_output=True, text=True, check=False)
+    if "Device not supported" in run.stdout + run.stderr:
+        pytest.skip("compute-sanitizer does not support this machine's device")
     assert run.returncode == 0, run.stdout[-4000:]
 
 

@@ -31,10 +31,18 @@ def test_steps_are_classified_by_their_lengths(tokens, wanted):
 def test_the_default_is_one_that_products_take(capability, element, dim):
     for block_m in (16, 32, 64):
         tiling = default(Shape(Context.NORMAL, True, block_m > 16, element, 4, dim), block_m, capability)
-        assert tiling.block_n in (16, 32, 64) and tiling.warps in (4, 8) and 1 <= tiling.stages <= 3
+        assert tiling.block_n in (16, 32, 64) and tiling.warps in (4, 8) and tiling.stages == 3
+        assert 64 <= tiling.registers <= 255 and 32 * tiling.warps * tiling.resident * tiling.registers <= 65536
         if capability in SHARED_BYTES and dim <= 256:
-            loaded = 2 * tiling.block_n * dim * max(2, element.storage.itemsize) * tiling.stages
+            loaded = 2 * tiling.block_n * dim * element.storage.itemsize * tiling.resident
             assert loaded <= SHARED_BYTES[capability] * 1024
+
+
+def test_an_h200_has_enough_bytes_on_their_way():
+    """Little's law: 4.8 TB/s for a microsecond, over 132 multiprocessors."""
+    for group in (1, 4, 8):
+        tiling = default(Shape(Context.NORMAL, False, False, KvElement.BFLOAT16, group, 128), 16, 90)
+        assert tiling.resident * 2 * tiling.block_n * 128 * 2 > 2 * 4.8e12 * 1e-6 / 132
 
 
 def test_ragged_and_ultra_long_steps_are_cut_finer():
@@ -46,7 +54,7 @@ def test_ragged_and_ultra_long_steps_are_cut_finer():
 
 
 def test_what_was_measured_is_kept_for_its_shape_and_device_alone(tmp_path):
-    measured = Tiling(128, 8, 4, 2, 512)
+    measured = Tiling(128, 8, 4, 2, 1, 512)
     choices = Choices("NVIDIA H200", {str(SHAPE): measured})
     assert choices.save(tmp_path).parent == tmp_path
     again = Choices.load("NVIDIA H200", tmp_path)

@@ -37,7 +37,6 @@ def run(pairs, spec, element, wide_query=False, seed=0):
 problems = given(
     pairs=problem_pairs(),
     spec=specs,
-    element=st.sampled_from(KvElement),
     wide_query=st.booleans(),
     alibi=st.booleans(),
 )
@@ -49,14 +48,16 @@ def solve(pairs, spec, element, wide_query, alibi):
     run(pairs, spec, element, wide_query)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@elements
+@settings(max_examples=6, deadline=None, derandomize=True)
 @problems
 def test_equals_oracle(pairs, spec, element, wide_query, alibi):
     solve(pairs, spec, element, wide_query, alibi)
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@elements
+@settings(max_examples=60, deadline=None)
 @problems
 def test_equals_oracle_widely(pairs, spec, element, wide_query, alibi):
     solve(pairs, spec, element, wide_query, alibi)

@@ -16,64 +16,83 @@ from tests.kernels.device import BACKEND, give, take
 from tests.kernels.test_merge import definition, partials
 
 
-def plan(pairs, spec, extra, block_m=16, rows=(1, 2**30), least_tokens=32):
-    """(items [n, 4], splits) as the device plans them, with one unused pair."""
+def plan(pairs, spec, wanted, block_m=16, rows=(1, 2**30), least_tokens=32):
+    """(items [n, 16], splits [pairs, 3]) as the device plans them, with one unused pair."""
     segments = table(pairs, np.zeros(sum(pair.tokens for pair in pairs), np.int32))
     words = np.zeros((len(pairs) + 1, PAIR_WORDS), np.int32)
     words[:-1] = pair_table(segments)
-    bound = sum(-(-pair.rows * spec.query_heads // spec.kv_heads // block_m) for pair in pairs) + extra
-    items, splits = give(np.full(4 * bound + 4, -1, np.int32)), BACKEND.empty((2 * len(words) + 1,), np.int32)
-    program = plan_program(spec, Tiling(16, 4, 1, 1, least_tokens), block_m, rows, extra, len(words))
+    bound = sum(-(-pair.rows * spec.query_heads // spec.kv_heads // block_m) for pair in pairs) + wanted
+    items, splits = give(np.full((bound + 1, 16), -1, np.int32)), BACKEND.empty((3 * len(words) + 1,), np.int32)
+    program = plan_program(spec, Tiling(16, 4, 1, 1, 1, least_tokens), block_m, rows, wanted, len(words))
     BACKEND.launch(program, (len(words),), [give(words), items, splits, len(words)])
-    splits = take(splits)
+    items, splits = take(items), take(splits)
     assert splits[-1] <= bound, "a captured graph has no programs for these items"
-    assert (take(items)[4 * splits[-1] :] == -1).all()
-    return take(items)[: 4 * splits[-1]].reshape(-1, 4), splits[:-1].reshape(-1, 2)
+    assert (items[splits[-1] :] == -1).all()
+    return items[: splits[-1]], splits[:-1].reshape(-1, 3)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     pairs=problem_pairs(),
     group=st.sampled_from([1, 4, 7]),
-    extra=st.integers(1, 9),
+    wanted=st.integers(1, 9),
     window=st.sampled_from([0, 1, 40]),
     chunk=st.sampled_from([0, 1, 37]),
 )
-def test_items_cover_what_each_tile_sees_once(pairs, group, extra, window, chunk):
+def test_items_cover_what_each_tile_sees_once(pairs, group, wanted, window, chunk):
     spec = make_spec(1, group, 16, window=window, chunk=chunk)
-    items, splits = plan(pairs, spec, extra)
-    assert items[:, 0].tolist() == sorted(items[:, 0].tolist())
+    items, splits = plan(pairs, spec, wanted)
+    words = pair_table(table(pairs, np.zeros(1, np.int32)))
+    assert len(items) == sum(
+        -(-pair.rows * group // 16) * parts for pair, (_, parts, _) in zip(pairs, splits[:-1], strict=True)
+    )
     for number, pair in enumerate(pairs):
         tiles = -(-pair.rows * group // 16)
-        first, parts = splits[number]
-        mine = items[items[:, 0] == number]
-        assert len(mine) == tiles * parts if tiles else len(mine) == 0 == parts
-        if tiles:
-            assert (items[first : first + len(mine)] == mine).all()
+        begin, parts, first_row = splits[number]
+        assert first_row == words[number, 0] and (parts > 0) == (tiles > 0)
+        mine = items[begin : begin + tiles * parts]
+        assert (mine[:, :7] == words[number, :7]).all() and (mine[:, 10] == parts).all()
         keys = pair.kv_start + np.arange(pair.tokens)
         for tile in range(tiles):
-            part = mine[tile * parts : (tile + 1) * parts]
-            assert (part[:, 1] == tile).all()
-            assert (part[1:, 2] == part[:-1, 3]).all() or parts == 1
+            part = mine[tile * parts : (tile + 1) * parts, 7:10]
+            assert (part[:, 0] == tile).all()
+            assert (part[1:, 1] == part[:-1, 2]).all() or parts == 1
+            assert (part[:, 1] < part[:, 2]).all() or parts == 1
             for row in range(tile * 16 // group, min(pair.rows, -(-(tile + 1) * 16 // group))):
                 seen = np.flatnonzero(visible(pair.query_start + row, keys, spec))
                 if len(seen):
-                    assert part[0, 2] <= seen[0] and seen[-1] < part[-1, 3]
+                    assert part[0, 1] <= seen[0] and seen[-1] < part[-1, 2]
 
 
 def test_one_long_segment_among_short_ones_is_cut_into_equal_parts():
-    items, splits = plan([decode(30), decode(50_000), decode(100)], make_spec(1, 1, 16), extra=20)
-    sizes = items[:, 3] - items[:, 2]
-    assert splits[:3, 1].tolist() == [1, 20, 1]
-    assert sizes.max() <= 50_130 / 20 + 16 and sizes.sum() == 50_130
+    items, splits = plan([decode(30), decode(50_000), decode(100)], make_spec(1, 1, 16), wanted=20)
+    sizes = items[:, 9] - items[:, 8]
+    assert splits[:3, 1].tolist() == [1, 18, 1]
+    assert sizes.sum() == 50_130 and sizes.max() <= 50_000 / 18 + 16
+    assert (np.diff(sizes[:17]) == 0).all() and sizes[-2:].tolist() == [100, 30], "what is short is started last"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted", "parts"),
+    [
+        ([32768] * 8, 66, [8] * 8),  # as many as run at once and no few more, which would run alone
+        ([4096] * 16, 66, [4] * 16),
+        ([1024] * 64, 66, [1] * 64),
+        ([1024] * 100, 66, [1] * 100),
+        ([500_000] + [1024] * 99, 66, [34] + [1] * 99),  # more sequences than run at once: the long one is cut still
+    ],
+)
+def test_a_step_is_one_wave_of_equal_parts(lengths, wanted, parts):
+    _, splits = plan([decode(tokens) for tokens in lengths], make_spec(1, 1, 16), wanted, least_tokens=256)
+    assert splits[:-1, 1].tolist() == parts
 
 
 def test_classes_of_pairs_share_no_item():
     pairs = [decode(100), Pair(rows=5, query_start=90, tokens=80)]
-    few, _ = plan(pairs, make_spec(1, 4, 16), extra=2, rows=(1, 4))
-    many, splits = plan(pairs, make_spec(1, 4, 16), extra=2, rows=(5, 100))
-    assert set(few[:, 0].tolist()) == {0} and set(many[:, 0].tolist()) == {1}
-    assert splits[0].tolist() == [0, 0]
+    few, _ = plan(pairs, make_spec(1, 4, 16), wanted=2, rows=(1, 4))
+    many, splits = plan(pairs, make_spec(1, 4, 16), wanted=2, rows=(5, 100))
+    assert set(few[:, 1].tolist()) == {1} and set(many[:, 1].tolist()) == {5}
+    assert splits[0, 1] == 0
 
 
 def run_merge(outs, lses, sinks=None):

@@ -26,7 +26,7 @@ from lamina.kernels.gpu.specialize import (
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
-PAIR_WORDS, ITEM_WORDS = 8, 4
+PAIR_WORDS, ITEM_WORDS = 8, 16
 PairArray = npt.NDArray[np.int32]
 
 
@@ -247,11 +247,11 @@ class Attention:
         program = attend_program(
             spec, slab.element, plan.tiling, pairs.block_m, q.dtype, self._backend.capability, new_type
         )
-        shared = [self._words, plan.items, plan.splits, out, lse, part_out, part_lse]
+        shared = [plan.items, plan.splits, out, lse, part_out, part_lse]
         arrays = [q, slab.k, slab.v, *_scales(slab, lse), *(given.new or (q, q)), slopes, given.tables, *shared]
         numbers = (self._capacity.pairs, spec.scale, spec.softcap)
         self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
-        joined = [part_out, part_lse, self._words, self._row_pairs, plan.splits, out, lse]
+        joined = [part_out, part_lse, self._row_pairs, plan.splits, out, lse]
         self._backend.launch(combine_program(spec, pairs.block_m), (len(q), spec.query_heads), joined)
 
     def _plan(self, pairs: _PairClass) -> _Plan:
@@ -260,11 +260,12 @@ class Attention:
         shape = Shape(*self.step_class, pairs.rows[0] > 1, pairs.element, group, spec.qk_dim)
         tiling = self._choices.tiling(shape, pairs.block_m, self._backend.capability)
         if (pairs, tiling) not in self._plans:
-            extra = max(1, -(-self._backend.multiprocessors * tiling.waves // spec.kv_heads))
-            program = plan_program(spec, tiling, pairs.block_m, pairs.rows, extra, self._capacity.pairs)
-            bound = self._capacity.pairs + self._capacity.rows * group // pairs.block_m + extra
+            programs = self._backend.multiprocessors * tiling.resident * tiling.waves
+            wanted = max(1, programs // spec.kv_heads)
+            program = plan_program(spec, tiling, pairs.block_m, pairs.rows, wanted, self._capacity.pairs)
+            bound = self._capacity.pairs + self._capacity.rows * group // pairs.block_m + wanted
             items = self._backend.empty((bound * ITEM_WORDS,), np.int32)
-            splits = self._backend.empty((2 * self._capacity.pairs + 1,), np.int32)
+            splits = self._backend.empty((3 * self._capacity.pairs + 1,), np.int32)
             self._plans[pairs, tiling] = _Plan(program, tiling, bound, items, splits)
         plan = self._plans[pairs, tiling]
         arguments = [self._words, plan.items, plan.splits, self._capacity.pairs]

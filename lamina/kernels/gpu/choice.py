@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lamina.env import environment
 from lamina.kernels.gpu.program import KvElement
 
 
@@ -46,18 +47,26 @@ class Tiling:
         warps: warps of a program.
         stages: Triton's pipeline depth. Slots are loaded a turn before their K and V: 3 keeps the K and V of one turn
             on their way, 5 those of two.
-        waves: programs per multiprocessor over which a step's tokens are cut.
+        resident: programs that a multiprocessor runs at once; the compiler is held to the registers this leaves each.
+        waves: a step's tokens are cut into this many times the programs that the card runs at once.
         least_tokens: no part of a segment is shorter.
     """
 
     block_n: int
     warps: int
     stages: int
-    waves: int
+    resident: int
+    waves: int = 1
     least_tokens: int = 256
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have: a multiprocessor has 65536 and gives them in eights, 255 at most."""
+        return min(255, REGISTERS // (32 * self.warps * self.resident) // 8 * 8)
 
 
 RAGGED = 4
+REGISTERS = 65536  # of a multiprocessor, on every card that can run attention
 SHARED_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of
 technical specifications); 64 for cards not listed."""
@@ -71,16 +80,22 @@ def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
 
 
 def default(shape: Shape, block_m: int, capability: int) -> Tiling:
-    """A tiling for a device nobody has measured: no spills, and three stages or as many as fit its shared memory."""
-    itemsize = max(2, shape.element.storage.itemsize)  # narrow elements are widened for the products
+    """A tiling for a device nobody has measured: no spills, and K and V of a turn on their way in every program.
+
+    On an H200 a multiprocessor has to have about 36 KB on their way (4.8 TB/s, 132 of them, a microsecond); four
+    programs of 64 tokens of 128 x 2 bytes have 128 KiB.
+    """
     width = 1 << (shape.head_dim - 1).bit_length()
-    block_n = max(16, min(64, 8 * 1024 // width))
-    warps = 8 if block_m * width > 8 * 1024 else 4
+    waves = 2 if shape.ragged or shape.context is Context.ULTRA else 1
     if shape.element is KvElement.FLOAT32:
-        block_n, warps = 16, 8  # products without tensor cores keep their operands in registers
-    room = SHARED_BYTES.get(capability, 64) * 1024 - block_m * width * 4
-    stages = max(1, min(3, room // (2 * block_n * width * itemsize)))
-    return Tiling(block_n, warps, stages, waves=8 if shape.ragged or shape.context is Context.ULTRA else 4)
+        return Tiling(16, 8, 3, 2, waves)  # products without tensor cores keep their operands in registers
+    block_n = max(16, min(64, 8 * 1024 // width))
+    warps = 8 if block_m * width > 8 * 1024 or shape.element.scaled else 4
+    resident = (16 if block_m * width <= 2 * 1024 else 8) // warps
+    room = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
+    while block_n > 16 and 2 * block_n * width * shape.element.storage.itemsize > room:
+        block_n //= 2
+    return Tiling(block_n, warps, 3, resident, waves)
 
 
 class Choices:
@@ -98,14 +113,17 @@ class Choices:
     def load(cls, device: str, directory: Path | None = None) -> "Choices":
         """Read what ``save`` wrote for this device. An unreadable file is as if there were none: it is a cache."""
         try:
-            found = json.loads(_file(device, directory).read_text())
+            path = _file(device, directory)
+            found = json.loads(path.read_text()) if path else {}
             return cls(device, {shape: Tiling(**options) for shape, options in found.items()})
         except (OSError, ValueError, TypeError, AttributeError):
             return cls(device)
 
-    def save(self, directory: Path | None = None) -> Path:
-        """Keep the measured tilings for later processes; returns the file."""
+    def save(self, directory: Path | None = None) -> Path | None:
+        """Keep the measured tilings for later processes; returns the file, None if nothing is kept for this user."""
         path = _file(self.device, directory)
+        if path is None:
+            return None
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps({shape: asdict(tiling) for shape, tiling in self.measured.items()}, indent=1))
@@ -113,6 +131,7 @@ class Choices:
         return path
 
 
-def _file(device: str, directory: Path | None) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (directory or cache / "lamina" / "attention") / f"{device.replace(' ', '-').replace('/', '-').lower()}.json"
+def _file(device: str, directory: Path | None) -> Path | None:
+    cache = environment().cache_dir
+    folder = directory or (cache and cache / "attention")
+    return folder and folder / f"{device.replace(' ', '-').replace('/', '-').lower()}.json"

@@ -51,6 +51,8 @@ class Program:
     constants: tuple[tuple[str, Constant], ...]
     warps: int = 4
     stages: int = 1
+    registers: int = 0
+    """The most that a thread may have; 0: as the compiler likes."""
 
     def __str__(self) -> str:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.constants)})"

@@ -1,5 +1,7 @@
 """Kernels specialised: the element types, constants and launch options that each gets for an attention. Pure."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +28,7 @@ def prompt_tile(element: KvElement) -> int:
 
 
 def plan_program(
-    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], extra_items: int, pairs: int
+    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int, pairs: int
 ) -> Program:
     """``triton_attend.plan`` for pairs with rows[0] to rows[1] query rows."""
     return _program(
@@ -39,7 +41,7 @@ def plan_program(
         chunk=spec.chunk,
         block_m=block_m,
         block_n=tiling.block_n,
-        extra_items=extra_items,
+        wanted_items=wanted_items,
         least_tokens=tiling.least_tokens,
         block_pairs=_power_of_two(pairs),
     )
@@ -61,10 +63,10 @@ def attend_program(
     value_product = "bf16" if element.scaled else element.triton_name
     product = "fp16" if element.scaled and query_name == "fp16" else value_product
     slab = [f"*{element.triton_name}"] * 2
-    return _program(
+    program = _program(
         "triton_attend.attend",
         [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
-        + ["*i32"] * 4
+        + ["*i32"] * 3
         + ["*fp32"] * 4
         + ["i32", "fp32", "fp32"],
         tiling.warps,
@@ -86,13 +88,14 @@ def attend_program(
         block_d=_block(spec.qk_dim),
         block_dv=_block(spec.v_dim),
     )
+    return replace(program, registers=tiling.registers)
 
 
 def combine_program(spec: AttentionSpec, block_m: int) -> Program:
     """``triton_merge.combine``."""
     return _program(
         "triton_merge.combine",
-        ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
+        ["*fp32"] * 2 + ["*i32"] * 2 + ["*fp32"] * 2,
         2,
         kv_heads=spec.kv_heads,
         group=spec.query_heads // spec.kv_heads,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 PAIR_WORDS = tl.constexpr(8)
-ITEM_WORDS = tl.constexpr(4)  # pair, tile, first token, last token + 1
+ITEM_WORDS = tl.constexpr(16)  # the first 7 of its pair, tile, first token, last token + 1, parts of its tile
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -49,14 +49,16 @@ def plan(
     chunk: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
-    extra_items: tl.constexpr,
+    wanted_items: tl.constexpr,
     least_tokens: tl.constexpr,
     block_pairs: tl.constexpr,
 ):
     """Writes the items of pairs with least_rows to most_rows query rows. One program per pair, all lengths in each.
 
-    splits int32 [2 * pair_count + 1]: first item and parts per tile of every pair, then the number of items, which is
-    at most the tiles plus ``extra_items``: parts have ceil(all work / extra_items) tokens or more.
+    Parts are as long as leaves no more than ``wanted_items`` items, or half as many more than the tiles, which need one
+    each; then as equal as they can be within a tile. Pairs with longer parts come first: what is started last ends
+    soon. splits int32 [3 * pair_count + 1]: first item, parts per tile and first query row of every pair, then the
+    number of items, at most the tiles plus ``wanted_items``.
     """
     me = tl.program_id(0)
     pair = tl.arange(0, block_pairs)
@@ -68,28 +70,40 @@ def plan(
     rows = tl.where((rows >= least_rows) & (rows <= most_rows), rows, 0)
 
     first, last = visible_range(start, start + rows - 1, kv_start, tokens, window, chunk)
+    seen = last - first
     tiles = (rows * group + block_m - 1) // block_m
-    work = tl.sum(tiles.to(tl.int64) * (last - first))
-    size = tl.maximum((work + extra_items - 1) // extra_items, least_tokens).to(tl.int32)
-    size = (size + block_n - 1) // block_n * block_n
-    parts = tl.maximum((last - first + size - 1) // size, 1)
+    most_items = tl.maximum(wanted_items, tl.sum(tiles) + wanted_items // 2)
+    short = tl.full([], least_tokens - 1, tl.int32)
+    size = tl.maximum(tl.max(seen), least_tokens)
+    while size - short > 1:  # parts of `size` fit, or cannot be fewer, and parts of `short` are too many or too short
+        middle = short + (size - short) // 2
+        fits = tl.sum(tiles * tl.maximum((seen + middle - 1) // middle, 1)) <= most_items
+        short, size = tl.where(fits, short, middle), tl.where(fits, middle, size)
+    parts = tl.maximum((seen + size - 1) // size, 1)
+    sizes = tl.maximum((seen + parts - 1) // parts, 1)
+    sizes = (sizes + block_n - 1) // block_n * block_n
+    parts = tl.maximum((seen + sizes - 1) // sizes, 1)
     counts = tl.where(tiles > 0, tiles * parts, 0)
 
     mine = pair == me
-    begin = tl.sum(tl.where(pair < me, counts, 0))
+    my_size = tl.sum(tl.where(mine, sizes, 0))
+    begin = tl.sum(tl.where((sizes > my_size) | ((sizes == my_size) & (pair < me)), counts, 0))
     my_count, my_parts = tl.sum(tl.where(mine, counts, 0)), tl.sum(tl.where(mine, parts, 0))
     my_first, my_last = tl.sum(tl.where(mine, first, 0)), tl.sum(tl.where(mine, last, 0))
-    tl.store(splits + 2 * me, begin)
-    tl.store(splits + 2 * me + 1, tl.where(my_count > 0, my_parts, 0))
-    tl.store(splits + 2 * pair_count, tl.sum(counts))
+    tl.store(splits + 3 * me, begin)
+    tl.store(splits + 3 * me + 1, tl.where(my_count > 0, my_parts, 0))
+    tl.store(splits + 3 * me + 2, tl.load(pairs + me * PAIR_WORDS))
+    tl.store(splits + 3 * pair_count, tl.sum(counts))
     for done in range(0, my_count, 128):
         index = done + tl.arange(0, 128)
         tile, part = index // my_parts, index % my_parts
-        word, mask = items + (begin + index) * ITEM_WORDS, index < my_count
-        tl.store(word, me, mask=mask)
-        tl.store(word + 1, tile, mask=mask)
-        tl.store(word + 2, my_first + part * size, mask=mask)
-        tl.store(word + 3, tl.minimum(my_first + (part + 1) * size, my_last), mask=mask)
+        item, mask = items + (begin + index) * ITEM_WORDS, index < my_count
+        for word in tl.static_range(7):
+            tl.store(item + word, tl.load(pairs + me * PAIR_WORDS + word), mask=mask)
+        tl.store(item + 7, tile, mask=mask)
+        tl.store(item + 8, my_first + part * my_size, mask=mask)
+        tl.store(item + 9, tl.minimum(my_first + (part + 1) * my_size, my_last), mask=mask)
+        tl.store(item + 10, my_parts, mask=mask)
 
 
 @triton.jit
@@ -166,7 +180,7 @@ def visible(position, key_position, window: tl.constexpr, chunk: tl.constexpr):
 
 @triton.jit
 def take_new_token(
-    queries, pair, head, tile, end, k, v, k_scales, v_scales, new_k, new_v, table, scale, softcap,
+    queries, tokens, new_row, head, tile, end, k, v, k_scales, v_scales, new_k, new_v, table, scale, softcap,
     kv_heads: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr, capped: tl.constexpr, element: tl.constexpr,
     block_m: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
@@ -175,8 +189,7 @@ def take_new_token(
     Returns (top, total, acc, end) with which the loop goes on: the token is taken from registers and not read again,
     so nothing that is written here is read here. Only the pair's one query sees it, at distance 0.
     """
-    tokens = tl.load(pair + 5)
-    new_row = tl.where(end == tokens, tl.load(pair + 6), -1)
+    new_row = tl.where(end == tokens, new_row, -1)
     fresh = new_row >= 0
     d, dv = tl.arange(0, block_d), tl.arange(0, block_dv)
     slot = tl.load(table + tokens - 1, mask=fresh, other=0).to(tl.int64) * kv_heads + head
@@ -205,7 +218,7 @@ def store_result(out, lse, row, top, total, acc, alive, v_dim: tl.constexpr, blo
 @triton.jit
 def attend(
     q, k, v, k_scales, v_scales, new_k, new_v, slopes,
-    tables, pairs, items, splits, out, lse, part_out, part_lse,
+    tables, items, splits, out, lse, part_out, part_lse,
     pair_count, scale, softcap,
     kv_heads: tl.constexpr, group: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr,
@@ -219,30 +232,29 @@ def attend(
     for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse.
     """
     head, item = tl.program_id(0), tl.program_id(1)
-    if item >= tl.load(splits + 2 * pair_count):
+    if item >= tl.load(splits + 3 * pair_count):
         return
-    pair_number, tile = tl.load(items + item * ITEM_WORDS), tl.load(items + item * ITEM_WORDS + 1)
-    pair = pairs + pair_number * PAIR_WORDS
-    rows, query_start, kv_start = tl.load(pair + 1), tl.load(pair + 2), tl.load(pair + 3)
-    table = tables + tl.load(pair + 4)
+    word = items + item * ITEM_WORDS  # all in one line of the cache: before K and V come this, their slots, no more
+    first_row, rows, query_start, kv_start = tl.load(word), tl.load(word + 1), tl.load(word + 2), tl.load(word + 3)
+    table, tokens, new_row = tables + tl.load(word + 4), tl.load(word + 5), tl.load(word + 6)
+    tile, begin, end, parts = tl.load(word + 7), tl.load(word + 8), tl.load(word + 9), tl.load(word + 10)
     m = tile * block_m + tl.arange(0, block_m)
     row, query_head = m // group, head * group + m % group
     alive, position = row < rows, query_start + row
     last_row = tl.minimum(((tile + 1) * block_m - 1) // group, rows - 1)
     first, last = visible_range(
-        query_start + tile * block_m // group, query_start + last_row, kv_start, tl.load(pair + 5), window, chunk
+        query_start + tile * block_m // group, query_start + last_row, kv_start, tokens, window, chunk
     )
-    begin = tl.maximum(tl.load(items + item * ITEM_WORDS + 2), first)
-    end = tl.minimum(tl.load(items + item * ITEM_WORDS + 3), last)
+    begin, end = tl.maximum(begin, first), tl.minimum(end, last)
 
     d, dv = tl.arange(0, block_d), tl.arange(0, block_dv)
-    q_row = (tl.load(pair) + row).to(tl.int64) * (kv_heads * group) + query_head
+    q_row = (first_row + row).to(tl.int64) * (kv_heads * group) + query_head
     q_kept = alive[:, None] & (d < qk_dim)[None, :]
     queries = tl.load(q + q_row[:, None] * qk_dim + d[None, :], mask=q_kept, other=0.0).to(product)
     slope = tl.load(slopes + query_head, mask=alive, other=0.0)[:, None] if alibi else 0.0
     if appends:
         top, total, acc, end = take_new_token(
-            queries, pair, head, tile, end, k, v, k_scales, v_scales, new_k, new_v, table, scale, softcap,
+            queries, tokens, new_row, head, tile, end, k, v, k_scales, v_scales, new_k, new_v, table, scale, softcap,
             kv_heads, qk_dim, v_dim, capped, element, block_m, block_d, block_dv,
         )  # fmt: skip
     else:
@@ -276,7 +288,7 @@ def attend(
         )
         top = new_top
 
-    if tl.load(splits + 2 * pair_number + 1) == 1:
+    if parts == 1:
         store_result(out, lse, q_row, top, total, acc, alive, v_dim, block_dv)
     else:
         part_row = (item.to(tl.int64) * kv_heads + head) * block_m + tl.arange(0, block_m)

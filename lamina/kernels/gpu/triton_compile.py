@@ -66,6 +66,7 @@ def compile_program(program: Program, capability: int) -> Binary:
         },
     )
     options = {"num_warps": program.warps, "num_stages": program.stages, "enable_fp_fusion": True}
+    options |= {"maxnreg": program.registers} if program.registers else {}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
         raise RuntimeError(f"{program} needs scratch memory from Triton {triton.__version__}; none is given")

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from lamina.kernels.gpu.triton_attend import PAIR_WORDS
-
 
 @triton.jit
 def merge_rows(outs, lses, stride, count, v_dim: tl.constexpr, block_dv: tl.constexpr, block_parts: tl.constexpr):
@@ -22,9 +20,11 @@ def merge_rows(outs, lses, stride, count, v_dim: tl.constexpr, block_dv: tl.cons
         there = done + part < count
         part_lse = tl.load(lses + row, mask=there, other=float("-inf"))
         kept = part_lse != float("-inf")
+        # Masked afterwards: so they need not wait for the lses.
         values = tl.load(
-            outs + row[:, None] * v_dim + dv[None, :], mask=kept[:, None] & (dv < v_dim)[None, :], other=0.0
+            outs + row[:, None] * v_dim + dv[None, :], mask=there[:, None] & (dv < v_dim)[None, :], other=0.0
         )
+        values = tl.where(kept[:, None], values, 0.0)
         new_top = tl.maximum(top, tl.max(part_lse, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp(part_lse - base)
@@ -37,7 +37,7 @@ def merge_rows(outs, lses, stride, count, v_dim: tl.constexpr, block_dv: tl.cons
 
 @triton.jit
 def combine(
-    part_out, part_lse, pairs, row_pairs, splits, out, lse,
+    part_out, part_lse, row_pairs, splits, out, lse,
     kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
     block_m: tl.constexpr, block_dv: tl.constexpr, block_parts: tl.constexpr,
 ):  # fmt: skip
@@ -49,11 +49,11 @@ def combine(
     pair = tl.load(row_pairs + row)
     if pair < 0:
         return
-    parts = tl.load(splits + 2 * pair + 1)
+    begin, parts, first_row = tl.load(splits + 3 * pair), tl.load(splits + 3 * pair + 1), tl.load(splits + 3 * pair + 2)
     if parts <= 1:
         return
-    m = (row - tl.load(pairs + pair * PAIR_WORDS)) * group + query_head % group
-    item = tl.load(splits + 2 * pair) + m // block_m * parts
+    m = (row - first_row) * group + query_head % group
+    item = begin + m // block_m * parts
     first = (item.to(tl.int64) * kv_heads + query_head // group) * block_m + m % block_m
     stride: tl.constexpr = kv_heads * block_m
     acc, total, top = merge_rows(
