@@ -1,7 +1,8 @@
 """GPU kernels: what they take of a card, compiled without one, and how fast they are on one.
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
-    python bench/gpu.py [tests tune attention merge polling loop] [--device cuda:0] [--json FILE]
+    python bench/gpu.py [tests tune attention merge polling loop torch_sdpa flash_attention flashinfer]
+                        [--device cuda:0] [--json FILE]
 
 ``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a card,
 measure everything they compare with in the same run and write ``results/gpu-<card>.json``; without a card they say what
@@ -48,7 +49,8 @@ from lamina.types import AttentionSpec
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 CAPABILITIES = (80, 86, 89, 90)
-DEADLINES_S = {"tests": 100, "tune": 100, "attention": 120, "merge": 40, "polling": 40, "loop": 60}
+PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 150}  # the last one compiles its kernels when used
+DEADLINES_S = {"tests": 90, "tune": 90, "attention": 90, "merge": 30, "polling": 30, "loop": 45, **PEERS}
 KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
 TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
 QUERY = {KvElement.FLOAT32: np.float32, KvElement.FLOAT16: np.float16}  # bfloat16 for the others
@@ -115,7 +117,7 @@ def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:
 
 
 def resident(warps: int, registers: int, shared_bytes: int, capability: int) -> int:
-    """Programs that a multiprocessor runs at once. Registers come in eights; each program's shared memory has 1 KiB more."""
+    """Programs that a multiprocessor runs at once. Registers come in eights; shared memory takes 1 KiB more of each."""
     threads = 2048 if capability in (80, 90) else 1536
     by_shared = (SHARED_BYTES[capability] + 1) * 1024 // (shared_bytes + 1024)
     return min(threads // (32 * warps), REGISTERS // (32 * warps * -(-registers // 8) * 8), by_shared)
@@ -164,13 +166,21 @@ def card_index(device: str) -> int:
 
 def part(what: str, index: int) -> dict[str, Any]:
     """Run one part in this process: the card, the versions and its rows."""
-    import gpu_step  # these three beside this file
+    import gpu_step  # these modules beside this file
 
     card = gpu_step.Card(index)
     if what in ("polling", "loop"):
         import gpu_doorbells
 
         rows = getattr(gpu_doorbells, what)(card)
+    elif what in PEERS:
+        import gpu_card
+        import gpu_peers
+
+        if not gpu_peers.installed(what):
+            print(f"skipped: {what} is not installed")
+            return card.describe() | {"skipped": "not installed"}
+        rows = gpu_card.peer(card, what)
     else:
         import gpu_card
 

@@ -71,7 +71,7 @@ def tune(card: Card) -> list[dict[str, Any]]:
 
 
 def attention(card: Card) -> list[dict[str, Any]]:
-    """KV bytes per second of decode over the copy's, and peers at the same work where they are installed."""
+    """KV bytes per second of decode over the copy's."""
     rows = []
     cases = list(product(BATCHES, GROUPS, (False, True), (KvElement.BFLOAT16, *NARROW)))
     for batch, group, scattered, element in track(cases, "attention", transient=True):
@@ -79,9 +79,20 @@ def attention(card: Card) -> list[dict[str, Any]]:
         copy_rate, seconds = card.copy_rate(), card.layer_seconds(step)
         row = {"batch": batch, "group": group, "slots": "anywhere" if scattered else "in order"}
         row |= {"element": element.name.lower(), "us": seconds * 1e6, "kv_tb_per_s": step.kv_bytes / seconds / 1e12}
-        row |= {"copy_tb_per_s": copy_rate / 1e12, "over_copy": step.kv_bytes / seconds / copy_rate}
-        times = {name: gpu_peers.seconds(name, step, card.seconds) for name in gpu_peers.PEERS}
-        rows.append(row | {name: "-" if other is None else other / seconds for name, other in times.items()})
+        rows.append(row | {"copy_tb_per_s": copy_rate / 1e12, "over_copy": step.kv_bytes / seconds / copy_rate})
+    return rows
+
+
+def peer(card: Card, name: str) -> list[dict[str, Any]]:
+    """Another library at the same decode steps, and its time over ours; no rows for steps that it cannot do."""
+    rows = []
+    for batch, group, scattered in product(BATCHES, GROUPS, (False, True)):
+        step = Step(card.backend, BATCHES[batch], group, KvElement.BFLOAT16, scattered)
+        other = gpu_peers.seconds(name, step, card.seconds)
+        if other is not None:
+            ours = card.layer_seconds(step)
+            row = {"batch": batch, "group": group, "slots": "anywhere" if scattered else "in order"}
+            rows.append(row | {"us": ours * 1e6, f"{name}_us": other * 1e6, "theirs_over_ours": other / ours})
     return rows
 
 

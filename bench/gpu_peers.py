@@ -7,21 +7,15 @@ from typing import Any
 import cupy
 import numpy as np
 
-from lamina.kernels.gpu.program import KvElement
-
 TOLERANCE = 0.02  # outputs of values near 1 in bfloat16
 WORKSPACE_BYTES = 256 << 20
 REPEATS = 20  # launched from Python one after another: the card must not wait for that
 
 
 def seconds(name: str, step: Any, measure: Callable[..., float]) -> float | None:
-    """Seconds of one call of this peer; None if it is not installed or cannot do the step."""
-    if step.element is not KvElement.BFLOAT16 or importlib.util.find_spec("torch") is None:
-        return None
+    """Seconds of one call of this peer, installed, for a step in bfloat16; None if it cannot do the step."""
     import torch
 
-    if not torch.cuda.is_available():
-        return None
     with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
         call = PEERS[name](step)
         if call is None:
@@ -53,13 +47,12 @@ def torch_sdpa(step: Any) -> Callable[[], Any] | None:
 
 
 def flash_attention(step: Any) -> Callable[[], Any] | None:
-    """FlashAttention's decode over dense K and V, version 3 if it is there, for sequences of one length."""
-    there = [name for name in ("flash_attn_interface", "flash_attn") if importlib.util.find_spec(name)]
-    if not there or len(set(step.lengths)) > 1:
+    """FlashAttention's decode over dense K and V, for sequences of one length."""
+    if len(set(step.lengths)) > 1:
         return None
     import torch
 
-    decode = importlib.import_module(there[0]).flash_attn_with_kvcache
+    decode = importlib.import_module(installed("flash_attention")).flash_attn_with_kvcache
     k, v = (dense(step, array).contiguous() for array in (step.slabs[0].k, step.slabs[0].v))
     lengths = torch.tensor(step.lengths, dtype=torch.int32, device="cuda")
     q = bfloat16(step.q).unsqueeze(1)
@@ -68,8 +61,6 @@ def flash_attention(step: Any) -> Callable[[], Any] | None:
 
 def flashinfer(step: Any) -> Callable[[], Any] | None:
     """FlashInfer's batch decode over pages of one token; by its tensor cores where heads share K and V."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return None
     import torch
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -86,6 +77,16 @@ def flashinfer(step: Any) -> Callable[[], Any] | None:
 
 
 PEERS = {"torch_sdpa": torch_sdpa, "flash_attention": flash_attention, "flashinfer": flashinfer}
+MODULES = {
+    "torch_sdpa": ("torch",),
+    "flash_attention": ("flash_attn_interface", "flash_attn"),  # version 3, 2
+    "flashinfer": ("flashinfer",),
+}
+
+
+def installed(name: str) -> str:
+    """The peer's module; empty if this Python has none."""
+    return next((module for module in MODULES[name] if importlib.util.find_spec(module)), "")
 
 
 def as_torch(array: Any) -> Any:

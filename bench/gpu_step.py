@@ -1,10 +1,12 @@
 """Decode steps on a card, and how they are timed, for the other gpu_*.py. Times are those of CUDA events, medians."""
 
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -42,9 +44,7 @@ class Card:
 
     def describe(self) -> dict[str, Any]:
         """Card, driver and versions."""
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
-        versions = {"card": self.backend.name, "driver": driver, "python": sys.version.split()[0]}
+        versions = {"card": self.backend.name, "driver": driver_version(), "python": sys.version.split()[0]}
         for package in ("triton", "cupy-cuda13x", "torch", "flashinfer-python", "flash-attn"):
             with suppress(metadata.PackageNotFoundError):
                 versions[package] = metadata.version(package)
@@ -140,24 +140,38 @@ class Step:
         self._attention.partial(self.q, slab, self.slots, self.spec, self.out, self.lse, self.new)
 
 
+def driver_version() -> str:
+    """The driver's, as nvidia-smi says; else the CUDA version that it offers."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(query[0]):
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    return f"CUDA {cupy.cuda.runtime.driverGetVersion()}"
+
+
 def bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
     """Normal values on the card."""
     return cupy.asarray((rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
 
 
 def fill(slab: KvSlab) -> None:
-    """Random elements of both signs near 1, and scales of 1: random bits, as data that is not constant costs more."""
-    rng = np.random.default_rng(1)
+    """Random elements, and scales of 1."""
     for array in (slab.k, slab.v):
-        block = rng.standard_normal((4096, *array.shape[1:])).astype(np.float32)
-        if slab.element is KvElement.BFLOAT16:
-            values = (block.view(np.uint32) >> 16).astype(np.uint16)
-        elif slab.element is KvElement.INT8:
-            values = np.clip(block * 40, -127, 127).astype(np.int8)
-        else:
-            values = (rng.integers(0x28, 0x48, block.shape) | (block < 0) << 7).astype(np.uint8)
-        there = cupy.asarray(values)
-        for start in range(0, len(array), len(there)):
-            array[start : start + len(there)] = there[: len(array) - start]
+        rows = random_rows(slab.element, array.shape[1:])
+        for start in range(0, len(array), len(rows)):
+            array[start : start + len(rows)] = rows[: len(array) - start]
     if slab.element.scaled:
         slab.k_scales[...] = slab.v_scales[...] = 1.0
+
+
+@cache
+def random_rows(element: KvElement, shape: tuple[int, ...]) -> Any:
+    """Elements of both signs near 1, on the card: random bits, as data that is not constant costs more."""
+    rng = np.random.default_rng(1)
+    block = rng.standard_normal((4096, *shape)).astype(np.float32)
+    if element is KvElement.BFLOAT16:
+        values = (block.view(np.uint32) >> 16).astype(np.uint16)
+    elif element is KvElement.INT8:
+        values = np.clip(block * 40, -127, 127).astype(np.int8)
+    else:
+        values = (rng.integers(0x28, 0x48, block.shape) | (block < 0) << 7).astype(np.uint8)
+    return cupy.asarray(values)

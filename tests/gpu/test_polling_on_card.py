@@ -136,3 +136,22 @@ def test_a_killed_peer_ends_the_wait(stream, peer):
     polling.reset()
     card_works()
     assert arena.bytes.get().sum() == 0  # the arena outlives the process that had mapped it
+
+
+def test_a_killed_peer_leaves_no_memory_mapped(stream):
+    """What a process had mapped by a handle is returned to the card when its owner frees it, and not before it died."""
+    import cupy
+
+    def free_bytes():
+        return cupy.cuda.runtime.memGetInfo()[0]
+
+    DeviceArena(BELL)  # whatever the first one costs
+    before = free_bytes()
+    arena = DeviceArena(256 << 20)
+    command = [sys.executable, "-c", PEER, arena.handle().hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout and process.stdout.readline() == "mapped\n"
+        process.kill()
+    stream.synchronize()
+    del arena
+    assert free_bytes() > before - (64 << 20)

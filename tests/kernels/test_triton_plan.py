@@ -21,7 +21,8 @@ def plan(pairs, spec, wanted, block_m=16, rows=(1, 2**30), least_tokens=32):
     segments = table(pairs, np.zeros(sum(pair.tokens for pair in pairs), np.int32))
     words = np.zeros((len(pairs) + 1, PAIR_WORDS), np.int32)
     words[:-1] = pair_table(segments)
-    bound = sum(-(-pair.rows * spec.query_heads // spec.kv_heads // block_m) for pair in pairs) + wanted
+    tiles = sum(-(-pair.rows * spec.query_heads // spec.kv_heads // block_m) for pair in pairs)
+    bound = max(wanted, tiles + wanted // 2)
     items, splits = give(np.full((bound + 1, 16), -1, np.int32)), BACKEND.empty((3 * len(words) + 1,), np.int32)
     program = plan_program(spec, Tiling(16, 4, 1, 1, 1, least_tokens), block_m, rows, wanted, len(words))
     BACKEND.launch(program, (len(words),), [give(words), items, splits, len(words)])

@@ -263,7 +263,10 @@ class Attention:
             programs = self._backend.multiprocessors * tiling.resident * tiling.waves
             wanted = max(1, programs // spec.kv_heads)
             program = plan_program(spec, tiling, pairs.block_m, pairs.rows, wanted, self._capacity.pairs)
-            bound = self._capacity.pairs + self._capacity.rows * group // pairs.block_m + wanted
+            tiles = self._capacity.pairs
+            if pairs.rows[1] * group > pairs.block_m:
+                tiles += self._capacity.rows * group // pairs.block_m
+            bound = max(wanted, tiles + wanted // 2)
             items = self._backend.empty((bound * ITEM_WORDS,), np.int32)
             splits = self._backend.empty((3 * self._capacity.pairs + 1,), np.int32)
             self._plans[pairs, tiling] = _Plan(program, tiling, bound, items, splits)

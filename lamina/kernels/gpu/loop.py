@@ -35,4 +35,6 @@ def capture_layer(
             polling.ring(bells[1])
     finally:
         graph = stream.end_capture()
+    graph.upload(stream)  # not at its first launch, when kernels that wait may already hold the card
+    stream.synchronize()
     return graph

@@ -58,7 +58,7 @@ def plan(
     Parts are as long as leaves no more than ``wanted_items`` items, or half as many more than the tiles, which need one
     each; then as equal as they can be within a tile. Pairs with longer parts come first: what is started last ends
     soon. splits int32 [3 * pair_count + 1]: first item, parts per tile and first query row of every pair, then the
-    number of items, at most the tiles plus ``wanted_items``.
+    number of items.
     """
     me = tl.program_id(0)
     pair = tl.arange(0, block_pairs)
