@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,30 @@ def test_every_program_compiles_without_spills(capability, tmp_path):
     assert {"attend", "plan", "combine", "merge", "append", "write_words"} <= {row["kernel"] for row in rows}
     assert not [row for row in rows if row["spill_stores"] or row["spill_loads"]]
     assert all(row["shared_bytes"] <= SHARED_BYTES[capability] * 1024 for row in rows)
+    decode = [row["resident"] for row in rows if row["variant"].startswith("decode, bfloat16, GQA 4, 128")]
+    assert decode == [4], "fewer programs at once than the default tiling counts on"
+
+
+PRINT_PTX = """
+import numpy as np
+from lamina.kernels.gpu.choice import Context, Shape, default
+from lamina.kernels.gpu.program import KvElement
+from lamina.kernels.gpu.specialize import attend_program
+from lamina.kernels.gpu.triton_compile import compile_program
+from lamina.types import AttentionSpec
+spec = AttentionSpec(0, 32, 8, 128, 128, 128**-0.5)
+tiling = default(Shape(Context.NORMAL, False, False, KvElement.BFLOAT16, 4, 128), 16, 90)
+print(compile_program(attend_program(spec, KvElement.BFLOAT16, tiling, 16, np.uint16, 90), 90).ptx)
+"""
+
+
+def test_decode_reads_16_bytes_at_once_ahead_of_use_and_multiplies_on_tensor_cores():
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    ptx = run(sys.executable, "-c", PRINT_PTX)
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[.*?\], \[.*?\], 0x10", ptx)
+    assert len(copies) == 2 * 2 * 64 * 128 * 2 // (16 * 128)  # K and V, before the loop and in it, by 128 threads
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx and "ex2.approx" in ptx
+    assert "ld.local" not in ptx and "st.local" not in ptx
 
 
 @needs_nvcc
