@@ -67,6 +67,8 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
         (("--system", "chunked-prefill"), "one pool"),
         (("--rate-scale", "0"), "above 0"),
         (("--compute", "a100:1,h100:1"), "names 2 kinds"),
+        (("--model", "Llama-2-13B", "--compute", "rtx4080:2"), "give --tensor-parallel 2 with a multiple of 2 workers"),
+        (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give another kind"),
         (("--system", "disaggregated", "--trace-out", "t.json"), "what Lamina's workers do"),
     ],
 )

@@ -75,7 +75,10 @@ class Deployment:
         """Raises ConfigError if a copy of the weights does not fit the devices it is spread over."""
         tp = self.tensor_parallel
         if not cost.weights_fit(tp):
+            degrees = (2**power for power in range(1, self.model.kv_heads.bit_length()))
+            fits = next((n for n in degrees if self.model.kv_heads % n == 0 and cost.weights_fit(n)), None)
+            remedy = f"give --tensor-parallel {fits} with a multiple of {fits} workers" if fits else "give another kind"
             raise ConfigError(
                 f"{self.model.name} has {self.model.weight_bytes / 1e9:.0f} GB of weights; {tp} {cost.hardware.kind} "
-                f"hold {tp * cost.usable_bytes / 1e9:.0f} GB. Give a larger --tensor-parallel or another kind"
+                f"hold {tp * cost.usable_bytes / 1e9:.0f} GB; {remedy}"
             )
