@@ -4,35 +4,43 @@ Every connection is a reliable queue pair of its own, agreed on over an authenti
 (``transport.handshake``), which then stays open: its end tells that the peer's process has ended, and keys to the
 arena travel nowhere else. A message is one post of two writes, data then doorbell, which a reliable queue pair carries
 out in order. It is sent from registered memory that completions give back. The receiver's processor takes no part; a
-wait looks at the doorbells in its memory.
+wait looks at the doorbells in its memory. One that has looked in vain sleeps: doorbells are written with immediate, so
+that they complete at the receiver too, which raises an event there if it is asked for (``transport.rdma_events``).
 
 pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it is imported when an endpoint registers.
 """
 
 import contextlib
+import errno
 import math
+import mmap
+import os
 import select
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from lamina._native import Arena as NativeArena
 from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport import listener
-from lamina.transport.arena import OwnArena
+from lamina.transport import device_memory, listener, rdma_events
+from lamina.transport.arena import OwnArena, allocate
 from lamina.transport.base import Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
-from lamina.transport.endpoint import ListeningEndpoint
+from lamina.transport.device_memory import ArenaOnDevice, DeviceMemory, Refusal
+from lamina.transport.endpoint import ListeningEndpoint, Options
 from lamina.transport.listener import Descriptor, Listener
-from lamina.transport.rdma_devices import choose, inventory
+from lamina.transport.rdma_devices import Choice, choose, inventory, own_numa_node
+from lamina.transport.rdma_events import Events
 from lamina.transport.rdma_queue import Device, Granted, Pair, QueuePair, Reader, Sender, part_nbytes
 
 SLICE_S = 0.02  # between looks at whether peers are alive
-READ_SLICE_S = 100e-6  # between looks at whether a read is done
+READ_SLICE_S = 100e-6  # between looks at whether a read is done, while awake
+SHORTEST_SLEEP_S = 1e-3  # what poll() can wait for; shorter waits nap
+WAITS = 64  # between looks at what has been received, where all waits end awake
 LAST_WORDS_S = 0.05  # for what a peer wrote before it ended
 
 
@@ -41,15 +49,14 @@ def _verbs() -> Any:
     try:
         from types import SimpleNamespace
 
-        from pyverbs import addr, cq, device, enums, mr, pd, pyverbs_error, qp, wr
+        from pyverbs import addr, cq, device, enums, mr, pd, pyverbs_error, qp, srq, wr
     except ImportError as error:
         raise TransportError(
             f"rdma needs pyverbs, which cannot be imported: {error}. It comes with rdma-core (Debian: apt-get install "
             "python3-pyverbs ibverbs-providers), for the distribution's own Python: make its directory visible to yours"
         ) from error
-    return SimpleNamespace(
-        addr=addr, cq=cq, device=device, enums=enums, mr=mr, pd=pd, error=pyverbs_error.PyverbsError, qp=qp, wr=wr
-    )
+    modules = {"addr": addr, "cq": cq, "device": device, "enums": enums, "mr": mr, "pd": pd, "qp": qp, "srq": srq}
+    return SimpleNamespace(**modules, wr=wr, error=pyverbs_error.PyverbsError)
 
 
 class RdmaPeer:
@@ -87,16 +94,39 @@ class _Own:
 class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     """One worker's end of the data plane over RDMA; peers reach it at the RDMA port's own address by default.
 
-    A wait that has spun in vain naps between looks. ``register`` raises TransportError if there is no pyverbs, no
+    A wait that has spun in vain sleeps in the kernel. ``register`` raises TransportError if there is no pyverbs, no
     usable device or not enough memory that may be locked.
     """
 
     transport = "rdma"
 
+    def __init__(self, name: str, **options: Unpack[Options]) -> None:
+        super().__init__(name, **options)
+        self._waits = 0
+
     @property
     def device(self) -> str:
         """The port in use, its address, and why it was chosen."""
         return self._registered().device.choice.reason
+
+    def register_on(self, memory: DeviceMemory, doorbells: int) -> ArenaOnDevice:
+        """``register`` an arena whose bytes lie in a device's memory, which must outlive the endpoint.
+
+        The network card writes there itself, or peers' bytes go by way of the host (``ArenaOnDevice.decision``). What
+        this side sends comes from the host's memory all the same; peers fetch from the device's.
+        """
+        self._check_unregistered()
+        arena = allocate(self.name, memory.nbytes, doorbells)  # pages of the host that nobody touches cost nothing
+        try:
+            self._own = self._open(arena, memory)
+        except BaseException:
+            arena.close()
+            raise
+        self._allocated = arena
+        decision = self._own.device.decision
+        assert decision is not None
+        device_memory.log(self.name, decision)
+        return ArenaOnDevice(arena.native, memory, decision)
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
@@ -170,35 +200,75 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         own = self._registered()
         if not math.isfinite(timeout_s):
             raise ValueError("a wait needs a finite timeout")
-        deadline = time.monotonic() + timeout_s
-        index = own.arena.native.watch(targets, min(timeout_s, self._slice_s()), self.spin_s)
+        native = own.arena.native
+        self._waits += 1
+        if self._waits % WAITS == 0:
+            own.device.receiver.collect()
+        begun = time.monotonic()
+        deadline, awake_until = begun + timeout_s, begun + self.spin_s
+        index = self._spin(native, targets, min(timeout_s, self.spin_s))
         while index is None:
             gone = self._find_gone(own)
-            index = own.arena.native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
+            index = native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
             if index is not None:
                 break
             if gone is not None:
                 raise PeerLostError(gone.name, gone.lost)
-            left = deadline - time.monotonic()
-            if left <= 0.0:
-                reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
+            now = time.monotonic()
+            if now >= deadline:
+                reached = [native.sequence(doorbell) for doorbell, _ in targets]
                 raise deadline_error(self.name, targets, reached, timeout_s)
-            index = own.arena.native.watch(targets, min(left, self._slice_s()), 0.0)
+            if now < awake_until:
+                index = self._spin(native, targets, min(awake_until, deadline) - now)
+            else:
+                index = self._sleep(own, targets, min(deadline - now, SLICE_S))
         return index
 
-    def _slice_s(self) -> float:
-        reading = any(peer.reader is not None and peer.reader.is_reading for peer in self._peers)
-        return READ_SLICE_S if reading else SLICE_S
+    def _spin(self, native: NativeArena, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
+        """Look without a pause, for a moment only while reads are on their way."""
+        at_most = min(seconds, READ_SLICE_S) if self._reads() else seconds
+        return native.watch(targets, at_most, at_most)
 
-    def _open(self, arena: OwnArena) -> _Own:
-        choice = choose(inventory(), wanted=environment().rdma_device)
+    def _sleep(self, own: _Own, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
+        """Sleep until a message comes or a read ends, for so long at most; what is ready then."""
+        native = own.arena.native
+        reads = self._reads()
+        if seconds < SHORTEST_SLEEP_S:
+            return native.watch(targets, min(seconds, READ_SLICE_S) if reads else seconds, 0.0)
+        sources = [own.device.receiver.events, *reads]
+        for source in sources:
+            source.arm()
+        self._collect(own)  # what came before it was armed has raised no event
+        index = native.watch(targets, 0.0, 0.0)
+        if index is None:
+            rdma_events.sleep(sources, seconds)
+            self._collect(own)
+            index = native.watch(targets, 0.0, 0.0)
+        return index
+
+    def _reads(self) -> list[Events]:
+        """Events of reads that are on their way."""
+        return [
+            peer.reader.events for peer in self._peers if peer.reader is not None and peer.reader.events is not None
+        ]
+
+    def _collect(self, own: _Own) -> None:
+        """Take in completions: of messages, and of reads, which ring."""
+        own.device.receiver.collect()
+        for peer in self._peers:
+            if peer.reader is not None:
+                peer.reader.collect()
+
+    def _open(self, arena: OwnArena, memory: DeviceMemory | None = None) -> _Own:
+        node = own_numa_node(os.sched_getaffinity(0))
+        choice = choose(inventory(), wanted=environment().rdma_device, numa_node=node)
         host = self._host or choice.host
         if host is None:
             raise TransportError(f"{choice.reason} has no IPv4 address for {self.name} to listen on; name a host")
-        device = Device(_verbs(), choice, arena.native)
+        device = Device(_verbs(), choice, arena.native, memory)
         incoming: list[tuple[socket.socket, QueuePair]] = []
         try:
-            return _Own(arena, device, self._listen(arena, host, _admit_to(device, arena.native, incoming)), incoming)
+            return _Own(arena, device, self._listen(arena, host, _admit_to(device, incoming)), incoming)
         except TransportError:
             device.close()
             raise
@@ -244,7 +314,30 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return next((peer for peer in self._peers if peer.lost and now - peer.lost_at > LAST_WORDS_S), None)
 
 
-def _admit_to(device: Device, arena: NativeArena, incoming: "list[tuple[socket.socket, QueuePair]]") -> listener.Admit:
+def dma_buf_obstacle(choice: Choice) -> str:
+    """Why a port's driver registers no memory of devices (``transport.device_memory``); empty if it does.
+
+    Asks it to register a file that is none: a driver that looks at the file can. Raises TransportError if the port
+    cannot be opened.
+    """
+    verbs, port = _verbs(), choice.port
+    access = verbs.enums.IBV_ACCESS_LOCAL_WRITE
+    try:
+        with (
+            contextlib.closing(verbs.device.Context(name=port.device)) as context,
+            contextlib.closing(verbs.pd.PD(context)) as domain,
+        ):
+            try:
+                verbs.mr.DmaBufMR(domain, mmap.PAGESIZE, access, dmabuf=-1).close()
+            except verbs.error as error:
+                refusal = Refusal(getattr(error, "error_code", 0), str(error))
+                return "" if refusal.number == errno.EBADF else str(refusal)
+    except verbs.error as error:
+        raise TransportError(f"cannot open {port}: {error}") from error
+    return ""
+
+
+def _admit_to(device: Device, incoming: "list[tuple[socket.socket, QueuePair]]") -> listener.Admit:
     """Gives every peer a queue pair of its own into the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
@@ -252,13 +345,14 @@ def _admit_to(device: Device, arena: NativeArena, incoming: "list[tuple[socket.s
             other = msgspec.msgpack.decode(request, type=Pair)
         except msgspec.DecodeError as error:
             raise TransportError(f"the request is no queue pair: {error}") from error
-        pair = QueuePair(device)
+        data, doorbells = device.data, device.doorbells
+        pair = QueuePair(device, accepted=True)
         try:
             pair.join(other)
         except TransportError:
             pair.close()
             raise
-        granted = Granted(pair.local, device.arena_key, arena.data_address, arena.doorbells_address)
+        granted = Granted(pair.local, data.key, data.address, doorbells.key, doorbells.address)
         return msgspec.msgpack.encode(granted), lambda accepted: incoming.append((accepted, pair))
 
     return admit

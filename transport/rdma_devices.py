@@ -2,12 +2,14 @@
 
 import ipaddress
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.errors import TransportError
 
 SYSFS = Path("/sys/class/infiniband")
+NODES = Path("/sys/devices/system/node")
 ROCE_V2 = "RoCE v2"
 ETHERNET = "Ethernet"
 INFINIBAND = "InfiniBand"
@@ -62,6 +64,15 @@ def inventory(sysfs: Path = SYSFS) -> list[Port]:
         for device in sorted(sysfs.glob("*"))
         for port in sorted((device / "ports").glob("*"), key=lambda path: int(path.name))
     ]
+
+
+def own_numa_node(cores: AbstractSet[int], nodes: Path = NODES) -> int:
+    """The NUMA node that all of a process's cores belong to, -1 if there is none or the kernel does not say."""
+    for node in nodes.glob("node[0-9]*"):
+        ranges = [part.partition("-") for part in _read(node / "cpulist").split(",") if part]
+        if cores <= {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}:
+            return int(node.name.removeprefix("node"))
+    return -1
 
 
 def choose(ports: Sequence[Port], *, wanted: str = "", numa_node: int = -1) -> Choice:

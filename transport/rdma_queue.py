@@ -1,11 +1,12 @@
 """Queue pairs of an RDMA device, and the memory that messages are sent from. ``verbs`` are the modules of pyverbs."""
 
 import contextlib
+import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,9 +14,12 @@ import numpy as np
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
+from lamina.transport import device_memory
 from lamina.transport.arena import allocate
 from lamina.transport.base import Part
+from lamina.transport.device_memory import Decision, DeviceMemory, Refusal
 from lamina.transport.rdma_devices import INFINIBAND, Choice
+from lamina.transport.rdma_events import Events, Receiver
 
 STAGING_NBYTES = 4 << 20  # of messages that may be on their way to one peer
 CHUNK_NBYTES = STAGING_NBYTES // 4
@@ -29,7 +33,7 @@ REMEDIES = {
     10: "the peer does not let this process write there: it has closed its arena",
     12: "the peer does not answer: check that both ports are up, that the network lets UDP port 4791 pass (RoCE v2), "
     "and that the MTU is the same along the way",
-    13: "the peer's queue is not ready: it has closed the connection",
+    13: "the peer has taken in no message for long: see whether its process still works",
 }
 
 
@@ -47,15 +51,28 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     """The answer to a queue pair: its other end, and the way into the arena."""
 
     pair: Pair
-    key: int
+    data_key: int
     data_address: int
+    doorbells_key: int
     doorbells_address: int
 
 
-class Device:
-    """An open port, its protection domain and this process's arena registered there."""
+class Region(NamedTuple):
+    """Registered memory: keys for peers and for this process, and the address of its first byte, for the device."""
 
-    def __init__(self, verbs: Any, choice: Choice, arena: NativeArena) -> None:
+    key: int
+    local_key: int
+    address: int
+
+
+class Device:
+    """An open port, its protection domain, this process's arena registered there, and what tells of messages.
+
+    Attributes:
+        data, doorbells: of the arena. decision: how peers reach ``memory``, if the arena's bytes are to lie there.
+    """
+
+    def __init__(self, verbs: Any, choice: Choice, arena: NativeArena, memory: DeviceMemory | None = None) -> None:
         self.verbs = verbs
         self.choice = choice
         self._stack = contextlib.ExitStack()
@@ -66,10 +83,16 @@ class Device:
             self.domain = stack.enter_context(contextlib.closing(verbs.pd.PD(self.context)))
             enums = verbs.enums
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
-            nbytes = arena.data_address + arena.nbytes - arena.doorbells_address
-            memory = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
-            self.arena_key: int = memory.rkey
-            self.arena_local_key: int = memory.lkey
+            mapped: Region | None = None
+            self.decision: Decision | None = None
+            if memory is not None:
+                mapped, self.decision = map_memory(verbs, self.domain, choice.port.device, memory, access, stack)
+            nbytes = arena.data_address - arena.doorbells_address + (0 if mapped else arena.nbytes)
+            host = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
+            self.doorbells = Region(host.rkey, host.lkey, arena.doorbells_address)
+            self.data = mapped or Region(host.rkey, host.lkey, arena.data_address)
+            receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.doorbells.local_key)
+            self.receiver = stack.enter_context(contextlib.closing(receiver))
             self._stack = stack.pop_all()
 
     def registered(self, address: int, nbytes: int, access: int) -> Any:
@@ -95,22 +118,50 @@ class Device:
         self._stack.close()
 
 
-class QueuePair:
-    """A reliable queue pair and its completions."""
+def map_memory(
+    verbs: Any, domain: Any, card: str, memory: DeviceMemory, access: int, stack: contextlib.ExitStack
+) -> tuple[Region | None, Decision]:
+    """Register a device's memory with network card ``card`` until ``stack`` ends, if both drivers can."""
+    try:
+        exported = memory.export()
+    except TransportError as error:
+        return None, device_memory.choose(memory.name, card, str(error), None)
+    try:
+        region = verbs.mr.DmaBufMR(domain, exported.nbytes, access, dmabuf=exported.fd, offset=exported.offset)
+    except verbs.error as error:
+        refusal = Refusal(getattr(error, "error_code", 0), str(error))
+        return None, device_memory.choose(memory.name, card, "", refusal)
+    finally:
+        os.close(exported.fd)  # a registration keeps the memory
+    stack.enter_context(contextlib.closing(region))
+    # pyverbs has the card address a dma-buf's bytes by their offset.
+    return Region(region.rkey, region.lkey, exported.offset), device_memory.choose(memory.name, card, "", None)
 
-    def __init__(self, device: Device) -> None:
+
+class QueuePair:
+    """A reliable queue pair and its completions.
+
+    Args:
+        accepted: it is the peer's way into the arena; this side sends nothing, and hears of messages.
+    """
+
+    def __init__(self, device: Device, *, accepted: bool = False) -> None:
         self._device = device
         verbs, enums = device.verbs, device.verbs.enums
+        writes = enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
         with contextlib.ExitStack() as stack, device.translated("cannot make a queue pair"):
-            self.completions = stack.enter_context(contextlib.closing(verbs.cq.CQ(device.context, QUEUE_DEPTH)))
+            self.events = device.receiver.events
+            if not accepted:
+                self.events = stack.enter_context(contextlib.closing(Events(verbs, device.context, QUEUE_DEPTH)))
             wanted = verbs.qp.QPInitAttrEx(
                 qp_type=enums.IBV_QPT_RC,
-                scq=self.completions,
-                rcq=self.completions,
+                scq=self.events.completions,
+                rcq=self.events.completions,
+                srq=device.receiver.queue if accepted else None,
                 cap=verbs.qp.QPCap(max_send_wr=QUEUE_DEPTH, max_recv_wr=1, max_send_sge=1, max_recv_sge=1),
                 pd=device.domain,
                 comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
-                send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_READ,
+                send_ops_flags=writes | enums.IBV_QP_EX_WITH_RDMA_READ,
             )
             self.queue = stack.enter_context(contextlib.closing(verbs.qp.QPEx(device.context, wanted)))
             self._stack = stack.pop_all()
@@ -146,7 +197,7 @@ class QueuePair:
 
         ``what`` names a request in the reason.
         """
-        count, completions = self.completions.poll(QUEUE_DEPTH)
+        count, completions = self.events.completions.poll(QUEUE_DEPTH)
         for done, completion in enumerate(completions[:count]):
             if completion.status != self._device.verbs.enums.IBV_WC_SUCCESS:
                 remedy = REMEDIES.get(completion.status, "the kernel's log may say more")
@@ -169,6 +220,7 @@ class Sender:
         self._queue = pair.queue
         enums = device.verbs.enums
         self._signalled = enums.IBV_SEND_SIGNALED
+        self._receiver = device.receiver
         self._staging_file = allocate(peer, STAGING_NBYTES, 1)
         self._staging = self._staging_file.native
         self._view = memoryview(self._staging)
@@ -240,6 +292,7 @@ class Sender:
             if time.monotonic() > deadline:
                 self.failure = f"it has taken in nothing of a message for {stall_s:g} s"
                 break
+            self._receiver.collect()  # or two that send to each other, and wait for nothing, would hold each other up
             time.sleep(0)
             self.collect()
         if self.failure:
@@ -248,11 +301,11 @@ class Sender:
     def _post(self, at: int, address: int, nbytes: int, ring: tuple[int, int] | None) -> None:
         """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
         queue, element = self._queue, self._element
-        key = self._granted.key
+        granted = self._granted
         queue.wr_start()
         if nbytes or ring is None:
             queue.wr_flags = 0 if ring else self._signalled
-            queue.wr_rdma_write(key, address)
+            queue.wr_rdma_write(granted.data_key, address)
             element.addr, element.length = self._address + at, nbytes
             queue.wr_set_sge(element)
         if ring is not None:
@@ -260,7 +313,7 @@ class Sender:
             place = at + -(-nbytes // NUMBER) * NUMBER
             self._view[place : place + NUMBER] = sequence.to_bytes(NUMBER, "little")
             queue.wr_flags = self._signalled
-            queue.wr_rdma_write(key, self._granted.doorbells_address + doorbell * DOORBELL_NBYTES)
+            queue.wr_rdma_write_imm(granted.doorbells_key, granted.doorbells_address + doorbell * DOORBELL_NBYTES, 0)
             element.addr, element.length = self._address + place, NUMBER
             queue.wr_set_sge(element)
         queue.wr_complete()
@@ -273,14 +326,15 @@ class Reader:
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
         self._pair, self._granted, self._own, self._peer = pair, granted, own, peer
         self._signalled = device.verbs.enums.IBV_SEND_SIGNALED
-        self._element = device.verbs.wr.SGE(own.data_address, 0, device.arena_local_key)
+        self._to = device.data.address
+        self._element = device.verbs.wr.SGE(self._to, 0, device.data.local_key)
         self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read that is on its way
         self.failure = ""
 
     @property
-    def is_reading(self) -> bool:
-        """True while reads are on their way."""
-        return bool(self._rings)
+    def events(self) -> Events | None:
+        """Of reads that end; None while none is on its way."""
+        return self._pair.events if self._rings else None
 
     def fetch(self, offset: int, nbytes: int, to: int, ring: tuple[int, int], stall_s: float) -> None:
         """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
@@ -294,8 +348,8 @@ class Reader:
         queue, element = self._pair.queue, self._element
         queue.wr_start()
         queue.wr_flags = self._signalled
-        queue.wr_rdma_read(self._granted.key, self._granted.data_address + offset)
-        element.addr, element.length = self._own.data_address + to, nbytes
+        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + offset)
+        element.addr, element.length = self._to + to, nbytes
         queue.wr_set_sge(element)
         queue.wr_complete()
         self._rings.append(ring)

@@ -37,6 +37,7 @@ echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
 ip rule add pref 100 lookup local
 ip rule del pref 0
 modprobe -d "$kernel" sch_netem
+modprobe -d "$kernel" vgem # a device whose memory is exported as dma-bufs
 rdma link add rxe1 type rxe netdev lamina1
 rdma link add rxe2 type rxe netdev lamina2
 ulimit -l unlimited

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import os
+import subprocess
 import threading
 import time
 
@@ -347,10 +348,12 @@ def test_misuse_is_named(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_nothing_is_left_behind(name: str) -> None:
-    def handles() -> tuple[int, int]:
+    def handles() -> tuple[int, int, str]:
         gc.collect()
+        # Queue pairs, memory regions and all else that the kernel keeps for RDMA, of this process and the far one.
+        kept = subprocess.check_output(["rdma", "resource"], text=True) if "rdma" in name else ""
         with open("/proc/self/maps") as maps:
-            return len(os.listdir("/proc/self/fd")), sum("memfd:lamina" in line for line in maps)
+            return len(os.listdir("/proc/self/fd")), sum("memfd:lamina" in line for line in maps), kept
 
     def one_life() -> None:
         pair = open_pair(name)
@@ -361,6 +364,7 @@ def test_nothing_is_left_behind(name: str) -> None:
 
     one_life()  # whatever opens files once for ever has done so
     before = handles()
+    assert ("rdma" in name) == (" qp " in before[2])
     for _ in range(3):
         one_life()
     assert handles() == before

@@ -10,7 +10,7 @@ from far import SECRET
 from lamina.errors import TransportError
 from lamina.transport import rdma
 from lamina.transport.rdma import RdmaEndpoint
-from lamina.transport.rdma_devices import ETHERNET, INFINIBAND, ROCE_V2, Gid, Port, choose, inventory
+from lamina.transport.rdma_devices import ETHERNET, INFINIBAND, ROCE_V2, Gid, Port, choose, inventory, own_numa_node
 
 ROCE_V1 = "IB/RoCE v1"
 
@@ -75,6 +75,19 @@ def test_the_best_port_is_chosen(
         choice = choose(order, wanted=wanted, numa_node=numa_node)
         assert (choice.port.device, choice.port.number, choice.gid.index) == (device, number, index)
         assert f"{device}:{number}" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("cores", "node"),
+    [({0, 3}, 0), ({4, 11}, 1), ({8}, 0), ({3, 4}, -1), ({99}, -1)],  # on one node, across two, on none
+)
+def test_the_node_of_a_process_is_that_of_its_cores(tmp_path: Path, cores: set[int], node: int) -> None:
+    """Files as a kernel with two nodes shows them."""
+    for name, cpulist in {"node0": "0-3,8", "node1": "4-7,9-11", "has_cpu": "0-1"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cpulist + "\n")
+    assert own_numa_node(cores, tmp_path) == node
+    assert own_numa_node(cores, tmp_path / "nothing") == -1
 
 
 def test_the_choice_says_where_peers_find_it() -> None:

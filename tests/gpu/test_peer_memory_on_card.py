@@ -1,0 +1,39 @@
+"""A card's memory as network cards reach it: a dma-buf of all of it, or a reason; and copies by way of the host."""
+
+import os
+
+import pytest
+
+from lamina.errors import TransportError
+from lamina.kernels.gpu.peer_memory import BLOCK, PeerMemory, ability
+
+pytestmark = pytest.mark.gpu
+NBYTES = 100_000
+
+
+def test_the_memory_is_exported_or_the_driver_says_why_not() -> None:
+    memory = PeerMemory(NBYTES)
+    if obstacle := ability(0).obstacle:
+        with pytest.raises(TransportError) as refused:
+            memory.export()
+        assert str(refused.value) == obstacle
+        pytest.skip(f"this card's memory cannot be exported: {obstacle}")
+    exported = memory.export()
+    try:
+        assert (exported.offset, exported.nbytes) == (0, BLOCK)
+        assert os.readlink(f"/proc/self/fd/{exported.fd}").startswith("/dmabuf")
+        assert os.lseek(exported.fd, 0, os.SEEK_END) == BLOCK  # what the kernel says of a dma-buf's size
+    finally:
+        os.close(exported.fd)
+
+
+def test_what_the_host_writes_is_what_kernels_and_the_host_read() -> None:
+    memory = PeerMemory(NBYTES)
+    memory.write(5, memoryview(b"to the card"))
+    memory.settle()
+    assert bytes(memory.bytes[4:17].get()) == b"\0to the card\0"
+    into = bytearray(13)
+    memory.read(4, memoryview(into))
+    assert into == b"\0to the card\0"
+    with pytest.raises(ValueError, match="outside an arena of 100000"):
+        memory.write(NBYTES - 1, memoryview(b"12"))

@@ -1,0 +1,124 @@
+"""What wakes a wait that sleeps while RDMA works: completions that raise events. ``verbs`` are the modules of pyverbs.
+
+A doorbell is written with immediate, so that it raises a completion at the receiving side as well. Who waits looks at
+doorbells in memory; only a wait that has looked in vain asks for an event, looks once more and sleeps until it comes.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import TransportError
+
+MESSAGES = 1024  # that may have arrived since this side last waited; senders of more are held up by the device
+REFILL = 64  # receives handed back to the device at once
+OPEN_FILES = Path("/proc/self/fd")
+EVENT_FILE = "anon_inode:[infinibandevent]"
+
+_opening = threading.Lock()
+
+
+class Events:
+    """A completion queue of ``depth`` and the file that says that completions have come since ``arm``."""
+
+    def __init__(self, verbs: Any, context: Any, depth: int) -> None:
+        """Raises TransportError if the device's file is not found, and pyverbs' errors."""
+        with _opening:
+            before = _event_files()
+            self._channel = verbs.cq.CompChannel(context)
+            opened = _event_files() - before  # pyverbs does not tell
+        try:
+            if len(opened) != 1:
+                raise TransportError(f"a completion channel opened {len(opened)} files {EVENT_FILE}; expected one")
+            self.fd = opened.pop()
+            self.completions = verbs.cq.CQ(context, depth, channel=self._channel)
+        except BaseException:
+            self._channel.close()
+            raise
+        self._armed = False
+
+    def arm(self) -> None:
+        """Ask for an event at the next completion; what came before raises none."""
+        if not self._armed:
+            self.completions.req_notify()
+            self._armed = True
+
+    def take(self) -> None:
+        """Take in the event that has made the file readable."""
+        self._channel.get_cq_event(self.completions)
+        self.completions.ack_events(1)
+        self._armed = False
+
+    def close(self) -> None:
+        """Give back the queue, which no queue pair may use any more, and the file."""
+        self.completions.close()
+        self._channel.close()
+
+
+class Receiver:
+    """Receives what tells of messages, from all peers, into no memory: the message is in the arena already.
+
+    Attributes:
+        events: of messages. queue: the shared receive queue that queue pairs of peers take receives from.
+    """
+
+    def __init__(self, verbs: Any, context: Any, domain: Any, address: int, local_key: int) -> None:
+        """Nothing is written to ``address``, registered under ``local_key``. Raises pyverbs' errors."""
+        self.events = Events(verbs, context, MESSAGES)
+        try:
+            wanted = verbs.srq.SrqInitAttr(verbs.srq.SrqAttr(max_wr=MESSAGES, max_sge=1))
+            self.queue = verbs.srq.SRQ(domain, wanted)
+        except BaseException:
+            self.events.close()
+            raise
+        nothing = [verbs.wr.SGE(address, 0, local_key)]  # pyverbs wants at least one element
+        self._requests: list[Any] = []  # a chain: each names the one before as its next
+        for _ in range(REFILL):
+            before = self._requests[-1] if self._requests else None
+            self._requests.append(verbs.wr.RecvWR(num_sge=1, sg=nothing, next_wr=before))
+        self._taken = MESSAGES  # none has been handed to the device yet
+        try:
+            self._refill()
+        except BaseException:
+            self.close()
+            raise
+
+    def collect(self) -> None:
+        """Hand the receives of messages that have come back to the device."""
+        self._taken += self.events.completions.poll(MESSAGES)[0]
+        self._refill()
+
+    def _refill(self) -> None:
+        while self._taken >= REFILL:
+            self.queue.post_recv(self._requests[-1])
+            self._taken -= REFILL
+
+    def close(self) -> None:
+        """Give back the queues, which no queue pair may use any more."""
+        self.queue.close()
+        self.events.close()
+
+
+def sleep(sources: Iterable[Events], seconds: float) -> None:
+    """Sleep until one of the armed sources has an event, for so long at most. Releases the GIL."""
+    by_fd = {source.fd: source for source in sources}
+    poller = select.poll()
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    for fd, _ in poller.poll(seconds * 1000):
+        by_fd[fd].take()
+
+
+def _event_files() -> set[int]:
+    """This process's open files for events of RDMA devices."""
+    found = set()
+    for entry in os.listdir(OPEN_FILES):
+        try:
+            if os.readlink(OPEN_FILES / entry) == EVENT_FILE:
+                found.add(int(entry))
+        except FileNotFoundError:  # closed meanwhile, as the listing's own is
+            continue
+    return found
