@@ -2,7 +2,7 @@
 
 import resource
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,11 @@ MODULES = Path("/proc/modules")
 TRY_S = 5.0
 ENOUGH_LOCKED = 1 << 30  # arenas of a large model with many lanes
 
-# What lets an RDMA card read and write GPU memory: a module of its own, or the kernel's dma-buf with open GPU modules.
+# How the kernel names what its RDMA consists of: ib_uverbs, rdma_rxe, mlx5_ib, bnxt_re, irdma ...
+RDMA_PREFIXES = ("ib_", "rdma_", "irdma", "siw", "erdma")
+RDMA_SUFFIXES = ("_ib", "_re", "_rdma", "_roce", "iw_cxgb4")
+
+# What let an RDMA card read and write GPU memory before dma-bufs did.
 PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 
 
@@ -31,8 +35,9 @@ def network() -> Iterator[Finding]:
     loaded = _loaded_modules()
     yield rdma(ports, loaded)
     if ports:
+        yield rdma_modules(loaded)
         yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-        yield peer_memory(loaded)
+        yield _peer_memory(ports, loaded)
     yield from transports(bool(ports))
     yield encryption(tls_obstacle())
 
@@ -82,6 +87,12 @@ def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
     return Finding("RDMA", f"{_names(ports)}; would use {choice.reason}")
 
 
+def rdma_modules(modules: frozenset[str]) -> Finding:
+    """The kernel's modules for RDMA among those that are loaded."""
+    found = sorted(name for name in modules if name.startswith(RDMA_PREFIXES) or name.endswith(RDMA_SUFFIXES))
+    return Finding("RDMA modules", ", ".join(found) or "none: built into the kernel")
+
+
 def _names(ports: "Sequence[Port]") -> str:
     return ", ".join(f"{port}: {' '.join(str(gid.address) for gid in port.gids)}" for port in ports)
 
@@ -97,12 +108,38 @@ def locked_memory(limit: int) -> Finding:
     return Finding("locked memory", found, Status.NOTE, remedy)
 
 
-def peer_memory(modules: frozenset[str]) -> Finding:
-    """Whether RDMA cards can reach GPU memory. Arenas are in host memory for now, so that is no obstacle."""
-    found = [name for name in PEER_MEMORY if name in modules]
-    if found:
-        return Finding("GPUDirect", f"module {', '.join(found)} is loaded; this version's arenas are in host memory")
-    return Finding("GPUDirect", "no peer-memory module is loaded; this version's arenas are in host memory")
+def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
+    from lamina.env import environment
+    from lamina.kernels.gpu import device
+    from lamina.kernels.gpu.peer_memory import ability
+    from lamina.transport.rdma import dma_buf_obstacle
+    from lamina.transport.rdma_devices import choose
+
+    cards = device.find().cards or ()
+    try:
+        choice = choose(ports, wanted=environment().rdma_device)
+        port, refusal = choice.port.device, dma_buf_obstacle(choice)
+    except TransportError as error:
+        port, refusal = "the RDMA port", str(error)
+    exports = {f"cuda:{index}": ability(index).obstacle for index in range(len(cards))}
+    return peer_memory(exports, port, refusal, modules)
+
+
+def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: frozenset[str]) -> Finding:
+    """Whether an RDMA port reaches the memory of GPUs (GPUDirect), which takes two drivers that can.
+
+    Args:
+        exports: for every GPU, why its driver exports no dma-buf; empty if it does.
+        refusal: why the port's driver registers none; empty if it does. modules: of the kernel, loaded.
+    """
+    found = [f"{port} registers no dma-buf: {refusal}" if refusal else f"{port} registers dma-bufs"]
+    found += [f"{gpu} exports none: {why}" if why else f"{gpu} exports them" for gpu, why in exports.items()]
+    found += [] if exports else ["no GPU here"]
+    found += [f"module {name} is loaded, and not needed" for name in PEER_MEMORY if name in modules]
+    if not exports or not (refusal or any(exports.values())):
+        return Finding("GPUDirect", "; ".join(found))
+    remedy = "what the message says; until then peers' bytes for a GPU go by way of the host's memory"
+    return Finding("GPUDirect", "; ".join(found), Status.NOTE, remedy)
 
 
 def _loaded_modules() -> frozenset[str]:

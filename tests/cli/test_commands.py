@@ -177,10 +177,29 @@ def test_doctor_says_what_rdma_lacks() -> None:
     assert "modprobe ib_uverbs" in doctor_network.rdma([port], frozenset({"mlx5_ib"})).remedy
     down = doctor_network.rdma([dataclasses.replace(port, active=False)], frozenset({"ib_uverbs"}))
     assert down.status is Status.NOTE and "bring a port up" in down.remedy
+    modules = doctor_network.rdma_modules(frozenset({"mlx5_ib", "ib_uverbs", "rdma_rxe", "ext4", "bnxt_re"}))
+    assert modules.found == "bnxt_re, ib_uverbs, mlx5_ib, rdma_rxe"
     assert doctor_network.locked_memory(-1).status is Status.OK
     little = doctor_network.locked_memory(8 << 20)
     assert little.found == "at most 8 MiB" and "ulimit -l unlimited" in little.remedy
-    assert "nvidia_peermem is loaded" in doctor_network.peer_memory(frozenset({"nvidia_peermem"})).found
+
+
+def test_doctor_says_whether_rdma_reaches_gpus_and_why_not() -> None:
+    both = doctor_network.peer_memory({"cuda:0": ""}, "mlx5_0", "", frozenset({"nvidia_peermem"}))
+    assert both.status is Status.OK
+    assert both.found == (
+        "mlx5_0 registers dma-bufs; cuda:0 exports them; module nvidia_peermem is loaded, and not needed"
+    )
+    for exports, refusal in (
+        ({"cuda:0": "too old"}, ""),
+        ({"cuda:0": ""}, "too old"),
+        ({"cuda:0": "", "cuda:1": "too old"}, ""),
+    ):
+        one = doctor_network.peer_memory(exports, "mlx5_0", refusal, frozenset())
+        assert one.status is Status.NOTE and "too old" in one.found and "by way of the host" in one.remedy
+    assert doctor_network.peer_memory({}, "rxe0", "it cannot", frozenset()).found == (
+        "rxe0 registers no dma-buf: it cannot; no GPU here"
+    )
 
 
 # -- launch --------------------------------------------------------------------------------------------------------
