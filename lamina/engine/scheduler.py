@@ -181,8 +181,9 @@ class Scheduler:
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
         groups = sorted(running, key=lambda group: -len(group.completions))
         before = [own.decoding for own in self._lanes]
+        ending = [owner for own in self._lanes for owner in own.ending]
         for own in self._lanes:
-            for content in (own.running, own.prompts, own.prompted):
+            for content in (own.running, own.prompts, own.prompted, own.ending):
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
         self._seats, self._full = Seats(self.active), False
@@ -201,6 +202,8 @@ class Scheduler:
             else:
                 for completion in group.alive:
                     own.decoding.join(group, completion, decoding.position(completion.sequence))
+        for owner in ending:  # a request's lane releases what it is still to fork from
+            self._lanes[owner[0].lane].ending.append(owner)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.

@@ -73,7 +73,7 @@ requests = st.lists(
         st.integers(1, 20),  # prompt
         st.integers(1, 12),  # max_tokens
         st.integers(1, 3),  # n
-        st.integers(0, 14),  # stops by itself after that many tokens (if below max_tokens)
+        st.lists(st.integers(0, 14), min_size=3, max_size=3),  # a completion stops by itself after that many tokens
         st.one_of(st.none(), st.integers(0, 25)),  # aborted at this turn
         st.integers(0, 10),  # arrives at this turn
     ),
@@ -117,7 +117,7 @@ class Cluster:
         for group, completion in self.scheduler.complete(lane).values():
             completion.generated.append(7)
             name = group.request.request_id
-            if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3]):
+            if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
                 self.lengths.setdefault(name, []).append(len(completion.generated))
                 self.scheduler.finish(group, completion)
 
@@ -140,8 +140,8 @@ class Cluster:
             self.moved += len(plan.moved)
             for memory in self.memories:
                 memory.apply(plan)
-            for step in plan.sequences:
-                assert sum(step.sequence in memory.here for memory in self.memories) == 1
+            for sequence in (*(step.sequence for step in plan.sequences), *(fork.child for fork in plan.forks)):
+                assert sum(sequence in memory.here for memory in self.memories) == 1
             self._in_flight[lane].append(plan)
 
     @property
@@ -187,8 +187,22 @@ def test_every_request_ends_and_every_slot_comes_back(
     assert all(reserved == 0 for reserved in cluster.scheduler.placement.reserved.values())
     for index, (_, _, n, stops, aborted, _) in enumerate(requests):
         if aborted is None:
-            expected = stops if 0 < stops < cluster.groups[index].max_tokens else cluster.groups[index].max_tokens
-            assert cluster.lengths[str(index)] == [expected] * n
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+def test_a_completion_that_ended_goes_to_another_lane_with_those_to_be_forked_from_it() -> None:
+    larger, smaller = (4, 8, 3, [0, 0, 0], None, 0), (4, 8, 2, [1, 0, 0], None, 0)
+    cluster = Cluster([larger, smaller], memories=1, lanes=2, depth=1, limits=MANY)
+    cluster.scheduler.use_lanes(1)
+    cluster.arrive(0)
+    cluster.plan(0)
+    cluster.scheduler.use_lanes(2)  # the larger request goes to lane 0, the other, with its first completion, to lane 1
+    cluster.complete(0)
+    cluster.plan(0)
+    cluster.plan(1)
+    assert cluster.groups[0].lane == 0 and cluster.groups[1].lane == 1
+    assert [len(memory.here) for memory in cluster.memories] == [4]
 
 
 def turn_of(under_test: Scheduler, lanes: Iterable[int], depth: int) -> list[StepPlan]:
@@ -203,7 +217,8 @@ def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
     """The oldest step of a lane ends."""
     for group, completion in under_test.complete(lane).values():
         completion.generated.append(7)
-        if len(completion.generated) in (group.max_tokens, requests[int(group.request.request_id)][3]):
+        stops = requests[int(group.request.request_id)][3]
+        if len(completion.generated) in (group.max_tokens, stops[completion.index]):
             under_test.finish(group, completion)
 
 
