@@ -140,8 +140,9 @@ class Scheduler:
                 f"the prompt has {prompt_length} tokens; this runtime takes at most {limit - 1} "
                 f"(max_model_len {limit}, one left for the answer). Shorten the prompt or raise max_model_len"
             )
-        if params.n > self.limits.max_num_seqs:
-            raise RequestError(f"n is {params.n}; this runtime decodes {self.limits.max_num_seqs} sequences at once")
+        together = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)  # of one request, in one lane
+        if params.n > together:
+            raise RequestError(f"n is {params.n}; this runtime decodes {together} sequences of a request at once")
         room = self._max_tokens(prompt_length, params)
         if params.min_tokens > room:
             raise RequestError(

@@ -334,6 +334,13 @@ def test_what_can_never_be_served_is_refused_with_figures(prompt: int, params: d
     assert under_test.idle
 
 
+def test_more_completions_than_a_step_has_rows_are_refused_though_all_lanes_together_have_room() -> None:
+    under_test = scheduler({"memory0": 1000}, lanes=2, limits=Limits(64, 32, 32))
+    under_test.add(request("most", 4, n=32, max_tokens=2))
+    with pytest.raises(RequestError, match="n is 33; this runtime decodes 32 sequences of a request"):
+        under_test.add(request("more", 4, n=33, max_tokens=2))
+
+
 def test_requests_spread_over_lanes_and_memory_workers() -> None:
     under_test = scheduler({"memory0": 100, "memory1": 100}, lanes=2)
     for name in "abcd":
