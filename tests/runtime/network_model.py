@@ -13,8 +13,11 @@ from pathlib import Path
 
 from lamina.types import DType
 
-PROMPTS = [[5, 6, 7], list(range(3, 40)), [9]]
 TOKENS = 60
+PROMPTS = [list(range(3, 63)), list(range(13, 73)), [5, 6, 7], [8, 9, 10], list(range(23, 83))]
+KV_TOKENS = 245
+"""Of each of two memory workers. The first four requests need 119, 119, 62 and 62; before the last, which needs 119,
+gets room, one of 62 must move to the other worker."""
 DTYPE = DType.FLOAT32
 EXPECTED = "expected.json"
 CACHE = "cache"
