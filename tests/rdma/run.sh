@@ -12,6 +12,7 @@ PATH=$PATH:/usr/sbin:/sbin # where some environments do not look for depmod, mke
 python=${PYTHON:-$root/.venv/bin/python}
 packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
 
+whole="test_rdma_between or test_rdma_with or a_message_wakes or card_refuses"
 few="was_written or lies_in_its_place or full_flow or no_message_is_torn or dead_peer_ends"
 
 skip() {
@@ -63,7 +64,7 @@ LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$
 tests=("$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
 case ${1-} in
 "") set -- "${tests[@]}" -k "rdma or network" ;;
---short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or test_rdma" ;;
+--short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or $whole" ;;
 esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
