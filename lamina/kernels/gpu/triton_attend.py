@@ -232,12 +232,13 @@ def attend(
     for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse.
     """
     head, item = tl.program_id(0), tl.program_id(1)
-    if item >= tl.load(splits + 3 * pair_count):
-        return
-    word = items + item * ITEM_WORDS  # all in one line of the cache: before K and V come this, their slots, no more
+    # Before K and V can come stand two trips to memory: one line with the item and, beside it, the count; then slots.
+    count, word = tl.load(splits + 3 * pair_count), items + item * ITEM_WORDS
     first_row, rows, query_start, kv_start = tl.load(word), tl.load(word + 1), tl.load(word + 2), tl.load(word + 3)
     table, tokens, new_row = tables + tl.load(word + 4), tl.load(word + 5), tl.load(word + 6)
     tile, begin, end, parts = tl.load(word + 7), tl.load(word + 8), tl.load(word + 9), tl.load(word + 10)
+    if item >= count:
+        return
     m = tile * block_m + tl.arange(0, block_m)
     row, query_head = m // group, head * group + m % group
     alive, position = row < rows, query_start + row
