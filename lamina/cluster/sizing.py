@@ -1,5 +1,6 @@
 """What a configuration comes to on a given machine: limits, cores and threads, lanes, bytes of KV. Pure functions."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -33,10 +34,18 @@ def check(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; give {' or '.join(choices)}")
     if config.tls and config.transport == "rdma":
         raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
-    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
-        raise ConfigError(f"trace is {config.trace!r}, in a folder that does not exist; make it first")
+    if config.trace is not None:
+        _check_trace(Path(config.trace).absolute())
     if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
         raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
+
+
+def _check_trace(file: Path) -> None:
+    """Before a model is loaded, not when the engine ends."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"trace is '{file}', in a folder that does not exist; make it first")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"trace is '{file}', which cannot be written; give a file of your own")
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:

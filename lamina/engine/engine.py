@@ -34,6 +34,7 @@ POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
 MAX_WAITING = 16384
 TRACE_TIMEOUT_S = 10.0
+LAST_WORDS_S = 2.0  # from a worker's end until its process and what it said can be seen
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,24 @@ class Engine:
         for migration in plan.migrations:
             self._migration = migration, time.monotonic() + MIGRATION_TIMEOUT_S
         replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(lane)]
-        # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
-        self._control.send([*self._scheduler.placement.capacities, *replicas], Step(plan))
+        try:
+            # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
+            self._control.send([*self._scheduler.placement.capacities, *replicas], Step(plan))
+        except TransportError as error:
+            raise self._why_unreachable(error) from error
         return True
+
+    def _why_unreachable(self, error: TransportError) -> LaminaError:
+        """What a worker that cannot be reached said before it ended, or else how it ended."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline:
+            try:
+                for worker, message in self._control.receive(POLL_S):
+                    self._take(worker, message)
+                self._require_workers()
+            except LaminaError as cause:
+                return cause
+        return error
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
@@ -259,10 +275,14 @@ class Engine:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
 
     def _root_cause(self, worker: str, message: Failed) -> LaminaError:
-        """Why workers failed: a worker that lost its peer is a consequence, if the peer says something itself."""
-        failures = [(worker, message)]
-        failures += [(name, other) for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)]
-        return failure(*min(failures, key=lambda pair: pair[1].kind == PeerLostError.__name__))
+        """Why workers failed: that one lost its peer follows from what the peer says, or from the peer's end."""
+        failures = {worker: message}
+        failures |= {name: other for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)}
+        name, first = min(failures.items(), key=lambda item: item[1].kind == PeerLostError.__name__)
+        silent = {gone: reason for gone, reason in self._workers.ended().items() if gone not in failures}
+        if first.kind == PeerLostError.__name__ and silent:
+            return _gone(*next(iter(silent.items())))
+        return failure(name, first)
 
     def _complete(self, done: StepDone) -> None:
         plan, _ = self._in_flight.pop(done.step)
@@ -300,13 +320,14 @@ class Engine:
         with self._lock:
             self._accepted.discard(request_id)
 
-    def _watch(self) -> None:
+    def _require_workers(self) -> None:
         for worker, reason in self._workers.ended().items():
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
-            raise TransportError(
-                f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
-            )
+            raise _gone(worker, reason)
+
+    def _watch(self) -> None:
+        self._require_workers()
         now = time.monotonic()
         for step, (plan, deadline) in self._in_flight.items():
             if now > deadline:
@@ -330,22 +351,42 @@ class Engine:
             self._run_commands()
             for request_id in list(self._tracked):
                 self._end_request(request_id, FinishReason.ERROR, reason)
-            self._control.send([*self.cluster.computes, *self.cluster.capacities], Stop())
-            spans = self._collect_trace() if self._on_trace else {}
-            for receiver in self._on_trace:
-                receiver(spans)
-        except TransportError as error:
-            log.info("not every worker could be told to stop: %s", error)
+            told = [
+                worker for worker in (*self.cluster.computes, *self.cluster.capacities) if self._tell_to_stop(worker)
+            ]
+            if self._on_trace:
+                self._hand_over(self._collect_trace(told))
         finally:
             self._workers.close()
             self._control.close()
 
-    def _collect_trace(self) -> dict[str, list[Span]]:
+    def _tell_to_stop(self, worker: str) -> bool:
+        try:
+            self._control.send([worker], Stop())
+        except TransportError as error:
+            log.info("worker %s could not be told to stop: %s", worker, error)
+            return False
+        return True
+
+    def _collect_trace(self, workers: Sequence[str]) -> dict[str, list[Span]]:
         """Spans by worker, this thread's as those of "engine"; without those of workers that do not answer in time."""
         spans = {"engine": list(self._timeline.spans)}
         deadline = time.monotonic() + TRACE_TIMEOUT_S
-        while len(spans) <= len(self.cluster.computes) + len(self.cluster.capacities) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and not spans.keys() | self._workers.ended().keys() >= set(workers):
             for worker, message in self._control.receive(POLL_S):
                 if isinstance(message, Traced):
                     spans[worker] = message.spans
         return spans
+
+    def _hand_over(self, spans: Mapping[str, list[Span]]) -> None:
+        for receiver in self._on_trace:
+            try:
+                receiver(spans)
+            except OSError as error:
+                log.error("the timeline could not be written: %s", error)
+
+
+def _gone(worker: str, reason: str) -> TransportError:
+    return TransportError(
+        f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
+    )

@@ -83,6 +83,7 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
         (("--memory-cores", "999"), "names [999]"),
         (("--mini-batches", "16"), "give 1 to 15"),
         (("--trace", "/nowhere/t.json"), "folder that does not exist"),
+        (("--trace", "/"), "cannot be written"),
     ],
 )
 def test_impossible_pipelines_are_refused_before_anything_starts(option: tuple[str, ...], said: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,9 +52,14 @@ def wait_until(condition: object, timeout_s: float, what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("victim", ["lamina.compute#", "lamina.memory.worker#"])
-def test_a_killed_worker_ends_every_request_with_an_error(checkpoint: Path, victim: str) -> None:
-    engine = launch(config(checkpoint))
+@pytest.mark.parametrize(
+    ("module", "victim"), [("lamina.compute#", "compute0"), ("lamina.memory.worker#", r"memory[01]")]
+)
+def test_a_killed_worker_ends_every_request_with_an_error(
+    checkpoint: Path, tmp_path: Path, module: str, victim: str
+) -> None:
+    timeline = tmp_path / "trace.json"
+    engine = launch(dataclasses.replace(config(checkpoint), trace=str(timeline)))
     outputs: list[RequestOutput] = []
     started, ended = threading.Event(), threading.Event()
 
@@ -68,13 +74,16 @@ def test_a_killed_worker_ends_every_request_with_an_error(checkpoint: Path, vict
     for index in range(40):
         engine.submit(str(index), [5, 6, 7], LONG, on_output)
     assert started.wait(60)
-    next(process for name, process in workers.items() if name.startswith(victim)).kill()
+    next(process for name, process in workers.items() if name.startswith(module)).kill()
     assert ended.wait(30), f"{len(outputs)} of 40 requests ended"
     failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
-    assert failed and all(output.error and "worker" in output.error for output in failed)
-    with pytest.raises(EngineDeadError, match="worker"):
+    why = rf"worker {victim} is gone: its process was ended by signal 9"
+    assert failed and all(output.error and re.search(why, output.error) for output in failed)
+    with pytest.raises(EngineDeadError, match=why):
         engine.submit("late", [5], LONG, on_output)
     engine.close()
+    told = {event["args"]["name"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert "engine" in told, "what those that are left did is known"
     assert not [process for process in workers.values() if process.is_running()]
 
 
