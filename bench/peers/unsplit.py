@@ -80,7 +80,7 @@ class HereAttention:
         out = np.zeros((self.rows, spec.query_heads, spec.v_dim), np.float32)
         out[rows], lse = partial(as_numpy(q)[rows], k_slab, v_slab, self._segments, spec, threads)
         if sinks is not None:
-            out[rows] = merge([out[rows]], [lse], sinks)
+            out[rows] = merge([out[rows]], [lse], sinks, threads=threads)
         return torch.from_numpy(out).to(q.dtype)
 
 

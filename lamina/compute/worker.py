@@ -257,8 +257,6 @@ class ComputeWorker:
         step = StepRun(
             plan, self._runner, exchange, lane.links, self._pipeline, self._replica, lane.room, self._timeline
         )
-        if step.index < 0:  # more replicas than slices
-            return
         lane.steps.append(step)
         if len(lane.steps) == 1:
             self._await(lane)

@@ -75,6 +75,7 @@ def bring_up(
     greetings = gather.all(Hello, everyone, START_TIMEOUT_S)
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
+    _require_turns(plan, len(loaded.attentions) + 1)
     capacity = _capacity(plan, loaded)
     asked = plan.compute_setup
     setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
@@ -90,6 +91,15 @@ def bring_up(
         plan.pipeline,
         links,
     )
+
+
+def _require_turns(plan: ClusterPlan, slices: int) -> None:
+    """Every replica hears of every step by running a part of it."""
+    if plan.pipeline.moves and plan.pipeline.replicas > slices:
+        raise ConfigError(
+            f"the model has {slices} slices, too few for {plan.pipeline.replicas} compute workers to take turns in "
+            f"every step; give at most {slices} compute workers, or --pipelining fixed"
+        )
 
 
 def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:

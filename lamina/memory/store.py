@@ -189,7 +189,7 @@ class KvStore:
         elif step.newest is not None:
             q = read_queries(request, cache.spec, self.dtype, rows, 0, len(rows.queries))
             newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads)
-            merge([out, newest[0]], [lse, newest[1]], None, out, lse)
+            merge([out, newest[0]], [lse, newest[1]], None, out, lse, self.threads)
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

@@ -1,5 +1,6 @@
 """Workers and engines that die: callers hear of it, and no process or shared memory is left."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ import torch
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
-from lamina.errors import EngineDeadError, ModelError, RequestError, WorkerError
+from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, make_checkpoint
 
@@ -134,6 +135,15 @@ def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path
     shard.write_bytes(shard.read_bytes()[:-1000])
     with pytest.raises((ModelError, WorkerError), match=r"model\.safetensors"):
         launch(config(tmp_path))
+    assert not worker_processes()
+
+
+def test_more_compute_workers_than_slices_cannot_take_turns(tmp_path: Path) -> None:
+    one_layer = copy.deepcopy(CONFIGS["llama"])
+    one_layer.num_hidden_layers = 1
+    make_checkpoint(one_layer, tmp_path)
+    with pytest.raises(ConfigError, match="2 slices, too few for 3 compute workers"):
+        launch(dataclasses.replace(config(tmp_path), compute="cpu:3", lanes=4, pipelining="rotational"))
     assert not worker_processes()
 
 
