@@ -53,9 +53,9 @@ class Remote:
     source: Source
 
     @property
-    def undivided(self) -> bool:
-        """True if a request travels in one piece."""
-        return len(self.pieces) == 1
+    def queries_first(self) -> bool:
+        """True if k and v come as the last piece, without a query; else they come with the first one."""
+        return not self.pieces[0].keeps
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StepExchange:
             if not share.empty
         ]
         self._pulled = any(remote.rows.pulled for remote in self._remotes)
-        self.sends_queries_first = any(not remote.pieces[0].keeps for remote in self._remotes)
+        self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
         self._most_parts = int(self._parts.max(initial=1))
         self._buffers: dict[tuple[int, int], Partial] = {}
         self._gatherings: dict[tuple[int, int], Gathering] = {}
@@ -164,9 +164,10 @@ class StepExchange:
         q is [rows, Hq, D]. Raises PeerLostError.
         """
         for remote in self._remotes:
-            if not remote.pieces[0].keeps:
+            if remote.queries_first:
                 rows = self._take(as_numpy(q), remote.rows.queries)
-                self._send_pieces(remote, index, spec, rows, keys_values=None)
+                for number in range(len(remote.pieces) - 1):
+                    self._send_piece(remote, index, spec, number, rows)
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send the rest: k, v and the pieces of q that were not sent. Raises PeerLostError."""
@@ -174,9 +175,14 @@ class StepExchange:
         if self._pulled:
             self._lay_out(index, spec, k, v)
         for remote in self._remotes:
-            queries, appends = remote.rows.queries, remote.rows.appends
+            appends = remote.rows.appends
             keys_values = [self._take(k, appends), self._take(v, appends)]
-            self._send_pieces(remote, index, spec, self._take(q, queries), keys_values)
+            if remote.queries_first:
+                self._send_piece(remote, index, spec, len(remote.pieces) - 1, q[:0], keys_values)
+                continue
+            rows = self._take(q, remote.rows.queries)
+            for number in range(len(remote.pieces)):
+                self._send_piece(remote, index, spec, number, rows, keys_values if number == 0 else ())
 
     def _lay_out(self, index: int, spec: AttentionSpec, k: Array, v: Array) -> None:
         """Put k and v of prompt chunks where memory workers fetch them once the request is there."""
@@ -188,23 +194,20 @@ class StepExchange:
                 place_k, place_v = keys_values(bulk, spec, self._dtype, piece.row * nbytes, piece.rows)
                 place_k[:], place_v[:] = k[rows], v[rows]
 
-    def _send_pieces(
-        self, remote: Remote, index: int, spec: AttentionSpec, q: Array, keys_values: list[Array] | None
+    def _send_piece(
+        self,
+        remote: Remote,
+        index: int,
+        spec: AttentionSpec,
+        number: int,
+        q: Array,
+        keys_values: Sequence[Array] = (),
     ) -> None:
-        """``keys_values`` None: the pieces before the one that keeps; else that one and those after it."""
-        if remote.undivided and keys_values is not None:
-            remote.request.send([*keys_values, q], request_number(self._turn + index, 0))
-            return
-        kept = False
-        for number, piece in enumerate(remote.pieces):
-            kept = kept or piece.keeps
-            if kept == (keys_values is None):
-                continue
-            rows = q[piece.start : piece.stop]
-            # Queries lie behind keys and values, so a piece with both is one stretch of bytes.
-            parts = [*keys_values, rows] if keys_values is not None and piece.keeps else [rows]
-            at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
-            remote.request.send(parts, request_number(self._turn + index, number), at)
+        """Piece ``number`` of the request: of q, the rows of the whole request, its part, behind k and v."""
+        piece = remote.pieces[number]
+        at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
+        rows = q[piece.start : piece.stop]
+        remote.request.send([*keys_values, rows], request_number(self._turn + index, number), at)
 
     def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
