@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lamina.engine.pipeline import Pipeline
 from lamina.transport.base import Arena, Buffer
 from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.transport.links import Links
@@ -45,8 +44,3 @@ def lane_links(own: str, links: Links, arena: Arena, connect: Connect) -> list[L
         )
 
     return [of_lane(lane) for lane in range(layout.lanes)]
-
-
-def pipeline_of(connect: Connect) -> Pipeline:
-    """The order of slices that a cluster was connected for."""
-    return Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)

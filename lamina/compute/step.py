@@ -72,7 +72,7 @@ class StepRun:
         return self._pipeline.tick(self.plan.lane, self.plan.turn + self.index)
 
     @property
-    def draws(self) -> bool:
+    def ends_here(self) -> bool:
         """True if this replica runs the last slice."""
         return self._own[-1:] == [len(self._runner.attentions)]
 

@@ -13,11 +13,12 @@ import msgspec
 import torch
 
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import LaneLinks, lane_links, pipeline_of
+from lamina.compute.links import LaneLinks, lane_links
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.step import StepRun, context_nbytes_per_token
+from lamina.engine.pipeline import Pipeline
 from lamina.engine.sampler import Row, sample
 from lamina.errors import DeadlineError, LogitsError, WorkerError
 from lamina.models import directory, tensors
@@ -112,7 +113,7 @@ class ComputeWorker:
         self._load(expect(self._control, ComputeSetup))
         arena, connect = set_up_links(self._links, self._control)
         self._wait = self._links.settle()
-        self._pipeline = pipeline_of(connect)
+        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
         self._replica = connect.computes.index(self.name)
         self._lanes = [Lane(links) for links in lane_links(self.name, self._links, arena, connect)]
         self._control.send(Connected())
@@ -171,7 +172,7 @@ class ComputeWorker:
         self._remember(step)
         last = step.index < 0
         drawing = self._timeline.now()
-        done = self._draw(step.plan, logits) if last and step.draws else None
+        done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
             self._timeline.add("draw", step.plan.lane, drawing)
         lane.busy_s += time.monotonic() - begun

@@ -12,7 +12,7 @@ from lamina.config import EngineConfig
 from lamina.engine.answers import Answers
 from lamina.engine.bringup import Cluster
 from lamina.engine.gather import Workers, failure
-from lamina.engine.lanes import LaneChooser
+from lamina.engine.lanes import chooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import OnOutput, TrackedRequest
@@ -94,8 +94,7 @@ class Engine:
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._tracked: dict[str, TrackedRequest] = {}
-        adapts = config.lanes is None and cluster.pipeline.lanes > 1 and cluster.pipeline.interchangeable
-        self._lanes = LaneChooser(cluster.pipeline) if adapts else None
+        self._lanes = chooser(config.lanes, cluster.pipeline)
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._answers = Answers()
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline

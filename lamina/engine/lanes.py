@@ -9,6 +9,11 @@ WORTH = 0.9  # lanes change if a round is predicted to take less than this share
 STEPS_BETWEEN_CHANGES = 32
 
 
+def chooser(lanes: int | None, pipeline: Pipeline) -> "LaneChooser | None":
+    """What decides how many of a pipeline's lanes to use; None if the number was asked for or there is no choice."""
+    return LaneChooser(pipeline) if lanes is None and pipeline.lanes > 1 and pipeline.interchangeable else None
+
+
 class LaneChooser:
     """Watches steps and says how many of a pipeline's lanes to use.
 

@@ -56,7 +56,7 @@ class Reply:
 class Lane:
     """The steps announced for one lane, and how far the first of them is.
 
-    ``sequence`` is what the lane's doorbell is rung with next, or more.
+    ``awaited`` is what the lane's doorbell is rung with next, or more.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Lane:
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
     layer: int = 0
     piece: int = 0
-    sequence: int = 1
+    awaited: int = 1
     out: Floats = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
     reply: Reply | None = None
@@ -123,7 +123,7 @@ class MemoryWorker:
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
         waiting = self._timeline.now()
-        requests = [(lane.request.doorbell, lane.sequence) for lane in self._order]
+        requests = [(lane.request.doorbell, lane.awaited) for lane in self._order]
         try:
             timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
             ready, pulled = self._puller.wait(self._wait, requests, timeout_s, self._migrations)
@@ -178,7 +178,7 @@ class MemoryWorker:
 
     def _advance(self, lane: Lane, answered: bool) -> None:
         step = lane.steps[0]
-        lane.sequence = request_number(step.plan.turn + lane.layer, lane.piece) + 1
+        lane.awaited = request_number(step.plan.turn + lane.layer, lane.piece) + 1
         lane.piece = 0 if answered else lane.piece + 1
         lane.layer += answered
         if lane.layer == len(self._store.layers):

@@ -15,7 +15,7 @@ import numpy as np
 from lamina import _native
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
-from lamina.engine.lanes import LaneChooser
+from lamina.engine.lanes import LaneChooser, chooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.errors import RequestError
@@ -71,8 +71,7 @@ class Simulation:
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._numbers = {name: index for index, name in enumerate(self._memories)}
         self._scheduler = self._make_scheduler()
-        adapts = deployment.lanes is None and self._pipeline.lanes > 1 and self._pipeline.interchangeable
-        self._lanes = LaneChooser(self._pipeline) if adapts else None
+        self._lanes = chooser(deployment.lanes, self._pipeline)
         self._cluster = _native.VirtualCluster(
             deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
         )
