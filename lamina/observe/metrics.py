@@ -29,7 +29,9 @@ class Metrics:
         stats = self._engine.stats()
         yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not ended.", stats.running)
         yield GaugeMetricFamily("lamina_requests_waiting", "Requests that wait to be admitted.", stats.waiting)
-        yield CounterMetricFamily("lamina_steps", "Steps planned so far.", stats.steps)
+        yield CounterMetricFamily(
+            "lamina_steps", "Steps completed, those that only release sequences included.", stats.steps
+        )
         yield CounterMetricFamily(
             "lamina_sequences_moved", "Sequences that went from one memory worker to another to make room.", stats.moved
         )
