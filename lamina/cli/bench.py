@@ -40,7 +40,7 @@ def bench(
         engine = launch(config, on_progress, spans.update)
     try:
         draw = random.Random(0)
-        prompts = [[draw.randrange(engine.tokenizer.vocab_size) for _ in range(context)] for _ in range(batch)]
+        prompts = [[draw.randrange(engine.vocab_size) for _ in range(context)] for _ in range(batch)]
         window = decode_window(decode_batch(engine, prompts, tokens, TIMEOUT_S))
     finally:
         engine.close()

@@ -60,7 +60,11 @@ class EngineStats:
 
 
 class Engine:
-    """Owns requests, tokens and the placement of KV. Its public methods are thread-safe."""
+    """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
+
+    Attributes:
+        vocab_size: prompts may hold token ids below it; a tokenizer may know tokens that the embedding has no row for.
+    """
 
     def __init__(
         self,
@@ -77,8 +81,7 @@ class Engine:
         self.config = config
         self.model_name = model.name
         self.tokenizer = tokenizer
-        # A tokenizer may know tokens that the embedding has no row for.
-        self._vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
+        self.vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
         self._seeds = random.Random(config.seed)  # for requests that bring none
         self.max_model_len = limits.max_model_len
         self.cluster = cluster
@@ -137,10 +140,10 @@ class Engine:
 
     def _check_tokens(self, tokens: list[int]) -> None:
         for token in tokens:
-            if not 0 <= token < self._vocab_size:
+            if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self._vocab_size} tokens; "
-                    f"use ids that the model's tokenizer gives, 0 to {self._vocab_size - 1}"
+                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens; "
+                    f"use ids that the model's tokenizer gives, 0 to {self.vocab_size - 1}"
                 )
 
     def abort(self, request_id: str) -> None:

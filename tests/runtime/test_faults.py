@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from lamina.cli import app
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
@@ -191,3 +193,5 @@ def test_tokens_the_model_has_no_row_for_are_refused_and_modules_of_the_users_fo
         engine.submit("r", [5, 100], LONG, lambda output: None)
     assert engine.stats().dead is None
     engine.close()
+    bench = ["bench", "--model", str(smaller), "--load-format", "dummy", "--context", "40", "--tokens", "8"]
+    CliRunner().invoke(app, bench, catch_exceptions=False)  # draws its prompts from the 100
