@@ -137,15 +137,33 @@ def _keep(file: Path, prepared: Prepared) -> None:
         return
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(number, "wb") as stream:
-            stream.write(_digest(file, payload) + payload)
-        os.replace(name, file)  # whole or not at all, whoever else writes it
+        _write(file, _digest(file, payload) + payload)
     except OSError as error:
         logger.warning("%s cannot be written (%s): the next start will split the model again", file, error)
         return
+    try:
+        _prune(file.parent)
+    except OSError as error:
+        logger.warning("%s cannot be rid of old files (%s): remove them by hand", file.parent, error)
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Whole or not at all, whoever else writes it. Raises OSError."""
+    number, name = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(number, "wb") as stream:
+            stream.write(content)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _prune(folder: Path) -> None:
+    """Remove all files but the newest. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):  # another process is at it
-        newest_first = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        files = [path for path in folder.iterdir() if path.is_file()]
+        newest_first = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
         for old in newest_first[KEPT_FILES:]:
             old.unlink()
 

@@ -1,9 +1,12 @@
 """A second start recalls what the first has made, without transformers, unless something has changed or is damaged."""
 
 import dataclasses
+import errno
 import importlib.metadata
 import logging
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -250,3 +253,44 @@ def test_old_files_are_removed(bundled: ModelDirectory, cache: Path, monkeypatch
         os.utime(cache / name, (1000 - age, 1000 - age))
     prepare(bundled, None, lambda: None)
     assert {path.name for path in cache.iterdir()} == {cache_key(ingredients(bundled, None)), "newest"}
+
+
+@pytest.mark.usefixtures("split_before")
+def test_a_full_disk_is_a_warning_and_leaves_nothing(
+    bundled: ModelDirectory, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the kernel refuses more of one file, as of a full disk
+    try:
+        assert times_split(bundled) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "cannot be written" in caplog.text
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("split_before")
+def test_old_files_that_cannot_be_removed_are_a_warning(
+    bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(preparation, "KEPT_FILES", 0)
+    monkeypatch.setattr(Path, "unlink", refuse)  # root, whom tests may run as, is refused nothing
+    assert times_split(bundled) == 1
+    assert "cannot be rid of old files" in caplog.text
+    prepare(bundled, None, must_not_split)
+
+
+@pytest.mark.usefixtures("split_before")
+def test_folders_beside_the_files_are_left_alone(
+    bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "KEPT_FILES", 1)
+    (cache / "folder").mkdir(parents=True)
+    os.utime(cache / "folder", (1000, 1000))
+    prepare(bundled, None, lambda: None)
+    assert {path.name for path in cache.iterdir()} == {cache_key(ingredients(bundled, None)), "folder"}
