@@ -17,7 +17,7 @@ def write() -> None:
 
     Raises:
         ConfigError: this is no source tree, or matplotlib is missing.
-        LaminaError: the suite failed.
+        LaminaError: the suite failed, or took longer than ``TIMEOUT_S``.
     """
     if not SUITE.is_file():
         raise ConfigError(
@@ -25,6 +25,12 @@ def write() -> None:
         )
     if find_spec("matplotlib") is None:
         raise ConfigError("the cost suite draws with matplotlib, which is not installed: pip install 'lamina[bench]'")
-    done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LaminaError(
+            f"{SUITE} did not end within {TIMEOUT_S:g} s; is the machine busy? Run it without a limit: "
+            f"python {SUITE} --out {REPORT}"
+        ) from error
     if done.returncode:
         raise LaminaError(f"{SUITE} failed with status {done.returncode}; its message is above")

@@ -1,5 +1,6 @@
 """`lamina status`: what a running server does, and how its workers are linked, from its metrics."""
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ def _fetch(url: str) -> str:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             text: str = response.read().decode()
             return text
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:  # URLError and TimeoutError are OSErrors
         remedy = "give --url what `lamina launch` says"
         raise ConfigError(f"no server of Lamina answers at {url}: {error}; {remedy}") from error
 
@@ -40,25 +41,28 @@ def lines(metrics: str) -> list[str]:
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[Sample]] = {}
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    try:
+        for family in text_string_to_metric_families(metrics):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except ValueError as error:
+        raise ConfigError(f"the answer is no metrics of Prometheus ({error}): is this a server of Lamina?") from error
     try:
         running, waiting, steps = (
             samples[f"lamina_{name}"][0][1] for name in ("requests_running", "requests_waiting", "steps_total")
         )
+        totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
+        return [
+            f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
+            *(
+                f"{labels['worker']:<8}  {used:.0f} of {totals[labels['worker']]:.0f} token slots in use"
+                for labels, used in samples.get("lamina_kv_slots_used", [])
+            ),
+            *(
+                f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "
+                f"({labels['reason']})"
+                for labels, pairs in samples.get("lamina_links", [])
+            ),
+        ]
     except KeyError as error:
         raise ConfigError(f"there is no {error} among these metrics: is this a server of Lamina?") from error
-    totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
-    return [
-        f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
-        *(
-            f"{labels['worker']:<8}  {used:.0f} of {totals[labels['worker']]:.0f} token slots in use"
-            for labels, used in samples.get("lamina_kv_slots_used", [])
-        ),
-        *(
-            f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "
-            f"({labels['reason']})"
-            for labels, pairs in samples.get("lamina_links", [])
-        ),
-    ]

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lamina.cli import app, cost_report
-from lamina.errors import UserError
+from lamina.errors import LaminaError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -94,4 +94,12 @@ def test_the_creditor_helps_until_its_room_is_used(made: tuple[str, dict[str, An
 def test_a_package_without_the_suite_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cost_report, "SUITE", tmp_path / "report.py")
     with pytest.raises(UserError, match="Run it from a checkout"):
+        CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
+
+
+def test_a_suite_that_does_not_end_is_stopped_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "report.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(cost_report, "SUITE", tmp_path / "report.py")
+    monkeypatch.setattr(cost_report, "TIMEOUT_S", 0.2)
+    with pytest.raises(LaminaError, match=r"did not end within 0\.2 s.*Run it without a limit: python .*report\.py"):
         CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)

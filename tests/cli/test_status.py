@@ -1,0 +1,64 @@
+"""`lamina status` asks addresses where something else answers."""
+
+import socketserver
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lamina.cli import status
+from lamina.errors import ConfigError
+
+OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+
+
+class Stranger(socketserver.TCPServer):
+    """Answers whatever it is asked with ``answer``."""
+
+    answer = b""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        while self.rfile.readline().strip():
+            pass
+        assert isinstance(self.server, Stranger)
+        self.wfile.write(self.server.answer)
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    with Stranger(("127.0.0.1", 0), _Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (OK + b"\r\n<html><body>It works!</body></html>\n", "no metrics of Prometheus"),
+        (OK + b'\r\n{"status": "ok"}\n', "no metrics of Prometheus"),
+        (OK + b'\r\nlamina_kv_slots{worker="memory0\n', "no metrics of Prometheus"),
+        (OK + b"\r\n\xff\xfe\n", "can't decode"),
+        (OK + b"Content-Length: 100\r\n\r\nlamina_steps_total 3\n", "IncompleteRead"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH-2.0"),
+        (b"", "without response"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "404"),
+        (OK + b"\r\npython_info 1\n", "is this a server of Lamina"),
+        (
+            OK + b"\r\nlamina_requests_running 0\nlamina_requests_waiting 0\nlamina_steps_total 0\nlamina_links 1\n",
+            "is this a server of Lamina",
+        ),
+    ],
+)
+def test_what_is_no_server_of_lamina_is_refused(stranger: Stranger, answer: bytes, said: str) -> None:
+    stranger.answer = answer
+    with pytest.raises(ConfigError, match=said):
+        status.status(stranger.url)
