@@ -155,12 +155,11 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known after plan ``step`` was applied.
+    """Memory worker to engine: slots in use and sequences known after the plan last sent was applied.
 
     ``busy_s`` is the time it has spent on attention so far.
     """
 
-    step: int
     used: int
     sequences: int
     busy_s: float = 0.0

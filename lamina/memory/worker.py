@@ -198,7 +198,7 @@ class MemoryWorker:
             self._migrations.apply(message.plan)
             if not tables.rows.empty:
                 self._lanes[message.plan.lane].steps.append(tables)
-            usage = SlabUsage(message.plan.step, self._store.slab.used, self._store.sequences, self._busy_s)
+            usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
             self._control.send(usage)
         else:
             raise WorkerError(self.name, f"a memory worker that serves cannot take a {type(message).__name__}")
