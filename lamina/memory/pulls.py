@@ -96,7 +96,7 @@ class Puller:
         return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._left)
 
     def wait(
-        self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork | None = None
+        self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork
     ) -> tuple[int | None, int | None]:
         """Wait for one of the requests; if none is there or some have gone before, pull, or serve ``others``, by a
         piece at most.
@@ -107,7 +107,7 @@ class Puller:
         if self._in_a_row == MOST_IN_A_ROW:
             self._in_a_row = 0
             requests = ()
-        coming, gaps = self.awaited, [] if others is None else others.awaited
+        coming, gaps = self.awaited, others.awaited
         targets = [*requests, *coming, *gaps]
         try:
             ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else len(requests)
@@ -126,7 +126,6 @@ class Puller:
         ready -= len(requests)
         if ready < len(coming):
             return None, self.keep(ready)
-        assert others is not None
         others.serve(ready - len(coming))
         return None, None
 

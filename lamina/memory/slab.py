@@ -8,7 +8,7 @@ next tokens, which would else lie between those of all others that decode; set a
 up once others need them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,10 +74,6 @@ class Slab:
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._tables
-
-    def __iter__(self) -> Iterator[int]:
-        """The open sequences, oldest first."""
-        return iter(self._tables)
 
     def open(self, sequence: int) -> None:
         """Register an empty sequence. Raises ValueError if it is open already."""
@@ -156,10 +152,6 @@ class Slab:
         view = table.slots[: table.length]
         view.flags.writeable = False
         return view
-
-    def length(self, sequence: int) -> int:
-        """Tokens of ``sequence``. Raises ValueError if it is unknown."""
-        return self._table(sequence).length
 
     def _supply(self, table: _PageTable, length: int) -> None:
         """Let a sequence hold ``length`` slots, and the rest of a run while there is one for every sequence."""

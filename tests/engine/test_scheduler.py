@@ -48,18 +48,18 @@ class MemoryModel:
                 self.here.add(admission.sequence)
         for step in plan.sequences:
             if step.sequence in self.here:
-                assert self.slab.length(step.sequence) == step.start
+                assert len(self.slab.slots(step.sequence)) == step.start
                 self.slab.append(step.sequence, len(step.tokens))  # CapacityError: admission was not exact
 
     def migrate(self, migrations: list[Migration]) -> None:
         for migration in migrations:
             if migration.source == self.name:
                 assert migration.sequence in self.here
-                assert migration.stop <= self.slab.length(migration.sequence)
+                assert migration.stop <= len(self.slab.slots(migration.sequence))
             if migration.target == self.name:
                 if migration.sequence not in self.slab:
                     self.slab.open(migration.sequence)
-                assert self.slab.length(migration.sequence) == migration.start < migration.stop
+                assert len(self.slab.slots(migration.sequence)) == migration.start < migration.stop
                 self.slab.append(migration.sequence, migration.stop - migration.start)
 
     def forget(self, sequence: int) -> None:
