@@ -132,7 +132,6 @@ def launch(
     plan = sizing.cluster_plan(
         config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
     )
-    limits = sizing.limits(config, model, plan.pipeline)
     secret = None if config.secret_file is None else from_file(config.secret_file)
     control = ControlServer([*computes, *memories], secret=secret, host=host)
     workers = workers or LocalWorkers()
@@ -145,6 +144,7 @@ def launch(
         control.close()
         workers.kill()
         raise
+    limits = plan.limits
     if config.max_model_len is None:  # a request longer than a memory worker's slab could never be admitted
         limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, max(cluster.capacities.values())))
     return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)

@@ -160,7 +160,7 @@ def cluster_plan(
         compute_setup=setup,
         memory_threads=_threads(config, memory_cores),
         kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
-        most_useful_tokens=bounds.max_num_seqs * bounds.max_model_len,
+        limits=bounds,
         pipeline=order,
         transport=config.transport,
         tls=config.tls,

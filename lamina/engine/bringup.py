@@ -8,6 +8,7 @@ from lamina.config import TransportName
 from lamina.engine.gather import Gather, Workers
 from lamina.engine.linking import link
 from lamina.engine.pipeline import Pipeline
+from lamina.engine.scheduler import Limits
 from lamina.errors import ConfigError
 from lamina.transport.channel import LANDING_NBYTES, Layout
 from lamina.transport.choice import Choice, Offer, candidates
@@ -42,7 +43,7 @@ class ClusterPlan:
     compute_setup: ComputeSetup
     memory_threads: int
     kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
-    most_useful_tokens: int  # more slots than this in one worker could never be used
+    limits: Limits  # of the engine's scheduler; more slots in one worker than they can fill would never be used
     pipeline: Pipeline
     transport: TransportName
     tls: bool
@@ -111,7 +112,7 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
             f"each memory worker has {nbytes} bytes for KV; one token of this model needs {per_token} and a request at "
             f"least two. Give more with kv_cache_memory_bytes"
         )
-    return min(capacity, plan.most_useful_tokens)
+    return min(capacity, plan.limits.max_num_seqs * plan.limits.max_model_len)
 
 
 def _connect(
