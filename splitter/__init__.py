@@ -11,7 +11,7 @@ from lamina.splitter.program import Room
 from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel, Weight, as_numpy
 
 if TYPE_CHECKING:
-    from lamina.splitter.assemble import load_config, split
+    from lamina.splitter.assemble import split
 
 __all__ = [
     "Crossing",
@@ -24,7 +24,6 @@ __all__ = [
     "SplitModel",
     "Weight",
     "as_numpy",
-    "load_config",
     "lower",
     "split",
 ]
@@ -32,6 +31,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported when first used: a worker that finds a model split already needs no transformers.
-    if name not in ("load_config", "split"):
+    if name != "split":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("lamina.splitter.assemble"), name)

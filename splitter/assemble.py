@@ -1,12 +1,9 @@
 """From a model to its slices: capture, clean, cut, build, replicate; verified after every pass."""
 
-from pathlib import Path
-
 import torch
 from torch import fx
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from lamina.errors import ModelError
 from lamina.splitter import attention
 from lamina.splitter.capture import Capture, capture
 from lamina.splitter.flow import clean, row_layout
@@ -17,17 +14,16 @@ from lamina.splitter.verify import verify, verify_capture, verify_partition
 from lamina.types import DType
 
 
-def split(config: PretrainedConfig | str | Path, dtype: DType = DType.FLOAT32) -> SplitModel:
+def split(config: PretrainedConfig, dtype: DType = DType.FLOAT32) -> SplitModel:
     """Cut a model at its attention operators. No weights are read or allocated.
 
     Args:
-        config: of the model; or its directory, or a ``config.json``.
+        config: of the model.
         dtype: of weights, activations and KV.
 
     Raises:
-        ModelError: there is no configuration at that path. UnsupportedModelError: the model cannot be split.
+        UnsupportedModelError: the model cannot be split.
     """
-    config = load_config(config) if isinstance(config, str | Path) else config
     captured = capture(config, dtype)
     clean(captured)
     verify_capture(captured)
@@ -36,19 +32,6 @@ def split(config: PretrainedConfig | str | Path, dtype: DType = DType.FLOAT32) -
     model = _replicate(config, dtype, captured, parts)
     verify(model)
     return model
-
-
-def load_config(path: str | Path) -> PretrainedConfig:
-    """The configuration in a model directory or a ``config.json``. Raises ModelError."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ModelError(f"{file} is not a file; give a model directory with a config.json, or a config.json")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{file} holds no model configuration that transformers knows: {error}") from error
-    return config
 
 
 def _replicate(config: PretrainedConfig, dtype: DType, captured: Capture, parts: Partition) -> SplitModel:

@@ -44,13 +44,13 @@ def split(
     """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
     from rich.console import Console
 
-    from lamina.models.config import resolve_dtype
-    from lamina.models.directory import BUNDLED
-    from lamina.splitter import load_config
+    from lamina.models.config import load_config, resolve_dtype
+    from lamina.models.directory import CONFIG, find
     from lamina.splitter import split as split_model
     from lamina.types import DType
 
-    config = load_config(model or BUNDLED)
+    place = model.parent if model is not None and model.name == CONFIG else model
+    config = load_config(find(place, weights=False, tokenizer=False))
     wanted: DType | Literal["auto"] = "auto" if dtype is Element.AUTO else DType(dtype.value)
     result = split_model(config, resolve_dtype(config, wanted))
     if format is Format.TABLE and output is None:

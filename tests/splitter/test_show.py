@@ -10,8 +10,19 @@ from split_variants import variant
 from typer.testing import CliRunner
 
 from lamina.cli.split import split as command
+from lamina.errors import ModelError, UnsupportedModelError
 from lamina.splitter import SplitModel, describe, split
 from lamina.splitter.draw import size, svg
+
+CODE = """
+from pathlib import Path
+from transformers import PretrainedConfig
+
+Path("{ran}").touch()
+
+class Warp9Config(PretrainedConfig):
+    model_type = "warp9"
+"""
 
 app = typer.Typer()
 app.command()(command)
@@ -19,14 +30,15 @@ app.command()(command)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration alone: no weights, no tokenizer."""
     path = tmp_path_factory.mktemp("model")
     variant("gptj", layers=5).save_pretrained(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> SplitModel:
-    return split(directory)
+def model() -> SplitModel:
+    return split(variant("gptj", layers=5))
 
 
 def run(*arguments: str) -> str:
@@ -55,6 +67,33 @@ def test_svg_is_a_picture_of_one_period(directory: Path, model: SplitModel, tmp_
     texts = [element.text for element in ElementTree.parse(target).iter("{http://www.w3.org/2000/svg}text")]
     assert [text for text in texts if text and text.startswith("Slice")] == ["Slice 0", "Slices 1-4", "Slice 5"]
     assert target.read_text() == svg(model)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        (None, ModelError, "has no config.json"),
+        ("not json", ModelError, "is not JSON"),
+        ('{"hidden_size": 32}', ModelError, "has no model_type"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', ModelError, "not valid for the family 'llama'"),
+        ('{"model_type": "vit"}', UnsupportedModelError, "no causal language model"),
+        (
+            '{"model_type": "warp9", "auto_map": {"AutoConfig": "configuration_warp9.Warp9Config"}}',
+            UnsupportedModelError,
+            "runs no code",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, error: type[ModelError], said: str
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: "yes")  # what transformers asks before it runs code
+    (tmp_path / "configuration_warp9.py").write_text(CODE.format(ran=tmp_path / "ran"))
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(error, match=said):
+        run(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_many_kinds_are_abridged() -> None:

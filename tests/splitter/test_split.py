@@ -1,14 +1,13 @@
 """What a split model promises its users: names, sizes, order, shared graphs; and what is refused."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 from split_variants import variant
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from lamina.errors import ModelError, UnsupportedModelError
+from lamina.errors import UnsupportedModelError
 from lamina.splitter import Cut, SplitModel, describe, split
 from lamina.splitter.verify import verify
 from lamina.types import DType
@@ -81,11 +80,6 @@ def test_the_configuration_is_left_alone() -> None:
     assert config.to_dict() == before
 
 
-def test_from_a_directory(tmp_path: Path) -> None:
-    variant("gpt2").save_pretrained(tmp_path)
-    assert len(split(tmp_path).slices) == len(split(tmp_path / "config.json").slices) == 3
-
-
 def test_low_precision_weights_give_low_precision_q() -> None:
     config = variant("mixtral")
     model = split(config, DType.BFLOAT16)
@@ -120,14 +114,6 @@ def test_refused(model_type: str, values: dict[str, object], reason: str) -> Non
 def test_more_than_a_text_decoder_is_refused(model_type: str) -> None:
     with pytest.raises(UnsupportedModelError, match="text model"):
         split(CONFIG_MAPPING[model_type]())
-
-
-def test_no_model_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not a file"):
-        split(tmp_path)
-    (tmp_path / "config.json").write_text("not json")
-    with pytest.raises(ModelError, match="holds no model configuration"):
-        split(tmp_path)
 
 
 def test_verify_notices_broken_slices() -> None:
