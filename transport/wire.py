@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lamina.config import Overlap
+from lamina.config import MOST_MINI_BATCHES, Overlap
 from lamina.types import AttentionSpec, DType, Segment, SequenceStep, StepPlan
 
 Array = npt.NDArray[np.generic]
@@ -126,7 +126,7 @@ def reply_nbytes(attentions: Sequence[AttentionSpec], rows: int) -> int:
     return rows * max(spec.query_heads * (spec.v_dim + 1) * 4 for spec in attentions)
 
 
-MOST_PIECES = 16
+MOST_PIECES = MOST_MINI_BATCHES + 1  # k and v may come after q
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     Raises:
         RequestError: there is no message, or the template refuses them.
     """
-    if not messages:
-        raise RequestError("messages is empty; give at least one message")
     # The template writes the special tokens itself.
     return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 

@@ -75,7 +75,10 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = "\n".join(_text_of(index, part) for part in content)
+        try:
+            plain["content"] = joined_text(content)
+        except RequestError as error:
+            raise RequestError(f"messages[{index}].content: {error}") from None
     elif content is None and "tool_calls" not in plain:
         raise RequestError(f"messages[{index}] has no content; give a string")
     elif content is not None and not isinstance(content, str):
@@ -83,11 +86,16 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _text_of(index: int, part: Any) -> str:
+def joined_text(parts: Sequence[Any]) -> str:
+    """The text of OpenAI style text parts, joined by line breaks. Raises RequestError if one is none."""
+    return "\n".join(map(_text_of, parts))
+
+
+def _text_of(part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError(f"messages[{index}] has a content part of type {kind!r}; Lamina serves text parts only")
+    raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

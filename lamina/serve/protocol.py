@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from lamina.engine.prompts import Prompt, as_prompts
+from lamina.models.chat import joined_text
 from lamina.serve.errors import APIError
 from lamina.types import SamplingParams
 
@@ -106,13 +107,7 @@ class CompletionRequest(GenerationRequest):
 
 def _text_of(content: Any) -> Any:
     """A list of text parts as one text; anything else is left to validation."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a part of type {kind!r} is not supported; give text parts")
-    return "\n".join(part["text"] for part in content)
+    return joined_text(content) if isinstance(content, list) else content
 
 
 class ChatMessage(BaseModel):
