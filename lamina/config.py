@@ -1,9 +1,13 @@
 """Frozen settings of one runtime. Nothing mutates a config."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from lamina.errors import ConfigError
 from lamina.types import DType
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+"""How a user says an element type: one of DType's, or auto for the model's own."""
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -81,3 +85,13 @@ class EngineConfig:
     trace: str | None = None
     compute_cores: str | None = None
     memory_cores: str | None = None
+
+
+def as_dtype(name: DType | str) -> DType | Literal["auto"]:
+    """The element type that a ``DTypeName`` stands for. Raises ConfigError for any other."""
+    if name == "auto":
+        return "auto"
+    try:
+        return DType(name)
+    except ValueError:
+        raise ConfigError(f"dtype is {name!r}; give {', '.join(get_args(DTypeName))}") from None

@@ -14,13 +14,13 @@ import os
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from typing import Literal, Self, cast
+from typing import Self, cast
 
 from lamina.cluster.local import launch
-from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName
+from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
 from lamina.engine.prompts import Message, Prompt, as_prompts, chat_prompt
 from lamina.engine.streams import AsyncOutputs, Outputs
-from lamina.errors import ConfigError, RequestError
+from lamina.errors import RequestError
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.progress import BatchProgress, loading_progress
 from lamina.types import DType, RequestOutput, SamplingParams
@@ -79,7 +79,7 @@ class Lamina:
             model=None if model is None else os.fspath(model),
             compute=compute,
             memory=memory,
-            dtype=_dtype(dtype),
+            dtype=as_dtype(dtype),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -201,16 +201,6 @@ class Lamina:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _dtype(value: DType | str) -> DType | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    try:
-        return DType(value)
-    except ValueError:
-        known = ", ".join(d.value for d in DType)
-        raise ConfigError(f"dtype is {value!r}; give auto, {known}") from None
 
 
 def _new_id() -> str:

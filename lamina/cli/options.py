@@ -3,13 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName
+from lamina.config import DTypeName, EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
 from lamina.errors import ConfigError, RequestError
-from lamina.types import DType, SamplingParams
+from lamina.types import SamplingParams
 
 MaxTokens = Annotated[int, typer.Option(help="At most so many tokens per completion.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
@@ -30,7 +30,7 @@ ENGINE: dict[str, Any] = {
         LoadFormat, _engine_option(help="dummy: random weights of the right shapes, for benchmarks.")
     ],
     "dtype": Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        DTypeName,
         _engine_option(help="Of weights, activations and KV; auto takes the checkpoint's."),
     ],
     "max_model_len": Annotated[
@@ -88,7 +88,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         settings = {name: values.pop(name) for name in ENGINE}
-        settings |= {"lanes": as_lanes(settings["lanes"]), "dtype": _dtype(settings["dtype"])}
+        settings |= {"lanes": as_lanes(settings["lanes"]), "dtype": as_dtype(settings["dtype"])}
         command(EngineConfig(**settings), **values)
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
@@ -102,10 +102,6 @@ def as_lanes(text: str | None) -> int | None:
     if not text.isdigit():
         raise ConfigError(f"lanes is {text!r}; give auto or a number")
     return int(text)
-
-
-def _dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> DType | Literal["auto"]:
-    return name if name == "auto" else DType(name)
 
 
 def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:

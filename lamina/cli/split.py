@@ -3,9 +3,11 @@
 import enum
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lamina.config import DTypeName, as_dtype
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,15 +23,6 @@ class Format(enum.Enum):
     SVG = "svg"
 
 
-class Element(enum.Enum):
-    """The values of --dtype."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 def split(
     model: Annotated[
         Path | None,
@@ -39,7 +32,7 @@ def split(
         Format, typer.Option(help="table, json, or svg: a picture of one period of layers.")
     ] = Format.TABLE,
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
-    dtype: Annotated[Element, typer.Option(help="Element type; auto takes the configuration's.")] = Element.AUTO,
+    dtype: Annotated[DTypeName, typer.Option(help="Element type; auto takes the configuration's.")] = "auto",
 ) -> None:
     """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
     from rich.console import Console
@@ -47,12 +40,10 @@ def split(
     from lamina.models.config import load_config, resolve_dtype
     from lamina.models.directory import CONFIG, find
     from lamina.splitter import split as split_model
-    from lamina.types import DType
 
     place = model.parent if model is not None and model.name == CONFIG else model
     config = load_config(find(place, weights=False, tokenizer=False))
-    wanted: DType | Literal["auto"] = "auto" if dtype is Element.AUTO else DType(dtype.value)
-    result = split_model(config, resolve_dtype(config, wanted))
+    result = split_model(config, resolve_dtype(config, as_dtype(dtype)))
     if format is Format.TABLE and output is None:
         Console().print(render_table(result))
         return

@@ -1,7 +1,7 @@
 """Options of the engine on the command line: what a command is given for them."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lamina.cli import app
 from lamina.cli.options import engine_options
-from lamina.config import EngineConfig
+from lamina.config import DTypeName, EngineConfig
 from lamina.errors import ConfigError
 from lamina.types import DType
 
@@ -58,6 +58,10 @@ def call(*arguments: str) -> tuple[EngineConfig, int]:
 def test_without_options_a_command_gets_the_configuration_s_own_defaults() -> None:
     assert call() == (EngineConfig(), 3)
     assert call("--lanes", "auto", "--dtype", "auto")[0] == EngineConfig()
+
+
+def test_every_element_type_has_its_name() -> None:
+    assert get_args(DTypeName) == ("auto", *(dtype.value for dtype in DType))
 
 
 def test_every_option_reaches_its_field() -> None:
