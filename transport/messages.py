@@ -91,7 +91,6 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: ``done`` of ``total`` tensors of ``stage`` are there."""
 
-    worker: str
     stage: str
     done: int
     total: int

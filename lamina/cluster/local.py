@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from lamina.cluster.devices import find_devices, free_memory
 from lamina.config import EngineConfig
 from lamina.engine.bringup import bring_up
 from lamina.engine.engine import Engine, OnTrace
+from lamina.engine.gather import OnProgress
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
 from lamina.transport.control import Bootstrap, ControlServer
 from lamina.transport.listener import LOOPBACK
-from lamina.transport.messages import LoadProgress
 from lamina.transport.secret import from_file
 
 STOP_TIMEOUT_S = 5.0
@@ -106,7 +106,7 @@ def _describe(code: int) -> str:
 
 def launch(
     config: EngineConfig,
-    on_progress: Callable[[LoadProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
     on_trace: OnTrace | None = None,
     *,
     workers: LocalWorkers | None = None,
@@ -139,7 +139,7 @@ def launch(
         for names, module in ((computes, COMPUTE), (memories, MEMORY)):
             for name in names:
                 workers.spawn(name, module, control.bootstraps[name], plan.cores[name], plan.shared_cores)
-        cluster = bring_up(control, workers, plan, on_progress or (lambda progress: None))
+        cluster = bring_up(control, workers, plan, on_progress or (lambda worker, progress: None))
     except BaseException:
         control.close()
         workers.kill()

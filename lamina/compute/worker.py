@@ -146,7 +146,7 @@ class ComputeWorker:
         )
 
     def _progress(self, stage: str, done: int, total: int) -> None:
-        self._control.send(LoadProgress(self.name, stage, done, total))
+        self._control.send(LoadProgress(stage, done, total))
 
     def _serve_once(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""

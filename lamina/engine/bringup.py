@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lamina.config import TransportName
-from lamina.engine.gather import Gather, Workers
+from lamina.engine.gather import Gather, OnProgress, Workers
 from lamina.engine.linking import link
 from lamina.engine.pipeline import Pipeline
 from lamina.engine.scheduler import Limits
@@ -19,7 +19,6 @@ from lamina.transport.messages import (
     Connect,
     Connected,
     Hello,
-    LoadProgress,
     MemorySetup,
     ModelLoaded,
     Register,
@@ -64,9 +63,7 @@ class Cluster:
     links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
 
 
-def bring_up(
-    control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: Callable[[LoadProgress], None]
-) -> Cluster:
+def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
     """Load the model, make slabs and arenas, connect every memory worker with every other worker.
 
     Raises the worker's own UserError if a user can mend it, else TransportError, WorkerError or DeadlineError.

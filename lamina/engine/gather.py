@@ -21,6 +21,9 @@ from lamina.transport.messages import (
 
 POLL_S = 0.2
 
+OnProgress = Callable[[str, LoadProgress], None]
+"""A worker's name and how far it is."""
+
 MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Linked, Connected)
 
 
@@ -39,7 +42,7 @@ class Workers(Protocol):
 class Gather:
     """Collects one answer from each of several workers, noticing failures and deaths meanwhile."""
 
-    def __init__(self, control: ControlServer, workers: Workers, on_progress: Callable[[LoadProgress], None]) -> None:
+    def __init__(self, control: ControlServer, workers: Workers, on_progress: OnProgress) -> None:
         self._control = control
         self._workers = workers
         self._on_progress = on_progress
@@ -74,7 +77,7 @@ class Gather:
         if isinstance(message, Failed):
             raise failure(worker, message)
         if isinstance(message, LoadProgress):
-            self._on_progress(message)
+            self._on_progress(worker, message)
 
 
 def failure(worker: str, message: Failed) -> errors.LaminaError:

@@ -15,12 +15,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from lamina.engine.gather import OnProgress
 from lamina.transport.messages import LoadProgress
 from lamina.types import RequestOutput
 
 
 @contextmanager
-def loading_progress(console: Console | None = None) -> Iterator[Callable[[LoadProgress], None]]:
+def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
     """One line per worker that loads weights, while it does; yields the callback for ``launch``."""
     console = console or Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
@@ -28,11 +29,11 @@ def loading_progress(console: Console | None = None) -> Iterator[Callable[[LoadP
         starting = progress.add_task("workers", total=None, stage="starting")
         tasks: dict[str, TaskID] = {}
 
-        def show(report: LoadProgress) -> None:
+        def show(worker: str, report: LoadProgress) -> None:
             progress.update(starting, visible=False)
-            if report.worker not in tasks:
-                tasks[report.worker] = progress.add_task(report.worker, stage=report.stage)
-            progress.update(tasks[report.worker], completed=report.done, total=report.total, stage=report.stage)
+            if worker not in tasks:
+                tasks[worker] = progress.add_task(worker, stage=report.stage)
+            progress.update(tasks[worker], completed=report.done, total=report.total, stage=report.stage)
 
         yield show
 

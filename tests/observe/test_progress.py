@@ -30,8 +30,8 @@ def test_a_batch_shows_requests_and_rate() -> None:
 def test_loading_shows_each_worker_and_its_stage() -> None:
     terminal, written = console(True)
     with loading_progress(terminal) as show:
-        show(LoadProgress("compute0", "splitting", 0, 1))
-        show(LoadProgress("compute1", "weights", 3, 7))
+        show("compute0", LoadProgress("splitting", 0, 1))
+        show("compute1", LoadProgress("weights", 3, 7))
     for text in ("compute0", "splitting", "compute1", "weights"):
         assert text in written.getvalue()
 
@@ -44,5 +44,5 @@ def test_nothing_is_drawn_without_a_terminal_or_when_not_wanted() -> None:
         assert written.getvalue() == ""
     shown, written = console(False)
     with loading_progress(shown) as show:
-        show(LoadProgress("compute0", "weights", 1, 2))
+        show("compute0", LoadProgress("weights", 1, 2))
     assert written.getvalue() == ""

@@ -26,7 +26,7 @@ def received(server: ControlServer, turns: int = 10) -> list[tuple[str, ToEngine
 def test_messages_travel_both_ways_in_order(server: ControlServer) -> None:
     client = ControlClient(server.bootstraps["compute0"])
     for done in range(50):
-        client.send(LoadProgress("compute0", "weights", done, 50))
+        client.send(LoadProgress("weights", done, 50))
     got = received(server)
     assert [(worker, message.done) for worker, message in got] == [("compute0", done) for done in range(50)]
     server.send(["compute0"], Stop())
