@@ -48,8 +48,8 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A look at the engine. ``moved`` counts sequences that went from one memory worker to another; ``dead`` says why
-    it has stopped, if it has."""
+    """A look at the engine. ``steps`` counts those that have completed, ``moved`` sequences that went from one memory
+    worker to another; ``dead`` says why it has stopped, if it has."""
 
     running: int
     waiting: int
