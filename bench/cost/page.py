@@ -59,10 +59,16 @@ class Section:
 
     def table(self, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Add a table of text; all columns but the first are set to the right unless they hold sentences."""
-        body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
-        heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+        columns = zip(head, *(kept := list(rows)), strict=True)
+        kinds = [" class=prose" if any(len(value) > _SENTENCE for value in column) else "" for column in columns]
+
+        def line(tag: str, values: Sequence[str]) -> str:
+            cells = (f"<{tag}{kind}>{escape(value)}</{tag}>" for kind, value in zip(kinds, values, strict=True))
+            return f"<tr>{''.join(cells)}</tr>"
+
+        body = "".join(line("td", row) for row in kept)
         self.parts.append(
-            f"<div class=wide><table><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>"
+            f"<div class=wide><table><caption>{escape(caption)}</caption><thead>{line('th', head)}</thead>"
             f"<tbody>{body}</tbody></table></div>"
         )
 
@@ -138,12 +144,7 @@ def html(title: str, introduction: Sequence[str], sections: Sequence[Section]) -
 
 
 _SENTENCE = 24
-"""Cells longer than this are prose."""
-
-
-def _cell(value: str) -> str:
-    kind = "" if len(value) <= _SENTENCE else " class=prose"
-    return f"<td{kind}>{escape(value)}</td>"
+"""Columns with longer cells hold prose."""
 
 
 _STYLE = """
@@ -159,6 +160,6 @@ caption { text-align: left; padding: .4rem 0; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th:first-child, td:first-child, .prose { text-align: left; } .prose { min-width: 14rem; }
-th { text-align: right; font-weight: 600; }
+th { font-weight: 600; }
 figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; color: var(--ink); }
 """
