@@ -17,7 +17,7 @@ from lamina.errors import CapacityError
 
 Slots = NDArray[np.int32]
 
-_RUN = 64  # slots: of 4 heads of 64 in bfloat16 32 KiB of keys; 16 are read at 0.92 and 128 at 1.02 of its rate
+_RUN = 64  # slots: of 4 heads of 64 in bfloat16 32 KiB of keys; 16 are read at 0.94 and 128 at 1.02 of its rate
 
 
 class _PageTable:

@@ -12,7 +12,7 @@ namespace lamina::attention {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kElementsPerThread = 131072; // waking a thread costs as much as this many
+constexpr int64_t kElementsPerThread = 65536; // half as many take two threads, awake, as long as one
 
 // The weight of a partial whose lse is `lse` against the largest one; a partial that saw nothing has none.
 float weight(float lse, float largest) {
