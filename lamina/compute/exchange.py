@@ -73,13 +73,11 @@ class Gathering:
     Attributes:
         out: [rows, Hq, Dv]; rows beyond the step's tokens are 0. tokens: the others, as an array.
         replies: partials (out, lse) in the messages of memory workers.
-        covers: True if one of them has all of the step's rows.
     """
 
     out: torch.Tensor
     tokens: Array
     replies: list[tuple[Source, Floats, Floats]]
-    covers: bool
 
 
 class StepExchange:
@@ -226,12 +224,12 @@ class StepExchange:
         The next call for as many heads of the same size writes the same tensor.
         """
         gathering = self._gathering(spec)
-        if gathering.covers and chunks is None:
-            ((_, out, lse),) = gathering.replies
-            outs, lses = [out], [lse]
+        partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
+        partials += gathering.replies
+        if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they came
+            outs, lses = [partials[0][1]], [partials[0][2]]
         else:
-            partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
-            outs, lses = self._scattered(spec, [*partials, *gathering.replies])
+            outs, lses = self._scattered(spec, partials)
         merge(outs, lses, sinks, gathering.tokens, None, self._threads)
         return gathering.out
 
@@ -243,8 +241,7 @@ class StepExchange:
                 (remote.source, *read_reply(remote.reply.view, spec, len(remote.rows.queries))) for remote in remotes
             ]
             out = torch.zeros(self.rows, *key, dtype=getattr(torch, self._dtype.value))
-            covers = len(remotes) == 1 and len(remotes[0].rows.queries) == self._total
-            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total], replies, covers)
+            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total], replies)
         return self._gatherings[key]
 
     def _scattered(
