@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import UnsupportedModelError
+from lamina.models.config import keep_in_float32
 from lamina.splitter import adapters, trace
 from lamina.splitter.attention import OPERATOR
 from lamina.splitter.operators import EXAMPLE_ROWS, Operators, write_operators
@@ -120,6 +121,7 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
                 attn_implementation=adapters.build_implementation(config.model_type),
             )
             adapters.adapt(model, config.model_type)
+            keep_in_float32(model, dtype)
     except Exception as error:  # a family's own checks raise anything
         raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
     return model.eval()

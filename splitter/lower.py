@@ -191,7 +191,7 @@ def lower(model: SplitModel) -> LoweredModel:
     graphs: dict[fx.GraphModule, SliceGraphs] = {}
     for part in model.slices:
         if part.graph not in graphs:
-            main, packed = _pack(part, pack) if pack else (copy.deepcopy(part.graph), frozenset[int]())
+            main, packed = _pack(part, pack, model.dtype) if pack else (copy.deepcopy(part.graph), frozenset[int]())
             graphs[part.graph] = _hoist(part, main, packed)
             fuse(graphs[part.graph].main)
             if not part.last:
@@ -220,8 +220,9 @@ def _announce_query(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _pack(part: Slice, packing: Packing) -> tuple[fx.GraphModule, frozenset[int]]:
-    """Let linear layers take packed weights, where a weight serves nothing else; with the places of those weights."""
+def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, frozenset[int]]:
+    """Let linear layers take packed weights, where a weight is of the model's ``dtype`` and serves nothing else; with
+    the places of those weights."""
     module = copy.deepcopy(part.graph)
     weights = list(module.graph.nodes)[: len(part.weights)]
     packed = set()
@@ -229,8 +230,9 @@ def _pack(part: Slice, packing: Packing) -> tuple[fx.GraphModule, frozenset[int]
         linears = list(weight.users)
         if not all(user.target is LINEAR and user.args[1] is weight for user in linears):
             continue
-        outputs, inputs = weight.meta["val"].shape
-        if inputs % packing.inputs_multiple:
+        value: Tensor = weight.meta["val"]
+        outputs, inputs = value.shape
+        if inputs % packing.inputs_multiple or value.dtype != getattr(torch, dtype.value):
             continue
         packed.add(place)
         for linear in linears:

@@ -1,5 +1,6 @@
 """The transformers side of a config: which model it describes, its weights' names and shapes, its element type."""
 
+import re
 from typing import Literal, cast
 
 import torch
@@ -54,7 +55,7 @@ def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) 
 
 
 def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
-    """The model without its weights: names, shapes and ties of every parameter, no memory.
+    """The model without its weights: names, shapes, element types and ties of every parameter, no memory.
 
     Raises:
         UnsupportedModelError: transformers cannot build this model.
@@ -64,7 +65,22 @@ def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))  # type: ignore[no-untyped-call]
     except Exception as error:
         raise UnsupportedModelError(f"transformers cannot build a {config.model_type} model: {error}") from error
+    keep_in_float32(model, dtype)
     return cast(PreTrainedModel, model)
+
+
+def keep_in_float32(model: PreTrainedModel, dtype: DType) -> None:
+    """Make float32 again what a family keeps so, mutating ``model``, built for ``dtype``: as ``from_pretrained`` does.
+
+    The families whose norms are kept mean float16 alone: bfloat16 has float32's range.
+    """
+    kept = set(model._keep_in_fp32_modules_strict or ()) if dtype is not DType.FLOAT32 else set()
+    if dtype is DType.FLOAT16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(pattern.search(name) for pattern in patterns):
+            tensor.data = tensor.data.float()
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -123,14 +123,16 @@ class _Checkpoint:
                 if source not in made:
                     outputs = self._make(self._recipes[source], files, stack)
                     made.update((output, outputs[output]) for output in outputs.keys() & needed)
+                    for other in self._copies(source):
+                        copy = self._make(self._recipes[other], files, stack)[other]
+                        self._check_tie(source, made[source], other, copy)
                 result[name] = made[source]
                 done.add(result[name])
         return result
 
     def _stored(self, name: str) -> str:
         """The name under which the checkpoint holds ``name``: its own, or one that it is tied to."""
-        source = self._ties.get(name, name)
-        for candidate in (source, *(tied for tied, to in self._ties.items() if to == source)):
+        for candidate in self._tied(name):
             if candidate in self._recipes:
                 return candidate
         files = {entry.file.name for entry in self._directory.tensors.values()}
@@ -138,6 +140,23 @@ class _Checkpoint:
             f"{self._directory.path}: no tensor for {name} among the {len(self._directory.tensors)} in {some(files)}. "
             "The weights are not those of this config.json, or incomplete: copy the directory again"
         )
+
+    def _tied(self, name: str) -> list[str]:
+        """All names that share the tensor of ``name``, the one that the others are tied to first."""
+        source = self._ties.get(name, name)
+        return [source, *(tied for tied, to in self._ties.items() if to == source)]
+
+    def _copies(self, source: str) -> list[str]:
+        """Names under which the checkpoint holds the tensor of ``source`` as well."""
+        return [name for name in self._tied(source) if name in self._recipes and name != source]
+
+    def _check_tie(self, source: str, tensor: torch.Tensor, other: str, copy: torch.Tensor) -> None:
+        # transformers loads both then, as if config.json did not tie them; the slices are cut for one.
+        if not torch.equal(tensor, copy):
+            raise ModelError(
+                f"{self._directory.path}: config.json ties {other} to {source}, but the checkpoint holds both and they "
+                'differ. If both are meant, write "tie_word_embeddings": false into config.json'
+            )
 
     def _check_inputs(self, name: str) -> None:
         """Refuses what the headers already show to be wrong, before any data is read."""

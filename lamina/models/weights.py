@@ -1,10 +1,9 @@
 """The transformers side of weights: which tensors a model has, and how they are made from a checkpoint's."""
 
-import re
 from collections.abc import Sequence
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from lamina.config import LoadFormat
 from lamina.models import tensors
@@ -22,7 +21,7 @@ def plan(directory: ModelDirectory, config: PretrainedConfig, dtype: DType) -> W
     float32.
     """
     model = meta_model(config, dtype)
-    expected = _expected(model, dtype)
+    expected = model.state_dict()
     ties = {name: source for name, source in model.all_tied_weights_keys.items() if name in expected}
     return WeightPlan(config.model_type, expected, ties, recipes(model, directory.tensors))
 
@@ -38,15 +37,3 @@ def load(
 ) -> dict[str, torch.Tensor]:
     """``tensors.load`` of the model that ``config`` describes."""
     return tensors.load(directory, names, plan(directory, config, dtype), load_format, seed, on_progress)
-
-
-def _expected(model: PreTrainedModel, dtype: DType) -> dict[str, torch.Tensor]:
-    """Meta tensors with the shape and element type of every name."""
-    in_float32 = set(model._keep_in_fp32_modules_strict or ()) if dtype is not DType.FLOAT32 else set()
-    if dtype is DType.FLOAT16:  # bfloat16 has float32's range; float16 has not
-        in_float32 |= set(model._keep_in_fp32_modules or ())
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in in_float32]
-    return {
-        name: tensor.float() if any(pattern.search(name) for pattern in patterns) else tensor
-        for name, tensor in model.state_dict().items()
-    }

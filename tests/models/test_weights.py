@@ -168,6 +168,22 @@ def test_tied_names_share_one_tensor_whichever_is_stored(tmp_path: Path, stored:
     assert torch.equal(loaded["lm_head.weight"], model.get_input_embeddings().weight)
 
 
+@pytest.mark.parametrize("names", [["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+def test_tied_names_stored_with_different_values(tmp_path: Path, names: list[str]) -> None:
+    """transformers gives each its own then, against config.json; equal ones are one tensor to both."""
+    save(tmp_path, "qwen2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load(find(tmp_path, tokenizer=False), *names)[names[-1]], tensors["lm_head.weight"])
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert not torch.equal(theirs["lm_head.weight"], theirs["model.embed_tokens.weight"])
+    with pytest.raises(ModelError, match=r'ties lm_head\.weight .* they differ.*"tie_word_embeddings": false'):
+        load(find(tmp_path, tokenizer=False), *names)
+
+
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     model = save(tmp_path, "mixtral")
     names, calls = list(model.state_dict()), []

@@ -138,6 +138,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "qwen2_moe",
         _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "decoder_sparse_step": 1},
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        _GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
+    ),
     "qwen3_moe": ("qwen3_moe", _WIDE | _EXPERTS | {"norm_topk_prob": True}),
     "glm4_moe": ("glm4_moe", {**_DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}),
     "phimoe": ("phimoe", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
@@ -150,7 +154,7 @@ NAMES = tuple(_VARIANTS)
 LIKE_ANOTHER = {
     *("llama-tied", "llama3-rope", "qwen2-window", "gpt2-layer-scale", "gpt_neox-sequential", "opt-projected"),
     *("bloom-6-heads", "falcon-mqa", "deepseek_v2-lite"),
-    *("ernie4_5", "glm", "granitemoe", "hunyuan_v1_dense", "olmo2", "olmoe", "qwen3_moe", "seed_oss"),
+    *("ernie4_5", "ernie4_5_moe", "glm", "granitemoe", "hunyuan_v1_dense", "olmo2", "olmoe", "qwen3_moe", "seed_oss"),
 }
 
 

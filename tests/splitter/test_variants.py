@@ -1,6 +1,7 @@
 """Every supported family: slices composed with an obvious attention compute what transformers computes."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lamina.models import weights
+from lamina.models.config import load_config, torch_dtype
+from lamina.models.directory import find
 from lamina.splitter import split
+from lamina.types import DType
 
 # Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
 STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}
@@ -61,3 +66,21 @@ def test_variant(name: str) -> None:
 def test_deep_model_from_few_layers(name: str) -> None:
     """Nine layers, some of another kind, come from a capture of fewer and are still exact."""
     assert_same_logits(variant(name, layers=9))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("ernie4_5_moe", DType.BFLOAT16), ("gpt_oss", DType.FLOAT16)])
+def test_tensors_that_a_family_keeps_in_float32(name: str, dtype: DType, tmp_path: Path) -> None:
+    """Routers and norms of a checkpoint that is loaded in low precision, as transformers loads it."""
+    reference(variant(name)).save_pretrained(tmp_path)
+    place = find(tmp_path, tokenizer=False)
+    config = load_config(place)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch_dtype(dtype), attn_implementation="eager")
+    kept = {key for key, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    part = split(config, dtype)
+    assert kept and {key for key, weight in part.weights.items() if weight.dtype == torch.float32} == kept
+    tensors = weights.load(place, sorted(part.weights), config, dtype)
+    ids = torch.arange(3, 10)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0, -1:].float()
+        actual = Runner(part, tensors).step({0: ids}, last_rows_only=True).float()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
