@@ -271,6 +271,29 @@ def test_no_process_outlives_a_script(end: str, sent: signal.Signals | None) -> 
         assert psutil.wait_procs(workers, END_S)[1] == []
 
 
+FORK = """
+import os
+from lamina import EngineDeadError, Lamina, SamplingParams
+with Lamina(dtype="float32", threads=1, kv_cache_memory_bytes=2**25) as runtime:
+    stream = runtime.stream("x", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert list(stream)[-1].error is None
+    else:
+        try:
+            runtime.generate("x")
+        except EngineDeadError as error:
+            os._exit("fork" not in str(error))
+        os._exit(1)
+"""
+
+
+def test_a_forked_process_is_told_that_the_engine_is_not_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_lamina_is_cheap() -> None:
     code = (
         "import lamina, sys; lamina.SamplingParams(); sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"

@@ -3,7 +3,6 @@
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 import traceback
@@ -37,7 +36,6 @@ def run_worker(make: Callable[[ControlClient], Worker]) -> None:
     The process ends with its engine, however the engine ends.
     """
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine says when to stop
     bootstrap = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
     exit_with(bootstrap.parent_pid)
     control = ControlClient(bootstrap)

@@ -3,6 +3,8 @@
 from functools import cache
 
 from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 
 
@@ -18,5 +20,5 @@ def print_error(error: BaseException | str) -> None:
 
 
 def print_text(text: str, style: str = "", end: str = "") -> None:
-    """Model text as it is: never wrapped, never read as markup."""
-    output().print(Text(text, style), soft_wrap=True, end=end)
+    """Model text as it is: never wrapped, never read as markup, its tabs not turned into spaces."""
+    output().print(Segments([Segment(text + end, Style.parse(style))]), soft_wrap=True, end="")

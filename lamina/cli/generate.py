@@ -44,7 +44,8 @@ def generate(
 
 
 def _standard_input() -> str:
-    text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    given = sys.stdin is not None and not sys.stdin.isatty()  # None: closed by who started the command
+    text = sys.stdin.read().removesuffix("\n") if given else ""
     if not text:
         raise RequestError('no prompt. Give one, as in: lamina generate "def fibonacci(n):", or pipe a text in')
     return text

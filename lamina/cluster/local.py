@@ -61,7 +61,11 @@ class LocalWorkers:
         os.sched_setaffinity(0, cores)  # of this thread alone; what it starts inherits it
         try:
             process = subprocess.Popen(
-                self.command(name, module), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+                self.command(name, module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,  # Ctrl-C, which ends the terminal's own, is for the engine alone
             )
         finally:
             os.sched_setaffinity(0, own)

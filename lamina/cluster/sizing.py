@@ -19,6 +19,8 @@ KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for al
 def check(config: EngineConfig) -> None:
     """Refuse settings that can never be. Raises ConfigError naming the setting and its range."""
     positive = ("max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory_bytes", "lanes")
+    _require_type(config, int, "a whole number", *positive, "max_model_len", "mini_batches", "seed")
+    _require_type(config, str, "a text", "compute", "memory", "compute_cores", "memory_cores")
     for name in positive:
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -38,6 +40,13 @@ def check(config: EngineConfig) -> None:
         _check_trace(Path(config.trace).absolute())
     if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
         raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
+
+
+def _require_type(config: EngineConfig, kind: type, said: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not getattr(EngineConfig, name) and type(value) is not kind:
+            raise ConfigError(f"{name} is {value!r}; give {said}")
 
 
 def _check_trace(file: Path) -> None:

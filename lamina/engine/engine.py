@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import os
 import random
 import threading
 import time
@@ -157,7 +158,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters as of now."""
         with self._lock:
-            accepted, dead = len(self._accepted), self._dead
+            accepted, dead = len(self._accepted), self._ended
         running = self._scheduler.running
         return EngineStats(running, max(0, accepted - running), self._steps, self._moved, dict(self._usage), dead)
 
@@ -170,9 +171,16 @@ class Engine:
             if self._thread.is_alive():
                 raise EngineDeadError(f"the engine did not end within {CLOSE_TIMEOUT_S:.0f} s; end its process")
 
+    @property
+    def _ended(self) -> str | None:
+        """Why nothing more is answered here, if so: a fork of the engine's process has none of its threads."""
+        if self._dead is None and not self._thread.is_alive():
+            return f"process {os.getpid()} does not run its thread; a fork of a process cannot use its engine"
+        return self._dead
+
     def _require_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._dead}. Start a new one")
+        if self._ended is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._ended}. Start a new one")
 
     def _die(self, reason: str) -> None:
         with self._lock:

@@ -81,8 +81,12 @@ class StopChecker:
         """Characters at the end of ``window`` that begin a stop string which may yet be completed and cut out."""
         if self._params.include_stop_str_in_output:
             return 0  # they stay in the output either way
-        for length in range(min(self._tail_length, len(window)), 0, -1):
-            end = window[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._params.stop):
-                return length
-        return 0
+        return max((_begun(stop, window) for stop in self._params.stop), default=0)
+
+
+def _begun(stop: str, text: str) -> int:
+    """Characters at the end of ``text`` that begin ``stop``, fewer than all of it."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0

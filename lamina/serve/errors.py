@@ -107,4 +107,4 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     param = first.get("ctx", {}).get("param") or ".".join(loc) or None
     message = str(first["msg"]).removeprefix("Value error, ")
-    return APIError(400, message if param is None or param in message else f"{param}: {message}", param=param)
+    return APIError(400, message if param is None or message.startswith(param) else f"{param}: {message}", param=param)

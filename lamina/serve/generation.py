@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from lamina.engine.engine import Engine
+from lamina.engine.engine import MAX_WAITING, Engine
 from lamina.engine.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
 from lamina.errors import LaminaError
@@ -117,8 +117,10 @@ async def respond(
     """Run ``prompts`` and answer, at once or as a stream.
 
     Raises:
-        RequestError, OverloadedError, EngineDeadError: before anything is answered; nothing is left running.
+        APIError, RequestError, OverloadedError, EngineDeadError: before anything is answered; nothing is left running.
     """
+    if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would be in vain
+        raise APIError(400, f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once", param="prompt")
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts))
     generation = Generation(engine, form, body, outputs, Sent(params.n, echo))
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)

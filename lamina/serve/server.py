@@ -1,5 +1,6 @@
 """Listening: a socket bound before the model is loaded, and uvicorn on it afterwards."""
 
+import asyncio
 import errno
 import os
 import socket
@@ -51,18 +52,29 @@ def url(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
+        self._engine = engine
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Answers that go on are ended by the engine, so that their clients are told why; uvicorn would cut them off.
+        loop = asyncio.get_running_loop()
+        end = loop.call_later(GRACE_S, lambda: loop.run_in_executor(None, self._engine.close))
+        await super().shutdown(sockets)
+        end.cancel()
+
 
 def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended or GRACE_S is over."""
+    """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
+
+    Those that have not after ``GRACE_S`` end in an error, with the engine, which is closed then.
+    """
     config = uvicorn.Config(
-        create_app(engine), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off"
+        create_app(engine), log_config=None, access_log=False, timeout_graceful_shutdown=2 * GRACE_S, lifespan="off"
     )
-    _Server(config, on_ready).run(sockets=[listener])
+    _Server(config, engine, on_ready).run(sockets=[listener])

@@ -6,6 +6,7 @@ import errno
 import io
 import ipaddress
 import json
+import os
 import random
 import re
 import signal
@@ -23,9 +24,11 @@ import psutil
 import pytest
 
 from lamina.cli import doctor_network
+from lamina.cli.console import output, print_text
 from lamina.cli.doctor import _cpu, examine
 from lamina.cli.findings import Status
 from lamina.cli.generate import _standard_input
+from lamina.errors import RequestError
 from lamina.transport.rdma_devices import Gid, Port
 
 LAMINA = [sys.executable, "-m", "lamina"]
@@ -93,6 +96,16 @@ def test_impossible_pipelines_are_refused_before_anything_starts(option: tuple[s
 def test_a_prompt_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("import os\nimport sys\n"))
     assert _standard_input() == "import os\nimport sys"
+    monkeypatch.setattr("sys.stdin", None)  # closed, as by a service manager
+    with pytest.raises(RequestError, match="no prompt"):
+        _standard_input()
+
+
+def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    output.cache_clear()  # made anew, for what pytest captures
+    text = "if x:\n\treturn [bold]y[/] :smile: " + "z " * 80 + "\r\n"
+    print_text(text, "bold")
+    assert capsys.readouterr().out == text
 
 
 def test_chat_answers_each_line_of_a_pipe() -> None:
@@ -330,14 +343,20 @@ def test_ctrl_c_ends_everything_at_once_even_with_an_answer_under_way() -> None:
     ],
 )
 def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: signal.Signals, status: int) -> None:
-    process = subprocess.Popen([*LAMINA, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*LAMINA, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
     parent = psutil.Process(process.pid)
     deadline = time.monotonic() + RUN_S
-    while len(workers := parent.children()) < 2 and process.poll() is None:
-        assert time.monotonic() < deadline, f"{len(workers)} workers after {RUN_S:.0f} s"
+    while len(workers := parent.children()) != 2 or any(worker.cpu_times().user < 0.05 for worker in workers):
+        assert time.monotonic() < deadline and process.poll() is None, f"{len(workers)} workers, {process.poll()}"
         time.sleep(0.001)
-    process.send_signal(sent)
-    assert process.wait(END_S) == status
+    if sent is signal.SIGINT:
+        os.killpg(process.pid, sent)  # as Ctrl-C does: to every process of the terminal's foreground
+    else:
+        process.send_signal(sent)
+    _, said = process.communicate(timeout=END_S)
+    assert (process.returncode, said) == (status, b"")
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 

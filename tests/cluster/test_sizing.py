@@ -24,6 +24,11 @@ ONE = Pipeline(1, 1)
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "at least 64"),
         ({"load_format": "Dummy"}, "give auto or dummy"),
+        ({"kv_cache_memory_bytes": 2e9}, "kv_cache_memory_bytes is 2000000000.0; give a whole number"),
+        ({"lanes": "auto"}, "lanes is 'auto'; give a whole number"),
+        ({"max_num_seqs": None}, "max_num_seqs is None; give a whole number"),
+        ({"compute": 2}, "compute is 2; give a text"),
+        ({"memory_cores": [0, 1]}, "memory_cores is .0, 1.; give a text"),
     ],
 )
 def test_settings_that_can_never_be(settings: dict[str, Any], says: str) -> None:

@@ -1,5 +1,7 @@
 """The stop checker against a brute-force search of the whole text."""
 
+import sys
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -125,3 +127,23 @@ def test_length_releases_what_was_held_back() -> None:
 def test_a_stop_string_in_the_last_token_beats_length() -> None:
     checker = StopChecker(SamplingParams(max_tokens=1, stop=["."]), [EOS])
     assert checker.append(PLAIN, "end. more") == StopDecision("end", FinishReason.STOP, ".")
+
+
+def calls_a_token(length: int) -> int:
+    """Functions called for a token when a stop string of so many characters may match what has been streamed."""
+    checker = StopChecker(SamplingParams(stop="x" * length, max_tokens=None), [EOS])
+    checker.append(PLAIN, "z" * length)
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    checker.append(PLAIN, "zz")
+    sys.setprofile(None)
+    return calls
+
+
+def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
+    assert calls_a_token(5000) == calls_a_token(5)

@@ -48,6 +48,7 @@ class FakeEngine:
         self.submitted: list[tuple[str | list[int], SamplingParams]] = []
         self.running: set[str] = set()
         self.aborted: set[str] = set()
+        self.hanging: list[tuple[RequestOutput, Callable[[RequestOutput], None]]] = []
 
     def submit(
         self, request_id: str, prompt: Any, params: SamplingParams, on_output: Callable[[RequestOutput], None]
@@ -86,6 +87,9 @@ class FakeEngine:
                 request_id, prompt if isinstance(prompt, str) else None, self.tokenizer.encode(text), outputs, last
             )
             if count == 2 and "hang" in text:
+                with self.changed:
+                    self.hanging.append((out, on_output))
+                    self.changed.notify_all()
                 return
             if count == 2 and "break" in text:
                 for completion in outputs:
@@ -93,6 +97,11 @@ class FakeEngine:
                 on_output(replace(out, finished=True, error="worker memory0 is gone"))
                 return
             on_output(out)
+
+    def close(self) -> None:
+        """End what hangs, in an error."""
+        for out, on_output in self.hanging:
+            on_output(replace(out, finished=True, error="the engine was closed"))
 
     def abort(self, request_id: str) -> None:
         with self.changed:

@@ -1,12 +1,20 @@
 """What an operator asks a server: health, models, metrics, its interface."""
 
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.cli import status
 from lamina.errors import ConfigError
-from tests.serve.scripted import CHAT, COMPLETION, Running, refusal
+from lamina.serve import server as serving
+from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
 
 
 def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
@@ -63,3 +71,27 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("fake").id == "fake"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_answers_that_outlast_the_server_end_in_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "GRACE_S", 0.2)
+    engine, listener = FakeEngine(), socket.create_server(("127.0.0.1", 0))
+    answers: dict[bool, httpx.Response] = {}
+
+    def ask(stream: bool) -> None:
+        body: dict[str, Any] = {"prompt": "hang", "stream": stream}
+        answers[stream] = httpx.post(serving.url(listener) + COMPLETION, json=body, timeout=TIMEOUT_S)
+
+    clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+
+    def stop() -> None:
+        engine.wait_until(lambda: len(engine.hanging) == len(clients))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    others = [*clients, threading.Thread(target=stop)]
+    with pytest.raises(KeyboardInterrupt):
+        serving.serve(engine, listener, lambda: [thread.start() for thread in others] and None)  # type: ignore[arg-type]
+    for thread in others:
+        thread.join(TIMEOUT_S)
+    assert "the engine was closed" in refusal(answers[False], 503)["message"]
+    assert "the engine was closed" in answers[True].text and answers[True].text.endswith("data: [DONE]\n\n")
