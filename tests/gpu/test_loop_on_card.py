@@ -66,11 +66,13 @@ class Worker:
         self.held = [[rng.standard_normal((SLOTS, 2, 64)).astype(np.float32) for _ in "kv"] for _ in range(LAYERS)]
         self.slots = rng.permutation(SLOTS).astype(np.int32)
         tables = cupy.asarray(self.slots)
+        self.kept = [tables]  # graphs hold addresses, not arrays
         self.attention = Attention(Cuda(0), StepCapacity(1, 1), Choices(""))
         self.begin(CACHED + 1)
         self.graphs = []
         for held in self.held:
             slab = KvSlab(KvElement.FLOAT32, *map(cupy.asarray, held))
+            self.kept.append(slab)
 
             def work(slab=slab):
                 self.attention.partial(q, slab, tables, SPEC, self.out, self.lse, (k, v))

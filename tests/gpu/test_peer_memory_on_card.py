@@ -5,7 +5,8 @@ import os
 import pytest
 
 from lamina.errors import TransportError
-from lamina.kernels.gpu.peer_memory import BLOCK, PeerMemory, ability
+from lamina.kernels.gpu.peer_memory import PeerMemory, ability
+from lamina.kernels.gpu.polling import BLOCK
 
 pytestmark = pytest.mark.gpu
 NBYTES = 100_000

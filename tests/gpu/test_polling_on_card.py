@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +119,8 @@ def test_an_abort_ends_the_wait(stream):
     import cupy
 
     polling = Polling("peer")
-    bell = polling.doorbell(cupy.zeros(1, np.uint64).data.ptr)
-    polling.wait(bell, timeout_s=100.0)
+    word = cupy.zeros(1, np.uint64)
+    polling.wait(polling.doorbell(word.data.ptr), timeout_s=100.0)
     polling.abort()
     with pytest.raises(PeerLostError, match="peer peer is gone"):
         polling.synchronize(lambda: True)
@@ -154,4 +155,7 @@ def test_a_killed_peer_leaves_no_memory_mapped(stream):
         process.kill()
     stream.synchronize()
     del arena
-    assert free_bytes() > before - (64 << 20)
+    deadline = time.monotonic() + 10.0  # the driver may take down the process's context after its end
+    while free_bytes() <= before - (64 << 20):
+        assert time.monotonic() < deadline, "256 MiB are mapped still"
+        time.sleep(0.01)

@@ -223,5 +223,17 @@ def test_mistakes_are_named():
     attention = Attention(BACKEND, StepCapacity(2, 2), Choices(""))
     attention.begin(pair_table(case.segments, new_rows=np.array([0, 1])))
     out, lse = (BACKEND.empty(shape, np.float32) for shape in ((2, 4, 8), (2, 4)))
-    with pytest.raises(ValueError, match="give the message's k and v as new"):
-        attention.partial(give(case.q), slab, give(case.segments.slots), case.spec, out, lse)
+    given = give(case.q), slab, give(case.segments.slots), case.spec
+    row, rows = give(case.k[:1]), give(case.k[:2])
+    with pytest.raises(ValueError, match=r"append tokens up to row 1 .* give the message's k and v"):
+        attention.partial(*given, out, lse)
+    with pytest.raises(ValueError, match="append tokens up to row 1"):
+        attention.partial(*given, out, lse, (row, row))
+    with pytest.raises(ValueError, match="out is float16 and lse float32"):
+        attention.partial(*given, BACKEND.empty((2, 4, 8), np.float16), lse, (rows, rows))
+    with pytest.raises(ValueError, match=r"new k \(2, 2, 8\) and v \(1, 2, 8\) are not rows of one number"):
+        attention.partial(*given, out, lse, (rows, row))
+    with pytest.raises(ValueError, match="new k is float32 and v float16"):
+        attention.partial(*given, out, lse, (rows, BACKEND.empty(rows.shape, np.float16)))
+    with pytest.raises(ValueError, match=r"slots are int32 \(1,\); give one int32 for each of 2 tokens"):
+        attention.append(slab, rows, rows, give(np.array([3], np.int32)))

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from lamina.kernels.gpu.attention import PAIR_WORDS, merge, pair_table, write_words
 from lamina.kernels.gpu.choice import Tiling
-from lamina.kernels.gpu.specialize import plan_program
+from lamina.kernels.gpu.specialize import plan_numbers, plan_program
 from lamina.kernels.reference import visible
 from tests.kernels.cases import Pair, decode, make_spec, problem_pairs, table
 from tests.kernels.device import BACKEND, give, take
@@ -24,8 +24,8 @@ def plan(pairs, spec, wanted, block_m=16, rows=(1, 2**30), least_tokens=32):
     tiles = sum(-(-pair.rows * spec.query_heads // spec.kv_heads // block_m) for pair in pairs)
     bound = max(wanted, tiles + wanted // 2)
     items, splits = give(np.full((bound + 1, 16), -1, np.int32)), BACKEND.empty((3 * len(words) + 1,), np.int32)
-    program = plan_program(spec, Tiling(16, 4, 1, 1, 1, least_tokens), block_m, rows, wanted, len(words))
-    BACKEND.launch(program, (len(words),), [give(words), items, splits, len(words)])
+    numbers = plan_numbers(spec, Tiling(16, 4, 1, 1, 1, least_tokens), block_m, rows, wanted)
+    BACKEND.launch(plan_program(len(words)), (len(words),), [give(words), items, splits, len(words), *numbers])
     items, splits = take(items), take(splits)
     assert splits[-1] <= bound, "a captured graph has no programs for these items"
     assert (items[splits[-1] :] == -1).all()

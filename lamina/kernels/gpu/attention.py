@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
-from lamina.kernels.gpu.program import TRITON_NAMES, Backend, KvElement, Program
+from lamina.kernels.gpu.program import TRITON_NAMES, Backend, KvElement
 from lamina.kernels.gpu.specialize import (
     WRITTEN_WORDS,
     append_program,
@@ -19,6 +19,7 @@ from lamina.kernels.gpu.specialize import (
     combine_program,
     decode_tile,
     merge_program,
+    plan_numbers,
     plan_program,
     prompt_tile,
     write_words_program,
@@ -123,6 +124,21 @@ class _Operands:
             )
         if self.tables.dtype != np.int32:
             raise ValueError(f"tables are {self.tables.dtype}; page tables are words of int32")
+        if self.out.dtype != np.float32 or self.lse.dtype != np.float32:
+            raise ValueError(f"out is {self.out.dtype} and lse {self.lse.dtype}; both are written as float32")
+        if self.new is not None:
+            _check_rows(slab, *self.new)
+
+
+def _check_rows(slab: KvSlab, k: Any, v: Any) -> None:
+    """Raises ValueError for rows of k and v that do not fit a slab."""
+    if k.shape[1:] != slab.k.shape[1:] or v.shape[1:] != slab.v.shape[1:] or len(k) != len(v):
+        raise ValueError(
+            f"new k {k.shape} and v {v.shape} are not rows of one number of tokens for a slab of k {slab.k.shape} and "
+            f"v {slab.v.shape}"
+        )
+    if k.dtype != v.dtype or k.dtype not in TRITON_NAMES:
+        raise ValueError(f"new k is {k.dtype} and v {v.dtype}; both must be float32, float16 or uint16 (bfloat16 bits)")
 
 
 @dataclass(frozen=True)
@@ -145,7 +161,7 @@ class _PairClass:
 class _Plan:
     """Items of one class of pairs for one tiling, on the device; ``bound`` of them at most."""
 
-    program: Program
+    numbers: tuple[int, ...]
     tiling: Tiling
     bound: int
     items: Any
@@ -173,7 +189,7 @@ class Attention:
         self._slopes: dict[tuple[float, ...], Any] = {}
         self.step_class = (Context.NORMAL, False)
         """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
-        self._most_rows, self._appends = 0, False
+        self._most_rows, self._new_rows = 0, 0
 
     def begin(self, table: PairArray) -> None:
         """Send one step's pairs (``pair_table``) to the device. Raises ValueError if they exceed the capacity."""
@@ -190,7 +206,7 @@ class Attention:
         self._backend.upload(words, self._words)
         self.step_class = classify(table[:, 5])
         self._most_rows = int(table[:, 1].max(initial=0))
-        self._appends = bool((table[:, 6] >= 0).any())
+        self._new_rows = int(table[:, 6].max(initial=-1)) + 1
         self._current = {pairs_of: self._plan(pairs_of) for pairs_of in self._current}
 
     def partial(
@@ -214,12 +230,15 @@ class Attention:
             new: k [T, Hkv, D] and v [T, Hkv, Dv] of which pairs append rows while they attend.
 
         Raises:
-            ValueError: a shape or an element type that does not fit, or pairs append and ``new`` is missing.
+            ValueError: a shape or an element type that does not fit, or ``new`` lacks rows that pairs append.
         """
         given = _Operands(q, slab, tables, spec, out, lse, new)
         given.check(self._capacity.rows)
-        if self._appends and new is None:
-            raise ValueError("pairs of this step append a token while they attend; give the message's k and v as new")
+        if self._new_rows > (0 if new is None else len(new[0])):
+            raise ValueError(
+                f"pairs of this step append tokens up to row {self._new_rows - 1} while they attend; give the "
+                "message's k and v, with as many rows, as new"
+            )
         block_m, most_rows = decode_tile(spec)
         self._run(_PairClass.of(spec, slab.element, block_m, (1, most_rows)), given)
         if self._most_rows > most_rows:
@@ -228,7 +247,13 @@ class Attention:
             self._run(many, replace(given, new=None))
 
     def append(self, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
-        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` int32 [T]; a token with slot -1 is left out."""
+        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` int32 [T]; a token with slot -1 is left out.
+
+        Raises ValueError for a shape or an element type that does not fit.
+        """
+        _check_rows(slab, k, v)
+        if slots.shape != k.shape[:1] or slots.dtype != np.int32:
+            raise ValueError(f"slots are {slots.dtype} {slots.shape}; give one int32 for each of {len(k)} tokens")
         if len(k):
             program = append_program(slab.element, k.dtype, k.shape[1], k.shape[2], v.shape[2])
             arrays = [slab.k, slab.v, *_scales(slab, slots), k, v, slots]
@@ -262,17 +287,19 @@ class Attention:
         if (pairs, tiling) not in self._plans:
             programs = self._backend.multiprocessors * tiling.resident * tiling.waves
             wanted = max(1, programs // spec.kv_heads)
-            program = plan_program(spec, tiling, pairs.block_m, pairs.rows, wanted, self._capacity.pairs)
+            numbers = plan_numbers(spec, tiling, pairs.block_m, pairs.rows, wanted)
             tiles = self._capacity.pairs
             if pairs.rows[1] * group > pairs.block_m:
                 tiles += self._capacity.rows * group // pairs.block_m
             bound = max(wanted, tiles + wanted // 2)
             items = self._backend.empty((bound * ITEM_WORDS,), np.int32)
             splits = self._backend.empty((3 * self._capacity.pairs + 1,), np.int32)
-            self._plans[pairs, tiling] = _Plan(program, tiling, bound, items, splits)
+            self._plans[pairs, tiling] = _Plan(numbers, tiling, bound, items, splits)
         plan = self._plans[pairs, tiling]
-        arguments = [self._words, plan.items, plan.splits, self._capacity.pairs]
-        self._backend.launch(plan.program, (self._capacity.pairs,), arguments)
+        count = self._capacity.pairs
+        self._backend.launch(
+            plan_program(count), (count,), [self._words, plan.items, plan.splits, count, *plan.numbers]
+        )
         return plan
 
     def _parts(self, count: int) -> Any:

@@ -50,7 +50,7 @@ class Cuda:
         """Run on the current stream; compiles on first use.
 
         Raises:
-            ValueError: an array's address is no multiple of 16 bytes, which programs rely on.
+            ValueError: an array is not C-contiguous or its address no multiple of 16 bytes; programs rely on both.
         """
         if 0 in grid:
             return
@@ -59,9 +59,12 @@ class Cuda:
             argument if kind.startswith("*") else NUMBERS[kind](argument)
             for kind, argument in zip(program.types, arguments, strict=True)
         ]
-        astray = [value.data.ptr for value in values if isinstance(value, cupy.ndarray) and value.data.ptr % ALIGNMENT]
-        if astray:
-            raise ValueError(f"{program.kernel} got arrays at {astray}; align them to {ALIGNMENT} bytes")
+        for value in values:
+            if isinstance(value, cupy.ndarray) and (value.data.ptr % ALIGNMENT or not value.flags.c_contiguous):
+                raise ValueError(
+                    f"{program.kernel} got an array {value.shape} at {value.data.ptr} with strides {value.strides}; "
+                    f"give C-contiguous ones at multiples of {ALIGNMENT} bytes, as cupy.ascontiguousarray makes"
+                )
         hidden = [np.uint64(0)] * binary.hidden
         kernel(grid, (32 * binary.warps,), (*values, *hidden), shared_mem=binary.shared_bytes)
 
@@ -101,10 +104,14 @@ def partial(
 ) -> tuple[Any, Any]:
     """``lamina.kernels.attention.partial`` for CuPy arrays on the current card; ``segments`` are numpy's.
 
+    Raises ValueError for a shape, an element type, an order or a slot that does not fit.
+
     Makes the tables of this call alone: a memory worker keeps an ``Attention`` and page tables on the card instead.
     """
     backend = _backend(q.device.id)
-    element = next(each for each in KvElement if not each.scaled and each.storage == k.dtype)
+    element = next((each for each in KvElement if not each.scaled and each.storage == k.dtype), None)
+    if element is None:
+        raise ValueError(f"k is {k.dtype}; it must be float32, float16 or uint16 (bfloat16 bits)")
     out = backend.empty((*q.shape[:2], v.shape[2]), np.float32) if out is None else out
     lse = backend.empty(q.shape[:2], np.float32) if lse is None else lse
     if len(segments.slots) and not 0 <= int(segments.slots.min()) <= int(segments.slots.max()) < len(k):

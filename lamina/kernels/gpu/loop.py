@@ -11,6 +11,8 @@ def capture_layer(
 ) -> Any:
     """A graph: wait for the message, ``work``, say that the answer is there. Launch it ahead, on the current stream.
 
+    The graph holds addresses: ``polling``, ``bells`` and every array that ``work`` uses must live as long as it does.
+
     Args:
         work: launches append, attention and what writes the answer into the peer's arena; runs once now, before
             anything is captured, so that all is compiled and allocated.

@@ -14,7 +14,6 @@ from lamina.kernels.gpu.polling import DeviceArena
 from lamina.transport.base import Buffer, check_range
 from lamina.transport.device_memory import DmaBuf
 
-BLOCK = 2 << 20  # cudaMalloc gives requests of this size memory that begins at a host page
 DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 SYNC_MEMOPS = 6  # CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, and the scope of a flush
@@ -82,7 +81,7 @@ class PeerMemory:
         import cupy
 
         self.nbytes = nbytes
-        self._arena = DeviceArena(-(-nbytes // BLOCK) * BLOCK)
+        self._arena = DeviceArena(nbytes)
         self.bytes = self._arena.bytes[:nbytes]
         self.name = f"cuda:{cupy.cuda.Device().id}"
         self._ability = ability(cupy.cuda.Device().id)

@@ -15,6 +15,9 @@ from lamina.errors import DeadlineError, PeerLostError, TransportError
 SOURCE = Path(__file__).with_name("polling.cu")
 DRAIN_S = 5.0  # what kernels take at most to end after an abort
 WATCH_S = 0.001  # how often the host looks after a peer while the card waits
+BLOCK = 2 << 20
+"""Bytes: cudaMalloc gives multiples of it memory of their own, at a host page. Smaller requests share a block, which a
+handle for CUDA IPC opens as a whole (CUDA C++ Programming Guide, interprocess communication)."""
 
 
 class Outcome(enum.IntEnum):
@@ -51,12 +54,11 @@ class Polling:
         self._pinned = cupy.cuda.alloc_pinned_memory(8)
         self._words = np.frombuffer(self._pinned, np.uint32, 2)
         self._words[:] = 0
-        self._ticks_per_s = cupy.cuda.Device().attributes["ClockRate"] * 1000
+        runtime, device = cupy.cuda.runtime, cupy.cuda.Device().id
+        self._ticks_per_s = 1000 * runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, device)  # of kHz
         self._timeout_s = 0.0
         for name in ("lamina_wait", "lamina_ring"):
-            # Asking loads the code. A kernel that is loaded at its first launch may have to wait for running ones to
-            # end: never, for one that the rest of the stream is to ring.
-            assert _kernel(name, cupy.cuda.Device().id).attributes
+            _kernel(name, device)  # compiled and loaded before anything waits
 
     def doorbell(self, address: int) -> Doorbell:
         """A doorbell at the address of an 8-byte word in device, peer or pinned memory, counted from 0."""
@@ -127,14 +129,19 @@ class Polling:
 
 
 class DeviceArena:
-    """Memory on the current card that other processes can write into: plain, zeroed, of its own allocation."""
+    """Memory on the current card that other processes can write into: plain, zeroed, in blocks of its own.
+
+    Attributes:
+        bytes: CuPy's array of all of it, at least ``nbytes`` long: whole ``BLOCK``s.
+    """
 
     def __init__(self, nbytes: int) -> None:
         import cupy
 
-        memory = cupy.cuda.Memory(nbytes)  # not from CuPy's pool: a handle opens whole allocations
-        self.bytes = cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        memory = cupy.cuda.Memory(-(-nbytes // BLOCK) * BLOCK)  # not from CuPy's pool, which cuts what it allocates
+        self.bytes = cupy.ndarray((memory.size,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
         self.bytes[...] = 0
+        cupy.cuda.get_current_stream().synchronize()  # a peer may write as soon as it has the handle
 
     @property
     def address(self) -> int:
@@ -165,7 +172,13 @@ class PeerArena:
 
 @cache
 def _kernel(name: str, device: int) -> Any:
-    """The compiled kernel for one card; CuPy compiles for the current one, which ``device`` is."""
+    """The compiled kernel for one card; CuPy compiles for the current one, which ``device`` is.
+
+    Asking for its registers loads the code. A kernel that is loaded at its first launch may have to wait for running
+    ones to end: never, for one that the rest of the stream is to ring.
+    """
     import cupy
 
-    return cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(name)
+    kernel = cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(name)
+    _ = kernel.num_regs
+    return kernel

@@ -27,24 +27,17 @@ def prompt_tile(element: KvElement) -> int:
     return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
 
 
-def plan_program(
-    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int, pairs: int
-) -> Program:
-    """``triton_attend.plan`` for pairs with rows[0] to rows[1] query rows."""
-    return _program(
-        "triton_attend.plan",
-        ["*i32"] * 3 + ["i32"],
-        most_rows=rows[1],
-        least_rows=rows[0],
-        group=spec.query_heads // spec.kv_heads,
-        window=spec.window,
-        chunk=spec.chunk,
-        block_m=block_m,
-        block_n=tiling.block_n,
-        wanted_items=wanted_items,
-        least_tokens=tiling.least_tokens,
-        block_pairs=_power_of_two(pairs),
-    )
+def plan_program(pairs: int) -> Program:
+    """``triton_attend.plan`` of a table of ``pairs``."""
+    return _program("triton_attend.plan", ["*i32"] * 3 + ["i32"] * 10, block_pairs=_power_of_two(pairs))
+
+
+def plan_numbers(
+    spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int
+) -> tuple[int, ...]:
+    """What ``plan`` is told beside the number of pairs, of which it takes those with rows[0] to rows[1] query rows."""
+    group = spec.query_heads // spec.kv_heads
+    return (*rows, group, spec.window, spec.chunk, block_m, tiling.block_n, wanted_items, tiling.least_tokens)
 
 
 def attend_program(

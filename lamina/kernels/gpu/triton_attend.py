@@ -25,7 +25,7 @@ FP8_BY_BITS = tl.constexpr(3)
 
 
 @triton.jit
-def visible_range(first_query, last_query, kv_start, tokens, window: tl.constexpr, chunk: tl.constexpr):
+def visible_range(first_query, last_query, kv_start, tokens, window, chunk):
     """Tokens [first, last) of a segment that queries at positions [first_query, last_query] may see; maybe empty."""
     lowest = kv_start
     if window > 0:
@@ -38,21 +38,10 @@ def visible_range(first_query, last_query, kv_start, tokens, window: tl.constexp
 
 @triton.jit
 def plan(
-    pairs,
-    items,
-    splits,
-    pair_count,
-    most_rows: tl.constexpr,
-    least_rows: tl.constexpr,
-    group: tl.constexpr,
-    window: tl.constexpr,
-    chunk: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    wanted_items: tl.constexpr,
-    least_tokens: tl.constexpr,
+    pairs, items, splits,
+    pair_count, least_rows, most_rows, group, window, chunk, block_m, block_n, wanted_items, least_tokens,
     block_pairs: tl.constexpr,
-):
+):  # fmt: skip
     """Writes the items of pairs with least_rows to most_rows query rows. One program per pair, all lengths in each.
 
     Parts are as long as leaves no more than ``wanted_items`` items, or half as many more than the tiles, which need one
@@ -73,8 +62,7 @@ def plan(
     seen = last - first
     tiles = (rows * group + block_m - 1) // block_m
     most_items = tl.maximum(wanted_items, tl.sum(tiles) + wanted_items // 2)
-    short = tl.full([], least_tokens - 1, tl.int32)
-    size = tl.maximum(tl.max(seen), least_tokens)
+    short, size = least_tokens - 1, tl.maximum(tl.max(seen), least_tokens)
     while size - short > 1:  # parts of `size` fit, or cannot be fewer, and parts of `short` are too many or too short
         middle = short + (size - short) // 2
         fits = tl.sum(tiles * tl.maximum((seen + middle - 1) // middle, 1)) <= most_items
