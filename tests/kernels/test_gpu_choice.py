@@ -39,7 +39,7 @@ def test_the_default_is_one_that_products_take(capability, element, dim):
 
 
 def test_an_h200_has_enough_bytes_on_their_way():
-    """Little's law: 4.8 TB/s for a microsecond, over 132 multiprocessors."""
+    """Little's law: 4.8 TB/s for a microsecond, over 132 multiprocessors; twice, as programs compute in between."""
     for group in (1, 4, 8):
         tiling = default(Shape(Context.NORMAL, False, False, KvElement.BFLOAT16, group, 128), 16, 90)
         assert tiling.resident * 2 * tiling.block_n * 128 * 2 > 2 * 4.8e12 * 1e-6 / 132

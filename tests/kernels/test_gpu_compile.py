@@ -56,7 +56,7 @@ print(compile_program(attend_program(spec, KvElement.BFLOAT16, tiling, 16, np.ui
 """
 
 
-def test_decode_reads_16_bytes_at_once_ahead_of_use_and_multiplies_on_tensor_cores():
+def test_decode_copies_16_bytes_at_once_and_multiplies_on_tensor_cores():
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     ptx = run(sys.executable, "-c", PRINT_PTX)
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[.*?\], \[.*?\], 0x10", ptx)

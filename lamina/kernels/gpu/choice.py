@@ -45,8 +45,9 @@ class Tiling:
     Args:
         block_n: tokens of one turn of the loop.
         warps: warps of a program.
-        stages: Triton's pipeline depth. Slots are loaded a turn before their K and V: 3 keeps the K and V of one turn
-            on their way, 5 those of two.
+        stages: Triton's pipeline depth. Slots are loaded a turn before their K and V. With 3 a program asks for a
+            turn's K and V when it is done with the last one's, and computes when they are there: others' are on their
+            way meanwhile. With 5 its own next ones are too, for twice the shared memory.
         resident: programs that a multiprocessor runs at once; the compiler is held to the registers this leaves each.
         waves: a step's tokens are cut into this many times the programs that the card runs at once.
         least_tokens: no part of a segment is shorter.
@@ -80,10 +81,10 @@ def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
 
 
 def default(shape: Shape, block_m: int, capability: int) -> Tiling:
-    """A tiling for a device nobody has measured: no spills, and K and V of a turn on their way in every program.
+    """A tiling for a device nobody has measured: no spills, and enough on its way while some programs compute.
 
     On an H200 a multiprocessor has to have about 36 KB on their way (4.8 TB/s, 132 of them, a microsecond); four
-    programs of 64 tokens of 128 x 2 bytes have 128 KiB.
+    programs of 64 tokens of 128 x 2 bytes ask for 128 KiB, half of which while they wait about as long as they compute.
     """
     width = 1 << (shape.head_dim - 1).bit_length()
     waves = 2 if shape.ragged or shape.context is Context.ULTRA else 1
