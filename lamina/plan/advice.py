@@ -103,14 +103,7 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
     free = Planner(shape, workload, models, Goals(owned=goals.owned))
     plans = [plan for pools in fitting if (plan := free.evaluate(pools)) is not None]
     if not plans:
-        largest = max(fitting, key=lambda pools: models[pools.memory.kind].kv_tokens * pools.memory_workers)
-        each, lanes = models[largest.memory.kind].kv_tokens, min(pools.lanes for pools in fitting)
-        return ConfigError(
-            f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence and the largest memory pool "
-            f"here, {largest.memory_workers} {largest.memory.kind}, holds {each * largest.memory_workers}; it takes "
-            f"--memory {largest.memory.kind}:{math.ceil(lanes * workload.reserved / each)} for one sequence in each "
-            "lane, or a kind with more memory"
-        )
+        return _too_long(planner, fitting)
     cheapest = min(plans, key=lambda plan: plan.usd_per_hour)
     if goals.usd_per_hour is not None and cheapest.usd_per_hour > goals.usd_per_hour:
         return _unreachable(
@@ -118,19 +111,19 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
         )
     first = min(plans, key=lambda plan: plan.ttft_s)
     if goals.ttft_s is not None and first.ttft_s > goals.ttft_s:
-        return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:.0f}ms", f"{_up(first.ttft_s * 1e3)}ms", first.pools)
+        return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:g}ms", f"{_up(first.ttft_s * 1e3)}ms", first.pools)
     affordable = [p for p in plans if goals.usd_per_hour is None or p.usd_per_hour <= goals.usd_per_hour]
     prompt = [p for p in affordable if goals.ttft_s is None or p.ttft_s <= goals.ttft_s]
     if not prompt:
         first = min(affordable, key=lambda plan: plan.ttft_s)
         return _unreachable(
             "--slo-ttft within --budget",
-            f"{(goals.ttft_s or 0) * 1e3:.0f}ms",
+            f"{(goals.ttft_s or 0) * 1e3:g}ms",
             f"{_up(first.ttft_s * 1e3)}ms",
             first.pools,
         )
     fastest = min((p.pools for p in prompt), key=free.least_tbt)
-    asked = f"{(goals.tbt_s or 0) * 1e3:.1f}ms"
+    asked = f"{(goals.tbt_s or 0) * 1e3:g}ms"
     return _unreachable("--slo-tbt", asked, f"{_up(free.least_tbt(fastest) * 1e3, 1)}ms", fastest)
 
 
@@ -150,6 +143,30 @@ def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
         f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; tensor parallelism over "
         f"{most.tensor_parallel} x {kind} holds {most.tensor_parallel * usable / 1e9:.0f} GB; {remedy}"
     )
+
+
+def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
+    """No memory pool of the candidates holds a sequence for each lane."""
+    shape, workload = planner.shape, planner.workload
+    room = {pools.memory.kind: planner.models[pools.memory.kind].kv_tokens for pools in fitting}
+    enough = {kind: _workers(planner, fitting, kind) for kind in room}
+    kind, workers = min(enough.items(), key=lambda pair: pair[1])
+    most = max(pools.memory_workers for pools in fitting if pools.memory.kind == kind)
+    remedy = f"--memory {kind}:{workers:.0f}, or a kind with more memory" if workers < math.inf else "a kind with more"
+    return ConfigError(
+        f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence; a {kind} holds {room[kind]}, and the "
+        f"most here are {most}. A sequence lies on one of them, or its {shape.kv_heads} KV heads on several in equal "
+        f"parts; for one sequence in each lane give {remedy}"
+    )
+
+
+def _workers(planner: Planner, fitting: Sequence[Pools], kind: str) -> float:
+    """Least memory workers of a kind that hold one sequence in each lane; infinite if no number of them does."""
+    each, reserved = planner.models[kind].kv_tokens, planner.workload.reserved
+    lanes, heads = min(pools.lanes for pools in fitting), planner.shape.kv_heads
+    whole = math.ceil(lanes / (each // reserved)) if each >= reserved else math.inf
+    by_heads = (n for n in range(2, heads + 1) if heads % n == 0 and n * each >= lanes * reserved)
+    return min(whole, *by_heads, math.inf)
 
 
 def _up(number: float, digits: int = 0) -> str:

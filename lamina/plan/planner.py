@@ -3,9 +3,10 @@
 Pure: the catalogue, a model's shape and a workload go in, plans come out. A plan is compute workers of one kind in
 ``replicas`` groups of ``tensor_parallel``, memory workers of one kind, ``lanes`` batches in flight and a partition of
 attention. Its steady state (``docs/cost-model.md``, Pipeline): with M and A the seconds that one lane's slices and
-attention of a whole iteration take, W the seconds its messages occupy a network card and S the messages' own latency,
+attention of a whole iteration take, C and W the seconds its messages occupy the network cards of a replica and of a
+memory worker, and S the messages' own latency,
 
-    TBT = max(lanes M / replicas, lanes A, lanes W, M + A + S + W)
+    TBT = max(lanes M / replicas, lanes A, max(lanes C / replicas, lanes W), M + A + S + max(C, W))
 
 the last being one lane's own path. The largest term is the bottleneck.
 """
@@ -35,7 +36,9 @@ NETWORK_ALPHA = 0.2
 """Share of a step that messages may take in the minimum bandwidth (second Lamina paper)."""
 
 _ROWS = np.unique(np.round(np.geomspace(1, MOST_ROWS, 97)))
-"""Batches per lane that are tried."""
+"""Batches per lane that are tried, and the largest that fits."""
+
+_EVERY_ROW = np.arange(1.0, MOST_ROWS + 1)
 
 
 class Partition(enum.Enum):
@@ -189,10 +192,16 @@ class Planner:
         """Batches per lane to try: up to what the KV of the memory pool holds; none if weights or KV do not fit."""
         if not self.models[pools.compute.kind].weights_fit(pools.tensor_parallel):
             return _ROWS[:0]
-        slots = self.models[pools.memory.kind].kv_tokens * pools.memory_workers
-        most = min(int(slots / self.workload.reserved) // pools.lanes, MOST_ROWS)
+        most = min(self._sequences(pools) // pools.lanes, MOST_ROWS)
         rows = _ROWS[: int(np.searchsorted(_ROWS, most, side="right"))]
         return np.append(rows, most) if len(rows) and rows[-1] < most else rows
+
+    def _sequences(self, pools: Pools) -> int:
+        """Sequences whose KV the memory pool holds: by requests, a worker has all of a sequence or nothing."""
+        each, reserved = self.models[pools.memory.kind].kv_tokens, self.workload.reserved
+        if pools.partition is Partition.HEAD:
+            return int(each * pools.memory_workers / reserved)
+        return int(each / reserved) * pools.memory_workers
 
     def _terms(self, pools: Pools, rows: Floats) -> Floats:
         """``[4, rows]`` seconds: compute, memory, network and one lane's own path, in the order of Bottleneck."""
@@ -202,12 +211,12 @@ class Planner:
         attention = layers * self._attention(pools, memory, rows)
         if pools.lanes > 1:
             dense, attention = _contended(dense, attention, memory.fits.runtime.contention)
-        sent = compute.exchange_bytes(rows)
-        wire = layers * np.maximum(
-            compute.wire_seconds(sent / pools.tensor_parallel), memory.wire_seconds(sent / pools.memory_workers)
-        )
-        path = dense + attention + wire + layers * memory.fits.runtime.round_trip_s
-        return np.stack([pools.lanes * dense / pools.replicas, pools.lanes * attention, pools.lanes * wire, path])
+        sent, turns = layers * compute.exchange_bytes(rows), pools.lanes / pools.replicas
+        here = compute.wire_seconds(sent / pools.tensor_parallel)
+        there = memory.wire_seconds(sent / pools.memory_workers)
+        path = dense + attention + np.maximum(here, there) + layers * memory.fits.runtime.round_trip_s
+        network = np.maximum(turns * here, pools.lanes * there)
+        return np.stack([turns * dense, pools.lanes * attention, network, path])
 
     def _attention(self, pools: Pools, memory: CostModel, rows: Floats) -> Floats:
         """Seconds of one layer's attention of a lane, on the worker that has most to do."""
@@ -220,8 +229,9 @@ class Planner:
     def _pass(self, model: CostModel, tensor_parallel: int, rows: Floats) -> Floats:
         key = (model.hardware.kind, tensor_parallel)
         if key not in self._passes:
-            self._passes[key] = model.decode_seconds(_ROWS, tensor_parallel)
-        return np.interp(rows, _ROWS, self._passes[key])
+            # Of every number of rows, not only those tried: a row more may take a wave of tiles more.
+            self._passes[key] = model.decode_seconds(_EVERY_ROW, tensor_parallel)
+        return np.interp(rows, _EVERY_ROW, self._passes[key])
 
     def _prefill(self, model: CostModel, tensor_parallel: int) -> float:
         key = (model.hardware.kind, tensor_parallel)

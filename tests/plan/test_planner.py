@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lamina import _native
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.plan import hardware, homogeneous, models, workload
@@ -85,18 +86,92 @@ def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
     rows = np.array(found.batch / seen.lanes)
     busiest = math.ceil(rows / seen.memory_workers)
     sent = compute.exchange_bytes(rows)
-    wire = max(compute.wire_seconds(sent / seen.tensor_parallel), memory.wire_seconds(sent / seen.memory_workers))
+    here = float(compute.wire_seconds(sent / seen.tensor_parallel))
+    there = float(memory.wire_seconds(sent / seen.memory_workers))
     simulated = rotate(
         seen.lanes,
         seen.replicas,
         slice_s=float(compute.pass_seconds(rows, seen.tensor_parallel)) / LLAMA3.layers,
         attention_s=float(memory.attention_seconds(busiest * context, busiest)),
-        message_s=float(wire) + ROUND_TRIP_S,
+        message_s=max(here, there) + ROUND_TRIP_S,
         layers=400,
     )
-    # The rotation knows of no queue for the network; rows between the planner's grid points are interpolated.
-    expected = max(simulated, seen.lanes * float(wire))
+    # The rotation knows of no queue for the network.
+    expected = max(simulated, seen.lanes / seen.replicas * here, seen.lanes * there)
     assert found.tbt_s / LLAMA3.layers == pytest.approx(expected, rel=0.03)
+
+
+def played(seen: Pools, model: Planner, rows: int, live: int, steps: int = 5) -> float:
+    """Seconds of a decode step where the simulator's cluster plays its slices, attentions and messages."""
+    compute, memory, shape = model.models[seen.compute.kind], model.models[seen.memory.kind], model.shape
+    pipeline = Pipeline(seen.lanes, seen.replicas, seen.lanes == seen.replicas + 1)
+    cluster = _native.VirtualCluster(seen.replicas, seen.memory_workers, seen.lanes, ROUND_TRIP_S / 2)
+    here = float(compute.wire_seconds(1.0)) / seen.tensor_parallel
+    there = float(memory.wire_seconds(1.0))
+    asked, kept = (2 * heads * shape.head_size for heads in (shape.query_heads, 2 * shape.kv_heads))  # bytes of a row
+    own = [(rows + worker) // seen.memory_workers for worker in range(seen.memory_workers)]
+    shares = _native.Shares(
+        [
+            (worker, n * (asked + kept) * there, float(memory.attention_seconds(n * live, n)), n * asked * there)
+            for worker, n in enumerate(own)
+            if n
+        ]
+    )
+    layer, ends = (float(part(rows, seen.tensor_parallel)) for part in (compute.slice_seconds, compute.ends_seconds))
+    turns, ends_s = [0] * seen.lanes, [[] for _ in range(seen.lanes)]  # type: ignore[var-annotated]
+
+    def submit(lane: int, now: float) -> None:
+        turn, turns[lane] = turns[lane], turns[lane] + shape.layers
+        replicas = [pipeline.replica(lane, turn + k) for k in range(shape.layers + 1)]
+        tick = pipeline.tick(lane, turn), pipeline.tick(lane, 1) - pipeline.tick(lane, 0)
+        sent, back = rows * (asked + kept) * here, rows * asked * here
+        slices = layer / 2, layer, layer / 2 + ends, 0.0
+        cluster.submit(lane, now, 0, replicas, *tick, *slices, sent, back, rows * 2 * shape.hidden * here, shares)
+
+    for lane in [*range(seen.lanes)] * 2:
+        submit(lane, 0.0)
+    while min(map(len, ends_s)) < steps:
+        ended = cluster.advance(math.inf)
+        assert ended is not None
+        now, lane, *_ = ended
+        ends_s[lane].append(now)
+        submit(lane, now)
+    return float(np.mean([(times[-1] - times[1]) / (len(times) - 2) for times in ends_s]))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_time_between_tokens_is_what_the_simulated_cluster_takes(seed: int) -> None:
+    """Messages too: every replica has network cards of its own, and so has every memory worker."""
+    draw = random.Random(seed)
+    replicas = draw.choice([1, 2, 4, 8])
+    seen = pools(
+        compute=CATALOGUE[draw.choice(["a100", "h100"])],
+        tensor_parallel=draw.choice([1, 2]),
+        replicas=replicas,
+        lanes=draw.choice([replicas, replicas + 1, 2 * replicas]),
+        memory=CATALOGUE[draw.choice(["h20", "rtx3090", "a100"])],
+        memory_workers=draw.choice([1, 4, 6]) * replicas,
+    )
+    rows, live = draw.choice([8, 32, 128, 256]), draw.choice([256, 1024, 4096])
+    model = planner(models.find(draw.choice(["Llama-2-7B", "Llama-3-8B"])), workload.of_context(live))
+    expected = played(seen, model, rows, live)
+    assert float(model.tbt(seen, np.array([float(rows)]))[0]) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_sequence_lies_on_one_memory_worker_or_its_heads_on_several() -> None:
+    """An RTX 3090 holds 41,198 tokens of Llama-2-7B: one sequence of 30,000, and none of 100,000."""
+    shape = models.find("Llama-2-7B")
+    layout = pools(compute=CATALOGUE["a100"], tensor_parallel=1, memory=CATALOGUE["rtx3090"], lanes=1)
+    for context, workers, by_requests, by_heads in ((30_000, 4, 4, 5), (100_000, 4, 0, 1), (100_000, 2, 0, 0)):
+        model = planner(shape, workload.of_context(context))
+        for partition, batch in ((Partition.REQUEST, by_requests), (Partition.HEAD, by_heads)):
+            found = model.evaluate(replace(layout, memory_workers=workers, partition=partition))
+            assert (found.batch if found else 0) == batch
+    # What the refusal says is enough is enough, and one less is not.
+    model = planner(shape, workload.of_context(100_000))
+    for most in (1, 2, 3):
+        error = str(refusal(model, list(layouts(shape, [(CATALOGUE["a100"], 1)], [(CATALOGUE["rtx3090"], most)]))))
+        assert "give --memory rtx3090:4, or" in error
 
 
 def test_no_other_plan_beats_one_of_the_front() -> None:
@@ -151,7 +226,7 @@ def test_a_plan_keeps_its_goals() -> None:
 @pytest.mark.parametrize(
     ("goals", "served", "compute", "message"),
     [
-        (Goals(tbt_s=0.001), CHAT, 8, r"--slo-tbt 1.0ms; the nearest is [\d.]+ms, with --compute h100:"),
+        (Goals(tbt_s=0.001), CHAT, 8, r"--slo-tbt 1ms; the nearest is [\d.]+ms, with --compute h100:"),
         (Goals(ttft_s=0.001), CHAT, 8, r"--slo-ttft 1ms; the nearest is \d+ms, with --compute h100:8"),
         (
             Goals(usd_per_hour=5),
@@ -165,7 +240,7 @@ def test_a_plan_keeps_its_goals() -> None:
             Goals(),
             workload.of_context(10**7),
             8,
-            r"reserves 10000000 tokens.*here, 4 h20, holds \d+; it takes --memory h20:38 for",
+            r"reserves 10000000 tokens.*a h20 holds \d+, .*most here are 4.*8 KV heads.*give a kind with more",
         ),
     ],
 )
