@@ -16,15 +16,18 @@ def write() -> None:
     """Write REPORT into the current directory.
 
     Raises:
-        ConfigError: this is no source tree, or matplotlib is missing.
+        ConfigError: this is no source tree, matplotlib is missing, or the directory cannot be written.
         LaminaError: the suite failed, or took longer than ``TIMEOUT_S``.
     """
+    from lamina.cluster.sizing import check_writable
+
     if not SUITE.is_file():
         raise ConfigError(
             f"the cost suite is not installed with the package: there is no {SUITE}. Run it from a checkout"
         )
     if find_spec("matplotlib") is None:
         raise ConfigError("the cost suite draws with matplotlib, which is not installed: pip install 'lamina[bench]'")
+    check_writable("the report", REPORT)
     try:
         done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

@@ -323,13 +323,17 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
 
 def _measure(file: Path) -> None:
     from lamina.cli.console import print_text
+    from lamina.cluster.sizing import check_writable
     from lamina.plan import hardware, measure, profile
     from lamina.plan.store import ProfileStore
 
     store = ProfileStore(file.with_suffix(".sqlite"))
+    if store.file == file:
+        raise ConfigError(f"--measure is {file}, which is where its profile goes; give a name that ends in .toml")
     for existing in (file, store.file):
         if existing.exists():
             raise ConfigError(f"{existing} exists; give --measure another file, or remove it")
+    check_writable("--measure", file)
     compute, _ = profile.halves()
     with profile.on_cores(compute):
         values = measure.entry()

@@ -1,13 +1,14 @@
 """`lamina simulate`: a trace on pools nobody has rented yet, under the runtime's own scheduler and a virtual clock."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lamina.cli import options
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, LaminaError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,6 +51,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Serve a trace on pools nobody has rented yet."""
+    from lamina.cluster.sizing import check_writable
     from lamina.observe.progress import counting_progress
     from lamina.observe.trace import write_trace
     from lamina.plan import hardware as catalogue_of
@@ -60,6 +62,9 @@ def simulate(
 
     if requests is not None:
         sim.check_requests_file(requests)
+    for option, file in (("--requests", requests), ("--trace-out", trace_out)):
+        if file is not None:
+            check_writable(option, file)
     if trace_out is not None and system != "lamina":
         raise ConfigError(f"--trace-out shows what Lamina's workers do; there are none in --system {system}")
     catalogue = catalogue_of.load(hardware)
@@ -84,11 +89,14 @@ def simulate(
         result = sim.simulate(
             deployment, arrivals, sim.System(system), faults, MOST_SPANS if trace_out else 0, on_progress
         )
-    if requests is not None:
-        sim.write_requests(requests, result.log)
-    if trace_out is not None:
-        write_trace(trace_out, result.spans)
-    _print(result, deployment, trace, as_json)
+    _print(result, deployment, trace, any(fault.factor is None for fault in faults), as_json)
+    try:
+        if requests is not None:
+            sim.write_requests(requests, result.log)
+        if trace_out is not None:
+            write_trace(trace_out, result.spans)
+    except OSError as error:  # a full disk, say
+        raise LaminaError(f"not all of the simulation could be written: {error}") from error
 
 
 def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]":
@@ -108,7 +116,7 @@ def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int, max_t
     return sim.draw(requests, draw, seed, rate_scale, max_tokens)
 
 
-def _print(result: "Result", deployment: "Deployment", trace: Path, as_json: bool) -> None:
+def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_as_dict(result, deployment, trace), indent=2))
         return
@@ -118,8 +126,9 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, as_json: boo
 
     # A pipe has no width of its own: give the table what it needs.
     wide = output() if output().is_terminal else Console(width=120, highlight=False)
-    for table in (_summary(result, deployment, trace), _pools(result)):
-        wide.print(table)
+    wide.print(_summary(result, deployment, trace, lost))
+    if result.tokens:
+        wide.print(_pools(result))
     if (decisions := result.decisions) is not None and decisions.steps:
         seconds = sum(decisions.seconds.values())
         wide.print(
@@ -131,7 +140,8 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, as_json: boo
         )
 
 
-def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table":
+def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool) -> "Table":
+    """``lost``: a worker was."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -142,8 +152,12 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table"
     table.add_column(no_wrap=True)
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
     table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
-    if result.log.count(State.ERROR):
+    if lost and result.log.count(State.FINISHED) < len(result.log.arrivals):
         table.add_row("lost", "a lost worker ends its engine: what ran ends with an error, what comes later is refused")
+    elif result.log.count(State.REFUSED):
+        table.add_row("refused", f"prompt and answer may need more KV than a {_holder(result.system, deployment)}")
+    if not result.tokens:
+        return table
     table.add_row("throughput", f"{result.tokens_s:.0f} tokens/s drawn, {result.requests_s:.2f} requests/s")
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
@@ -151,7 +165,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table"
         table.add_row("overload", f"{rate:.2f} requests/s arrived: TTFT is that of a growing queue; see --rate-scale")
     for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
         shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
-        table.add_row(name, ", ".join(shown))
+        table.add_row(name, "no request drew two tokens" if math.isnan(times.p50) else ", ".join(shown))
     table.add_row(
         "cost", f"${result.usd_per_million_out:.2f} per million tokens drawn, at ${result.usd_per_hour:.2f} an hour"
     )
@@ -161,6 +175,13 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path) -> "Table"
     if result.preempted:
         table.add_row("preempted", f"{result.preempted} times: KV lost and computed anew")
     return table
+
+
+def _holder(system: str, deployment: "Deployment") -> str:
+    """Who must hold all of a request's KV, and how much that is."""
+    if system != "lamina" or deployment.memory is None:
+        return "copy of the weights has room for beside them"
+    return f"{deployment.memory.kind} holds, {deployment.memory_cost.kv_tokens} tokens"
 
 
 def _pools(result: "Result") -> "Table":

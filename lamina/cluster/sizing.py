@@ -37,7 +37,7 @@ def check(config: EngineConfig) -> None:
     if config.tls and config.transport == "rdma":
         raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
     if config.trace is not None:
-        _check_trace(Path(config.trace).absolute())
+        check_writable("trace", Path(config.trace))
     if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
         raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
 
@@ -49,12 +49,13 @@ def _require_type(config: EngineConfig, kind: type, said: str, *names: str) -> N
             raise ConfigError(f"{name} is {value!r}; give {said}")
 
 
-def _check_trace(file: Path) -> None:
-    """Before a model is loaded, not when the engine ends."""
+def check_writable(name: str, file: Path) -> None:
+    """Refuse a file to write before the work that is to fill it, not after. Raises ConfigError."""
+    file = file.absolute()
     if not file.parent.is_dir():
-        raise ConfigError(f"trace is '{file}', in a folder that does not exist; make it first")
+        raise ConfigError(f"{name} is '{file}', in a folder that does not exist; make it first")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"trace is '{file}', which cannot be written; give a file of your own")
+        raise ConfigError(f"{name} is '{file}', which cannot be written; give a file of your own")
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:

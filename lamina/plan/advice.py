@@ -154,9 +154,9 @@ def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
     most = max(pools.memory_workers for pools in fitting if pools.memory.kind == kind)
     remedy = f"--memory {kind}:{workers:.0f}, or a kind with more memory" if workers < math.inf else "a kind with more"
     return ConfigError(
-        f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence; a {kind} holds {room[kind]}, and the "
-        f"most here are {most}. A sequence lies on one of them, or its {shape.kv_heads} KV heads on several in equal "
-        f"parts; for one sequence in each lane give {remedy}"
+        f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence; a {kind} holds {room[kind]}, and "
+        f"the most here are {most}. A sequence lies on one of them, or its {shape.kv_heads} KV heads on several in "
+        f"equal parts; for one sequence in each lane give {remedy}"
     )
 
 

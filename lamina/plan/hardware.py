@@ -5,6 +5,7 @@ values. All quantities here are in SI units: FLOP/s, bytes, bytes/s, seconds, US
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from lamina.types import DType
 
 CATALOGUE = Path(__file__).parent / "hardware.toml"
 ALIASES = {"a100": "a100-80g"}
-"""Names of pools that stand for one of several catalogue entries."""
+"""Names of pools, and of tables in a user's file, that stand for one of several catalogue entries."""
 
 OWNED_HOURS = 3 * 365 * 24
 DOLLARS_PER_KWH = 0.12
@@ -35,6 +36,7 @@ _NUMBERS = {
     "watts": 1.0,
     "price_usd": 1.0,
 }
+_NAME = re.compile(r"[a-z0-9_-]+")  # as in a pool
 _TEXTS = ("device", "link")
 _OPTIONAL = ("price_usd_per_hour",)
 
@@ -122,9 +124,14 @@ def load(user_file: Path | None = None) -> Catalogue:
         ConfigError: the file is not TOML, or an entry lacks a value, has an unknown one or one out of range.
     """
     tables = _read(CATALOGUE)
-    for kind, table in (_read(user_file) if user_file else {}).items():
+    for name, table in (_read(user_file) if user_file else {}).items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{user_file} has the value {kind!r} outside a table; write [kind] above it")
+            raise ConfigError(f"{user_file} has the value {name!r} outside a table; write [kind] above it")
+        if not isinstance(table.get("sources", {}), dict):
+            raise ConfigError(f"{user_file}: [{name}] has sources that are no table; write [{name}.sources] above them")
+        kind = ALIASES.get(name.lower(), name.lower())
+        if not _NAME.fullmatch(kind):
+            raise ConfigError(f"{user_file} has a kind {name!r}; name it by letters, digits, - and _")
         known = tables.get(kind, {})
         sources = {**known.get("sources", {}), **table.get("sources", {})}
         tables[kind] = {**known, **table, "sources": sources}
@@ -167,9 +174,7 @@ def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
 
 
 def _number(kind: str, name: str, value: object, file: Path) -> float:
-    least = 0 if name.startswith("price") or name == "watts" else 1e-9
+    least = 0 if name.startswith("price") or name == "watts" else 1 if name == "processors" else 1e-9
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e12:
-        raise ConfigError(
-            f"{file}: [{kind}] {name} is {value!r}; give a number {'not below' if not least else 'above'} 0"
-        )
+        raise ConfigError(f"{file}: [{kind}] {name} is {value!r}; give a number from {least:g} to below 1e12")
     return float(value)

@@ -45,8 +45,8 @@ def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> l
     """
     rows = _rows(file, "num_tokens", "num_tensor_parallel_workers")
     for column, size in _SIZES.items():
-        stated = {int(row[column]) for row in rows if row.get(column)}
-        if stated and stated != {getattr(shape, size)}:
+        stated = {row[column].removesuffix(".0") for row in rows if row.get(column)}
+        if stated - {str(getattr(shape, size))}:
             raise ConfigError(
                 f"{file} was measured with {column} {sorted(stated)[0]}; {shape.name} has {getattr(shape, size)}. "
                 "Give the model it was measured on with --model"
@@ -88,4 +88,6 @@ def _series(rows: list[dict[str, str]], operator: str, size: str, devices: str) 
         raise ConfigError(
             f"the column {column}, {size} or {devices} holds something else than numbers: {error}"
         ) from error
+    if not len(table) or not (np.isfinite(table) & (table > 0)).all():
+        raise ConfigError(f"the column {column}, {size} or {devices} holds no numbers, or others than those above 0")
     return Series(operator, table[:, 0], table[:, 1], table[:, 2] / 1000)

@@ -100,7 +100,7 @@ _KEYS = {
 }
 _NOT_GATED = {
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom"),
-    *("mpt", "falcon", "phi", "starcoder2", "nemotron"),
+    *("mpt", "falcon", "phi", "starcoder2", "nemotron", "arcee", "apertus", "persimmon", "codegen"),
 }
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA)",
@@ -108,7 +108,11 @@ _REFUSED = {
     "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
     "moe_num_experts": "a mixture of experts",
+    "mamba_d_state": "layers with a state of their own",
+    "state_size": "layers with a state of their own",
 }
+_ATTENTION = "attention"
+"""What the name of a layer's type ends with, in ``layer_types``, where it keeps K and V: full, sliding, chunked."""
 
 
 def find(model: str) -> ModelShape:
@@ -134,26 +138,44 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a parsed config.json describes. Raises as ``find``."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
-    for key, what in _REFUSED.items():
-        if (text.get(key) or 0) > 1:
-            raise UnsupportedModelError(
-                f"{name} has {what} ({key} {text[key]}); the cost model covers dense models only"
-            )
+    _require_dense(name, config, text)
     sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["query_heads"]
     multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
     kv_heads = 1 if multi_query else _first(text, ("num_key_value_heads", "num_kv_heads", "n_head_kv")) or heads
+    head_size = _first(text, ("head_dim",)) or hidden // heads
+    if heads % kv_heads or not head_size:
+        raise ModelError(
+            f"the config of {name} has {heads} query heads, {kv_heads} key/value heads and a hidden size of {hidden}; "
+            "every key/value head serves as many query heads, and every head has a size"
+        )
     return ModelShape(
         name=name,
         **sizes,
         intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
         kv_heads=kv_heads,
-        head_size=_first(text, ("head_dim",)) or hidden // heads,
+        head_size=head_size,
         gated=text.get("model_type") not in _NOT_GATED,
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
     )
+
+
+def _require_dense(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError for what the formulas of a dense decoder in 16 or 32 bits say nothing of."""
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(f"{name} has quantised weights; give the config of the model in 16 bits")
+    for part in (text, *(value for value in text.values() if isinstance(value, dict))):
+        for key, what in _REFUSED.items():
+            if part.get(key) not in (None, 0, 1):
+                raise UnsupportedModelError(
+                    f"{name} has {what} ({key} {part[key]}); the cost model covers dense models only"
+                )
+    kinds = text.get("layer_types")
+    for kind in kinds if isinstance(kinds, list) else ():
+        if not str(kind).endswith(_ATTENTION) or str(kind).startswith("linear"):
+            raise UnsupportedModelError(f"{name} has layers of {kind}; the cost model covers those with K and V only")
 
 
 def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

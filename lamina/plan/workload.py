@@ -2,14 +2,19 @@
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lamina.errors import ConfigError
+
+MOST_TOKENS = 10**9
+"""Of one prompt or answer: above it, a trace is broken rather than long."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +74,23 @@ def paged(served: Workload) -> Workload:
     return replace(served, reserved=served.live)
 
 
-def read_trace(file: Path) -> Iterator[TracedRequest]:
+def read_trace(file: Path) -> list[TracedRequest]:
     """Requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON
-    lines (timestamp in ms, input_length, output_length). Requests without prompt or answer are left out.
+    lines (timestamp in ms, input_length, output_length). Requests without prompt or answer are left out; time begins
+    with the earliest of the others.
 
     Raises:
-        ConfigError: the file cannot be read, has another form or no request.
+        ConfigError: the file cannot be read, has another form, a value that cannot be or no request.
     """
     try:
         with file.open(newline="") as opened:
             if file.suffix == ".jsonl":
                 found = [_mooncake(json.loads(line)) for line in opened if line.strip()]
             else:
-                found = _azure(csv.DictReader(opened))
+                found = _azure(list(csv.DictReader(opened)))
     except OSError as error:
         raise ConfigError(f"the trace {file} cannot be read: {error.strerror}") from error
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError, csv.Error) as error:
         raise ConfigError(
             f"{file} is no trace ({type(error).__name__}: {error}); give Azure's CSV with TIMESTAMP, ContextTokens and "
             "GeneratedTokens, or Mooncake's .jsonl with timestamp, input_length and output_length"
@@ -92,20 +98,30 @@ def read_trace(file: Path) -> Iterator[TracedRequest]:
     kept = [request for request in found if request.prompt > 0 and request.output > 0]
     if not kept:
         raise ConfigError(f"{file} has no request with a prompt and an answer")
-    return iter(kept)
+    first_s = min(request.arrival_s for request in kept)
+    return [replace(request, arrival_s=request.arrival_s - first_s) for request in kept]
 
 
-def _mooncake(row: dict[str, int]) -> TracedRequest:
-    return TracedRequest(row["timestamp"] / 1000, row["input_length"], row["output_length"])
+def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
+    seconds = row["timestamp"] / 1000
+    if not math.isfinite(seconds):
+        raise ValueError(f"a timestamp is {row['timestamp']}")
+    return TracedRequest(seconds, _tokens(row["input_length"]), _tokens(row["output_length"]))
 
 
-def _azure(rows: Iterable[dict[str, str]]) -> list[TracedRequest]:
-    result: list[TracedRequest] = []
-    start: datetime | None = None
-    for row in rows:
-        # Azure gives seven digits of a second; datetime takes six.
-        moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
-        start = start or moment
-        seconds = (moment - start).total_seconds()
-        result.append(TracedRequest(seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-    return result
+def _azure(rows: Sequence[Mapping[str, str]]) -> list[TracedRequest]:
+    # Azure gives seven digits of a second; datetime takes six. The zone that may follow is the same for all.
+    moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None) for row in rows]
+    return [
+        TracedRequest(
+            (moment - moments[0]).total_seconds(), _tokens(row["ContextTokens"]), _tokens(row["GeneratedTokens"])
+        )
+        for moment, row in zip(moments, rows, strict=True)
+    ]
+
+
+def _tokens(value: str | int) -> int:
+    tokens = int(value)
+    if (isinstance(value, float) and tokens != value) or tokens > MOST_TOKENS:
+        raise ValueError(f"a length is {value!r}; give a whole number of tokens, at most {MOST_TOKENS}")
+    return tokens

@@ -105,6 +105,17 @@ def test_validation_prints_every_operator() -> None:
     assert "fitted to a100_llama2_7b_mlp.csv alone" in " ".join(printed.split())
 
 
+def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    head, *rows = (MEASUREMENTS / "a40_llama2_7b_mlp.csv").read_text().splitlines()[:5]
+    place = head.split(",").index("time_stats.mlp_up_proj.median")
+    for value in ("", "0", "-1", "nan", "inf", "fast"):
+        cells = [row.split(",") for row in rows]
+        changed = [",".join([*own[:place], value, *own[place + 1 :]]) for own in cells]
+        (tmp_path / "odd.csv").write_text("\n".join([head, *changed]))
+        with pytest.raises(UserError, match=r"time_stats\.mlp_up_proj\.median"):
+            plan(f"--model Llama-2-7B --kind a40 --validate {tmp_path / 'odd.csv'}")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -112,10 +123,12 @@ def test_validation_prints_every_operator() -> None:
         (f"{PAIR} --slo-tbt 50", r"--slo-tbt '50' is no time.*did you mean 50ms"),
         (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is no time"),
         (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is no time"),
-        (f"{PAIR} --slo-tbt 1ms", "no plan reaches --slo-tbt 1.0ms; the nearest is"),
+        (f"{PAIR} --slo-tbt 1ms", "no plan reaches --slo-tbt 1ms; the nearest is"),
         (f"{PAIR} --context 0", "the context is 0 tokens"),
         (f"{PAIR} --context 9 --trace x.csv", "give one of them"),
         (f"{PAIR} --trace /nowhere.csv", "the trace /nowhere.csv cannot be read"),
+        ("--measure /nowhere/cpu.toml", "in a folder that does not exist"),
+        ("--measure cpu.sqlite", "which is where its profile goes"),
         (f"{PAIR} --kind h100", "--kind goes with --validate"),
         ("--model Llama-3-8B --compute tpu-v6e --memory h20 --owned", "tpu-v6e has no price to buy"),
         ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),

@@ -97,6 +97,13 @@ def test_a_package_without_the_suite_says_so(monkeypatch: pytest.MonkeyPatch, tm
         CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
 
 
+def test_a_report_that_cannot_be_written_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lamina-cost.html").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"the report is .*lamina-cost.html', which cannot be written"):
+        CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
+
+
 def test_a_suite_that_does_not_end_is_stopped_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "report.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(cost_report, "SUITE", tmp_path / "report.py")

@@ -55,12 +55,26 @@ def test_a_user_file_adds_and_replaces(tmp_path: Path) -> None:
     assert "Table 1" in entry.sources["price_usd"]
 
 
+def test_a_user_s_kinds_go_by_the_names_that_pools_have(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    known = hardware.load()["a100"]
+    numbers = "".join(f"{name} = 7\n" for name in hardware._NUMBERS)
+    file.write_text(f'[a100]\nprice_usd_per_hour = 1.5\n[MyCard]\ndevice = "x"\nlink = "y"\n{numbers}')
+    catalogue = hardware.load(file)
+    assert (catalogue["a100"].usd_per_hour, catalogue["a100-80g"].usd_per_hour) == (1.5, 1.5)
+    assert catalogue["a100"].memory_bytes == known.memory_bytes
+    assert [(entry.kind, most) for entry, most in catalogue.pool("MyCard:3", 8)] == [("mycard", 3)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[mine]\nprocessors = 4\n", r"\[mine\] lacks clock_ghz, "),
         ("[h100]\nmemory_gbs = 4\n", r"\[h100\] has 'memory_gbs'; known are"),
-        ("[h100]\nmemory_gb = -4\n", r"\[h100\] memory_gb is -4; give a number above 0"),
+        ("[h100]\nmemory_gb = -4\n", r"\[h100\] memory_gb is -4; give a number from 1e-09 to below 1e12"),
+        ("[h100]\nprocessors = 0.5\n", "processors is 0.5; give a number from 1"),
+        ("[h100]\nsources = 'me'\n", r"\[h100\] has sources that are no table"),
+        ("['my card']\nprocessors = 4\n", "a kind 'my card'; name it by letters"),
         ("[h100]\nmemory_gb = 'lots'\n", r"memory_gb is 'lots'"),
         ("[h100]\nmemory_gb = nan\n", r"memory_gb is nan"),
         ("h100 = 4\n", "outside a table"),

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+from transformers import (
+    ArceeConfig,
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3Config,
+)
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.plan import models
@@ -35,8 +43,14 @@ def test_known_models_have_their_published_size(name: str) -> None:
             hidden_size=256, intermediate_size=700, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000
         ),
         Qwen3Config(
-            hidden_size=256, intermediate_size=700, head_dim=64, num_attention_heads=8, tie_word_embeddings=True
+            hidden_size=256,
+            intermediate_size=700,
+            head_dim=64,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
         ),
+        ArceeConfig(hidden_size=256, intermediate_size=700, num_attention_heads=8, vocab_size=1000),
         GPT2Config(n_embd=256, n_layer=3, n_head=4, n_positions=8),
         OPTConfig(hidden_size=256, ffn_dim=900, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=8),
         FalconConfig(
@@ -74,3 +88,26 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):
         models.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"num_experts": [8, 8]}, "a mixture of experts"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "a mixture of experts"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
+        ({"layer_types": ["conv", "full_attention"]}, "layers of conv"),
+        ({"mamba_d_state": 128}, "a state of their own"),
+        ({"num_key_value_heads": 3}, "4 query heads, 3 key/value heads"),
+        ({"num_key_value_heads": 8}, "4 query heads, 8 key/value heads"),
+        ({"hidden_size": 3}, "a hidden size of 3"),
+    ],
+)
+def test_a_config_that_the_formulas_say_nothing_of_is_refused(entries: dict[str, object], says: str) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    windowed = {**config, "num_experts": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    assert models.from_config("dense", windowed).kv_heads == 4
+    with pytest.raises(ModelError, match=says):
+        models.from_config("odd", {**config, **entries})

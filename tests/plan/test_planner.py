@@ -305,9 +305,39 @@ def test_traces(tmp_path: Path) -> None:
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text('{"timestamp": 0, "input_length": 7, "output_length": 2, "hash_ids": []}\n')
     assert workload.of_trace(mooncake).longest == 9
+    # A part of a trace: time begins with the earliest request that is kept, whichever it is.
+    rows = [(9000, 5, 5), (7000, 8, 3), (6000, 0, 3)]
+    mooncake.write_text(
+        "".join(f'{{"timestamp": {t}, "input_length": {i}, "output_length": {o}}}\n' for t, i, o in rows)
+    )
+    assert [request.arrival_s for request in workload.read_trace(mooncake)] == [2, 0]
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:02.009930+00:00,7,1\n2024-05-10 00:00:01+00:00,9,1\n"
+    )
+    assert [request.arrival_s for request in workload.read_trace(azure)] == [pytest.approx(1.00993), 0]
     azure.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"is no trace \(KeyError: 'TIMESTAMP'\)"):
         workload.of_trace(azure)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"timestamp": NaN, "input_length": 7, "output_length": 2}',
+        '{"timestamp": 0, "input_length": 7.5, "output_length": 2}',
+        '{"timestamp": 0, "input_length": 1e400, "output_length": 2}',
+        '{"timestamp": 0, "input_length": 7, "output_length": 10000000000}',
+        '{"timestamp": 0, "input_length": "many", "output_length": 2}',
+        '{"timestamp": 0, "input_length": 7}',
+        "[0, 7, 2]",
+        "a" * 200_000,
+    ],
+)
+def test_what_is_no_trace_is_refused(row: str, tmp_path: Path) -> None:
+    for name in ("trace.jsonl", "trace.csv"):
+        (tmp_path / name).write_text(row + "\n" + row)
+        with pytest.raises(ConfigError, match="is no trace"):
+            workload.read_trace(tmp_path / name)
 
 
 def test_what_the_same_money_buys_alone() -> None:

@@ -50,6 +50,13 @@ def test_a_lost_worker_is_named_as_the_cause_of_what_it_ends(trace: Path) -> Non
     assert "a lost worker" not in run(*POOLS, "--trace", trace).stdout
 
 
+def test_requests_that_never_fit_are_refused_with_the_cause(trace: Path) -> None:
+    done = run(*POOLS, "--trace", trace, "--max-tokens", 50_000)
+    assert done.returncode == 0, done.stderr
+    assert "60 refused" in done.stdout and "more KV than a rtx3090 holds, 41198 tokens" in done.stdout
+    assert "nan" not in done.stdout and "inf" not in done.stdout
+
+
 def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
     drawn = ("--trace", trace, "--draw", 40, "--json", "--seed")
     first, second, other = (run(*POOLS, *drawn, seed) for seed in (1, 1, 2))
@@ -64,6 +71,8 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
         (("--fail", "memory:2@1s"), "there are 2, counted from 0"),
         (("--slow", "memory:1"), "such as compute:0@60s:2x"),
         (("--requests", "r.txt"), "neither .csv nor .parquet"),
+        (("--requests", "/nowhere/r.csv"), "in a folder that does not exist"),
+        (("--trace-out", "/"), "cannot be written"),
         (("--system", "chunked-prefill"), "one pool"),
         (("--rate-scale", "0"), "above 0"),
         (("--compute", "a100:1,h100:1"), "names 2 kinds"),

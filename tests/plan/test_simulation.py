@@ -1,6 +1,7 @@
 """The simulator against closed forms, queueing theory and a scheduler driven by hand."""
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,15 @@ def test_a_lost_worker_ends_every_request_with_an_error_as_the_runtime_does() ->
     assert result.seconds <= max(at, arrivals.arrival_s[-1])
 
 
+def test_who_came_before_a_loss_ends_with_an_error_wherever_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "MOST_WAITING", 2)
+    arrivals = arriving(*((0.01 * i, 2000, 200) for i in range(60)))
+    result = simulate(pools(max_num_seqs=4), arrivals, faults=[Fault("memory", 0, 0.3)])
+    states = np.array(result.log.states)
+    assert (states[arrivals.arrival_s < 0.3] == State.ERROR).all()
+    assert (states[arrivals.arrival_s >= 0.3] == State.REFUSED).all()
+
+
 def test_a_lost_instance_takes_only_its_own_requests() -> None:
     arrivals = mixed(200, rate=60.0)
     for system, deployment in (
@@ -287,6 +297,16 @@ def test_what_can_never_fit_is_refused_and_others_go_on() -> None:
     capacity = pools().memory_cost.kv_tokens
     result = simulate(pools(), arriving((0.0, capacity + 1, 2), (0.1, 100, 2)))
     assert result.log.states == [State.REFUSED, State.FINISHED]
+    # Nor is a prompt made that no memory could hold.
+    result = simulate(pools(), arriving((0.0, 10**12, 2), (0.1, 100, 1)))
+    assert result.log.states == [State.REFUSED, State.FINISHED]
+
+
+def test_what_has_no_value_is_none_in_a_summary() -> None:
+    one, none = (simulate(pools(), arriving((0.0, prompt, 1))).summary() for prompt in (10, 10**6))
+    assert one["ttft_s"]["p50"] > 0 and one["tbt_s"] == {"p50": None, "p90": None, "p99": None}
+    assert none["ttft_s"]["p99"] is none["usd_per_million_out"] is None and none["bottleneck"] == "nothing"
+    json.dumps([one, none], allow_nan=False)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -347,7 +367,10 @@ def test_what_cannot_be_is_refused(system: System, deployment: Deployment, fault
         simulate(deployment, mixed(2), system, faults)
 
 
-def test_weights_that_do_not_fit_are_refused() -> None:
+def test_weights_that_do_not_fit_or_heads_that_do_not_divide_are_refused() -> None:
+    for degree in (3, 64):
+        with pytest.raises(ConfigError, match=f"of {degree} does not divide the 32 key/value heads"):
+            pools(compute_workers=degree, tensor_parallel=degree)
     large = replace(pools(), model=models.find("LLaMA-65B"))
     with pytest.raises(ConfigError, match="--tensor-parallel"):
         simulate(large, mixed(2))

@@ -40,13 +40,16 @@ class Deployment:
         for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
-        pools = [("compute", self.compute_workers)] + ([("memory", self.memory_workers)] if self.memory else [])
-        for role, workers in pools:
-            if role == "compute" and workers % self.tensor_parallel:
-                raise ConfigError(
-                    f"{workers} {role} workers do not divide into groups of {self.tensor_parallel}; give a multiple, "
-                    "or another degree of tensor parallelism"
-                )
+        if self.compute_workers % self.tensor_parallel:
+            raise ConfigError(
+                f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
+                "multiple, or another degree of tensor parallelism"
+            )
+        if self.model.kv_heads % self.tensor_parallel:
+            raise ConfigError(
+                f"tensor parallelism of {self.tensor_parallel} does not divide the {self.model.kv_heads} key/value "
+                f"heads of {self.model.name}; give a degree that does"
+            )
 
     @property
     def replicas(self) -> int:

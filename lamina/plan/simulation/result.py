@@ -191,15 +191,17 @@ class Result:
 
     @property
     def bottleneck(self) -> str:
-        """The pool whose workers or network cards are busiest, or that none is and requests wait to be admitted all
-        the same: for KV slots, or for one of ``max_num_seqs`` places."""
+        """The pool whose workers or network cards are busiest, if any worked, or that none is and requests wait to be
+        admitted all the same: for KV slots, or for one of ``max_num_seqs`` places."""
         uses = [(pool.busiest, f"{pool.name} workers") for pool in self.pools]
         uses += [(pool.network, f"network of {pool.name} workers") for pool in self.pools]
         share, what = max(uses)
-        return "room to admit requests (KV slots or max_num_seqs)" if share < BUSY and self.queued > BUSY else what
+        if share < BUSY and self.queued > BUSY:
+            return "room to admit requests (KV slots or max_num_seqs)"
+        return what if share else "nothing"
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the requests, as JSON takes it; the same for the same seed."""
+        """Everything but the requests, as JSON takes it, None where there is no number; the same for the same seed."""
         return {
             "system": self.system,
             "requests": {state.value: self.log.count(state) for state in State},
@@ -207,16 +209,20 @@ class Result:
             "tokens": self.tokens,
             "tokens_s": self.tokens_s,
             "requests_s": self.requests_s,
-            "ttft_s": vars(self.ttft_s),
-            "tbt_s": vars(self.tbt_s),
+            "ttft_s": {share: _finite(seconds) for share, seconds in vars(self.ttft_s).items()},
+            "tbt_s": {share: _finite(seconds) for share, seconds in vars(self.tbt_s).items()},
             "pools": [vars(pool) for pool in self.pools],
             "bottleneck": self.bottleneck,
             "queued": self.queued,
             "usd_per_hour": self.usd_per_hour,
-            "usd_per_million_out": self.usd_per_million_out,
+            "usd_per_million_out": _finite(self.usd_per_million_out),
             "steps": self.steps,
             "preempted": self.preempted,
         }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def _percentiles(values: Floats) -> Percentiles:

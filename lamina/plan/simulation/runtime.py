@@ -6,6 +6,7 @@ said to. Decisions take no virtual time (``Result.decisions`` says what they cos
 no latency. Every one of a worker's slowness and every message between the pools is the virtual cluster's.
 """
 
+import bisect
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -163,14 +164,15 @@ class Simulation:
             self._next += 1
 
     def _arrive(self, index: int) -> None:
-        prompt, asked = int(self._arrivals.prompt[index]), int(self._asked[index])
-        request = Request(str(index), None, [0] * prompt, SamplingParams(max_tokens=asked))
-        begun = self._clock()
+        prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
         try:
-            group = self._scheduler.add(request)
+            self._scheduler.check(prompt, params)  # before its tokens are made, which may be more than memory holds
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
+        request = Request(str(index), None, [0] * prompt, params)
+        begun = self._clock()
+        group = self._scheduler.add(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
         completion.generated.append(0)  # what it is to run wherever a plan must say it
@@ -187,9 +189,10 @@ class Simulation:
     def _die(self, now: float) -> None:
         """A lost worker ends every request with an error, and the engine: what comes later is refused."""
         self._dead = True
-        for index in self._live.values():
+        come = max(self._next, bisect.bisect_left(self._arrival_s, now))
+        for index in (*self._live.values(), *range(self._next, come)):
             self._log.end(index, State.ERROR, now)
-        for index in range(self._next, len(self._arrivals)):
+        for index in range(come, len(self._arrivals)):
             self._log.end(index, State.REFUSED, self._arrival_s[index])
         self._live.clear()
 
