@@ -159,7 +159,8 @@ caption { text-align: left; padding: .4rem 0; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th:first-child, td:first-child, .prose { text-align: left; } .prose { min-width: 14rem; }
+th:first-child, td:first-child, .prose { text-align: left; } .prose { min-width: 11rem; }
+td:not(.prose) { white-space: nowrap; }
 th { font-weight: 600; }
 figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; color: var(--ink); }
 """

@@ -40,16 +40,22 @@ def step_seconds(model: CostModel, devices: int, batch: int, live: float) -> flo
     return float(model.pass_seconds(batch, devices) + model.shape.layers * attention)
 
 
+def batches(most: int) -> list[int]:
+    """Batches to try, up to ``most``: with the multiples of 128, which fill the tiles of matrix products."""
+    spread = np.round(np.geomspace(1, most, 64)).astype(int) if most else []
+    return np.union1d(spread, np.arange(128, most, 128)).astype(int).tolist()
+
+
 def evaluate(
     model: CostModel, devices: int, workload: Workload, longest_tbt_s: float | None = None
 ) -> Homogeneous | None:
     """The group at the batch that draws most within ``longest_tbt_s``; None if weights or one sequence do not fit."""
     most = min(capacity(model, devices, workload), MOST_ROWS)
     best: Homogeneous | None = None
-    for batch in np.unique(np.round(np.geomspace(1, most, 64)).astype(int)).tolist() if most else []:
+    for batch in batches(most):
         seconds = step_seconds(model, devices, batch, workload.live)
         if longest_tbt_s is not None and seconds > longest_tbt_s:
-            break
+            continue
         if best is None or batch / seconds > best.tokens_s:
             best = Homogeneous(batch=batch, tbt_s=seconds, tokens_s=batch / seconds)
     return best
