@@ -42,8 +42,8 @@ def step_seconds(model: CostModel, devices: int, batch: int, live: float) -> flo
 
 def batches(most: int) -> list[int]:
     """Batches to try, up to ``most``: with the multiples of 128, which fill the tiles of matrix products."""
-    spread = np.round(np.geomspace(1, most, 64)).astype(int) if most else []
-    return np.union1d(spread, np.arange(128, most, 128)).astype(int).tolist()
+    spread = np.round(np.geomspace(1, max(1, most), 64))
+    return [int(batch) for batch in np.union1d(spread, np.arange(128, most, 128)) if batch <= most]
 
 
 def evaluate(

@@ -48,8 +48,8 @@ def as_toml(values: dict[str, float | str]) -> str:
     ]
     return "\n".join(
         [
-            "# Measured by lamina plan --measure. Fill in watts and price_usd or price_usd_per_hour yourself. memory_gb is",
-            "# all of this machine's: lower it to what one worker may take.",
+            "# Measured by lamina plan --measure. Fill in watts and price_usd or price_usd_per_hour yourself.",
+            "# memory_gb is all of this machine's: lower it to what one worker may take.",
             "[cpu]",
             *lines,
             "[cpu.sources]",
