@@ -163,11 +163,24 @@ def _write(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig, writes_i
 
 
 def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModelError:
+    rope = _rope_by_length(config)
+    if rope:
+        return UnsupportedModelError(
+            f"model type {config.model_type!r}: its rotary embedding, of type {rope!r}, takes its frequencies from the "
+            "longest sequence of a batch, so tokens cannot be batched by row; give a model of another rope_type"
+        )
     reason = str(error).strip().splitlines()
     return UnsupportedModelError(
         f"model type {config.model_type!r} cannot be traced for any number of tokens: {type(error).__name__}: "
         f"{reason[0] if reason else 'no reason given'}"
     )
+
+
+def _rope_by_length(config: PretrainedConfig) -> str | None:
+    """The rope_type of any layer that depends on how long sequences are."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by their type
+    return next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
 
 
 def _layers(model: nn.Module, count: int) -> nn.ModuleList:

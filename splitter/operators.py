@@ -43,7 +43,8 @@ class Operators:
 
     Attributes:
         graph: placeholders, functional operators, one output. A node's ``meta["val"]`` is its tensor, without values,
-            and ``meta["path"]`` the path of the module whose code called the operator.
+            and ``meta["path"]`` the path of the module whose code called the operator; ``meta["size"]`` of a node that
+            computes a size is what it is.
         ids, positions: the placeholders of the model's inputs.
         tensors: placeholder name -> name of a parameter or buffer of the model.
         literals: placeholder name -> value, of tensors that the model's code makes of numbers.
@@ -147,7 +148,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take every number of rows from the first dimension of ``node``'s tensor [T]."""
         rows: Any = node.meta["val"].shape[0]
         count = self._graph.call_function(aten.sym_size.int, (node, 0))
-        count.meta["val"] = rows
+        count.meta |= {"val": rows, "size": rows.node.expr}
         self._sizes[rows.node.expr] = count
 
     def finish(self, result: Tensor) -> fx.Graph:
@@ -227,6 +228,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for term in rest:
             total = self._graph.call_function(function, (total, term))
         assert isinstance(total, fx.Node)
+        total.meta["size"] = expression
         self._sizes[expression] = total
         return total
 

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, fx
 
 _ALONG_DIMENSION = {  # operators of (input, dimension or dimensions, ...)
-    *("amax", "amin", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var"),
+    *("all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "max", "mean", "median", "min", "prod", "sum"),
+    *("std", "std_mean", "var", "var_mean"),
     *("cummax", "cummin", "cumprod", "cumsum", "flip", "logcumsumexp"),
-    *("_log_softmax", "_softmax", "log_softmax", "softmax"),
+    *("_log_softmax", "_softmax", "log_softmax", "select", "softmax"),
 }
-_CONTRACTION = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}  # place of the left factor
-_NEVER = {"_convolution", "conv1d", "conv2d", "conv3d", "convolution", "unfold"}
+_CONTRACTION = {"mm": 0, "bmm": 0, "linear": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}  # place of the left factor
+_NEVER = {
+    *("_convolution", "conv1d", "conv2d", "conv3d", "convolution", "unfold"),
+    *("_fft_c2c", "_fft_c2r", "_fft_r2c", "native_group_norm"),
+}
 
 
 def mixing(graph: fx.Graph) -> list[fx.Node]:
@@ -28,13 +32,13 @@ def mixing(graph: fx.Graph) -> list[fx.Node]:
 
 def _mixes(node: fx.Node) -> bool:
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
-    if name in _NEVER:
+    if name in _NEVER or "scaled_dot_product" in name:
         return True
     if name in _CONTRACTION:
         left = _value(node.args[_CONTRACTION[name]])
         return left is not None and left.dim() - 1 in _row_dimensions(left)
     source = _value(node.args[0]) if node.args else None
-    check = _reduces if name in _ALONG_DIMENSION else _SHIFTS.get(name)
+    check = _reduces if name in _ALONG_DIMENSION else _OTHERS.get(name)
     return source is not None and check is not None and check(node, source.dim(), _row_dimensions(source))
 
 
@@ -63,8 +67,19 @@ def _reduces(node: fx.Node, rank: int, rows: set[int]) -> bool:
 def _slices(node: fx.Node, rank: int, rows: set[int]) -> bool:
     given: tuple[Any, ...] = node.args[1:4]
     dim, start, end = given + (0, None, None)[len(given) :]
-    whole = start in (None, 0) and (end is None or isinstance(end, fx.Node) or end == 2**63 - 1)
+    whole = start in (None, 0) and (end in (None, 2**63 - 1) or _is_size(end, node.args[0], dim))
     return bool(_dimensions(dim, rank) & rows) and not whole
+
+
+def _is_size(end: Any, of: Any, dim: int) -> bool:
+    """Whether ``end``, computed from the number of rows, is the size of a tensor."""
+    size: Any = of.meta["val"].shape[dim]
+    return isinstance(end, fx.Node) and isinstance(size, torch.SymInt) and end.meta.get("size") == size.node.expr
+
+
+def _normalises(node: fx.Node, rank: int, rows: set[int]) -> bool:
+    over: Any = node.args[1]
+    return bool(set(range(rank - len(over), rank)) & rows)
 
 
 def _pads(node: fx.Node, rank: int, rows: set[int]) -> bool:
@@ -73,12 +88,14 @@ def _pads(node: fx.Node, rank: int, rows: set[int]) -> bool:
     return bool(padded & rows)
 
 
-def _rolls(node: fx.Node, rank: int, rows: set[int]) -> bool:
+def _along_third(node: fx.Node, rank: int, rows: set[int]) -> bool:
     return bool(_dimensions(node.args[2] if len(node.args) > 2 else None, rank) & rows)
 
 
-_SHIFTS: dict[str, Callable[[fx.Node, int, set[int]], bool]] = {
+_OTHERS: dict[str, Callable[[fx.Node, int, set[int]], bool]] = {
     "constant_pad_nd": _pads,
-    "roll": _rolls,
+    "linalg_vector_norm": _along_third,
+    "native_layer_norm": _normalises,
+    "roll": _along_third,
     "slice": _slices,
 }

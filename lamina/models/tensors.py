@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from lamina.config import LoadFormat
 from lamina.errors import ModelError
@@ -188,7 +188,10 @@ class _Checkpoint:
         def read(key: str) -> torch.Tensor:
             file = self._directory.tensors[key].file
             if file not in files:
-                files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                try:
+                    files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                except SafetensorError as error:
+                    raise ModelError(f"{file} has a broken safetensors header ({error}): copy it again") from error
             tensor: torch.Tensor = files[file].get_tensor(key)
             mapped.add(tensor.untyped_storage().data_ptr())
             return tensor.to(wanted)

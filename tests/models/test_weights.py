@@ -256,6 +256,21 @@ def test_unreadable_element_type(tmp_path: Path) -> None:
         load(find(tmp_path, tokenizer=False), "model.norm.weight")
 
 
+def test_header_that_the_safetensors_library_refuses(tmp_path: Path) -> None:
+    """Of the right sizes, but one tensor begins where another does."""
+    save(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    layer = "model.layers.{}.mlp.up_proj.weight"
+    header[layer.format(0)]["data_offsets"] = header[layer.format(1)]["data_offsets"]
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(ModelError, match=r"model\.safetensors has a broken safetensors header .*copy it again"):
+        load(find(tmp_path, tokenizer=False), "model.norm.weight")
+
+
 def test_unknown_name(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     with pytest.raises(ModelError, match=r"llama model has no tensor model\.nowhere"):

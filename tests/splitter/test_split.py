@@ -13,6 +13,14 @@ from lamina.splitter.verify import verify
 from lamina.types import DType
 
 
+def _rope(kind: str, **values: object) -> dict[str, object]:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **values}
+    return {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "rope_parameters": rope}
+
+
+_LONGROPE = {"original_max_position_embeddings": 32, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
 @pytest.fixture(scope="module")
 def llama_70b() -> SplitModel:
     """Llama 3 70B from its configuration; its weights would take 141 GB."""
@@ -102,6 +110,8 @@ def test_low_precision_weights_give_low_precision_q() -> None:
         ("falcon_h1", {}, "'hybrid'"),
         ("bert", {"num_attention_heads": 4}, "not causal"),
         ("doge", {}, "mask or bias of its own"),
+        ("llama", _rope("dynamic", factor=2.0), "rotary embedding, of type 'dynamic'"),
+        ("phi3", _rope("longrope", **_LONGROPE), "rotary embedding, of type 'longrope'"),
     ],
 )
 def test_refused(model_type: str, values: dict[str, object], reason: str) -> None:
