@@ -155,7 +155,8 @@ class Listener:
 
     Attributes:
         host, port: where it listens.
-        refusals: connections turned away, by verdict; those let in that then sent what cannot be count as FRAME.
+        refusals: connections turned away, by verdict; those let in that then sent what cannot be count as FRAME, and
+            those for which the system has no room as SYSTEM.
     """
 
     def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:
@@ -198,8 +199,15 @@ class Listener:
                 self._drop_late()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it went away, or there are no descriptors left
+        try:
             connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # it went away
+            return
+        except OSError as error:
+            self.refusals.add("SYSTEM", f"it cannot be let in: {error}; see how many files it may open (ulimit -n)")
+            time.sleep(RETRY_S)  # it waits in the kernel's queue
+            return
+        with contextlib.suppress(OSError):  # it went away
             connection.setblocking(False)
             _tune(connection, self._silence_s)
             if len(self._waiting) >= MAX_WAITING:
@@ -227,6 +235,8 @@ class Listener:
                 waiting.take(connection)
             except TransportError as error:
                 self.refusals.add("TLS", str(error))
+            except RuntimeError as error:  # native code's: no file or no thread is to be had
+                self.refusals.add("SYSTEM", f"it cannot be served: {error}; see how many files it may open (ulimit -n)")
         except BlockingIOError:
             return
         except (RefusedError, OSError) as error:

@@ -123,6 +123,11 @@ void post(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, std::
     send_parts(endpoint, sender, offset, total, held.parts(), index, sequence, stall_s, mend);
 }
 
+[[noreturn]] void raise_late() {
+    PyErr_SetString(PyExc_TimeoutError, "no doorbell reached its sequence number");
+    throw nb::python_error();
+}
+
 std::size_t wait_for(TcpEndpoint &endpoint, const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
                      double timeout_s, double spin_s, nb::handle mend, nb::handle refused) {
     const auto &bells = endpoint.arena().doorbells();
@@ -147,14 +152,15 @@ std::size_t wait_for(TcpEndpoint &endpoint, const std::vector<std::pair<std::int
         case TcpEndpoint::Kind::Lost: {
             const std::chrono::duration<double> left = deadline - Clock::now();
             mend(outcome.sender, left.count());
+            if (outcome.kind == TcpEndpoint::Kind::Broken && Clock::now() >= deadline)
+                raise_late(); // else a peer out of reach would hold the wait until it counts as lost
             break;
         }
         case TcpEndpoint::Kind::Refused:
             refused(outcome.refusal);
             break;
         case TcpEndpoint::Kind::Expired:
-            PyErr_SetString(PyExc_TimeoutError, "no doorbell reached its sequence number");
-            throw nb::python_error();
+            raise_late();
         case TcpEndpoint::Kind::Done:
             throw std::logic_error("not an outcome of waiting");
         }

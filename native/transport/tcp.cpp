@@ -118,6 +118,7 @@ bool TcpSender::flush() {
         if (!sent || *sent == 0)
             break;
         sent_ += *sent;
+        most_sent_ = std::max(most_sent_, sent_);
         moved = true;
     }
     return moved;

@@ -52,6 +52,15 @@ def test_a_peer_that_takes_nothing_in_is_given_up(make_tcp: MakeTcp) -> None:
             near.post(peer, 0, 64 << 20, [bytes(64 << 20)], 0, 1)
 
 
+@pytest.mark.timeout(60)
+def test_a_peer_that_takes_nothing_in_is_given_up_though_connections_to_it_can_be_made(make_tcp: MakeTcp) -> None:
+    """The kernel ends a connection whose window stays shut for ``silence_s``; another one moves no byte further."""
+    near, far = make_tcp("near", silence_s=0.3, stall_s=2.0), make_tcp("far", 64 << 20)
+    peer = near.connect(far.descriptor(), TIMEOUT_S)
+    with pytest.raises(PeerLostError, match="it has taken in nothing of a message for 2 s"):
+        near.post(peer, 0, 64 << 20, [bytes(64 << 20)], 0, 1)
+
+
 def test_a_signal_handler_that_raises_ends_a_wait_and_a_post(make_tcp: MakeTcp) -> None:
     class InterruptError(Exception):
         pass

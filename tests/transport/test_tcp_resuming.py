@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from far import stamped
+from msgspec.structs import replace
 from tcp_tools import (
     TIMEOUT_S,
     MakeProxy,
@@ -67,6 +69,23 @@ def test_a_peer_that_cannot_be_reached_again_is_lost(make_tcp: MakeTcp, proxies:
             near.post(peer, 0, 1000, [bytes(1000)], 0, 1)
             with contextlib.suppress(DeadlineError):
                 near.wait([(0, 1)], 0.01)
+
+
+def test_a_wait_ends_at_its_deadline_while_a_peer_cannot_be_reached(make_tcp: MakeTcp, proxies: MakeProxy) -> None:
+    """The way to it lets connections be made, and nothing through: each attempt takes as long as it may."""
+    near, far = make_tcp("near"), make_tcp("far")
+    proxy = proxies(port_of(far), itertools.chain([2000], itertools.repeat(None)))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = near.connect(described(far, port=proxy.port), TIMEOUT_S)
+        while not proxy.cuts:
+            near.post(peer, 0, 1000, [bytes(1000)], 0, 1)
+        port, peer.where = peer.where.port, replace(peer.where, port=silent.getsockname()[1])
+        for timeout_s in (0.0, 0.5):
+            with pytest.raises(DeadlineError):  # not PeerLostError, once the peer has had its time to come back
+                near.wait([(0, 1)], timeout_s)
+        peer.where = replace(peer.where, port=port)
+    near.ring(peer, 1, 1)
+    assert far.wait([(1, 1)], TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])

@@ -3,7 +3,11 @@
 import contextlib
 import logging
 import os
+import resource
 import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from far import SECRET
@@ -14,7 +18,7 @@ from tcp_tools import (
     port_of,
 )
 
-from lamina.errors import PeerLostError, RefusedError, TransportError
+from lamina.errors import DeadlineError, PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.handshake import PROTOCOL
 from lamina.transport.tcp import TcpEndpoint
@@ -54,6 +58,58 @@ def test_a_flood_of_silent_connections_is_bounded(make_tcp: MakeTcp, monkeypatch
     assert near.refused["BUSY"] == 2
     for connection in crowd:
         connection.close()
+
+
+@contextlib.contextmanager
+def files_left(count: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
+    held: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for number in [held.pop() for _ in range(count)]:
+            os.close(number)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in held:
+            os.close(number)
+
+
+def test_who_comes_while_no_file_can_be_opened_is_let_in_later(make_tcp: MakeTcp) -> None:
+    far, near = make_tcp("far"), make_tcp("near")
+    with ThreadPoolExecutor(1) as pool:
+        with files_left(1):
+            peer = pool.submit(near.connect, far.descriptor(), TIMEOUT_S)
+            wait_for_refusal(far)
+        far.write(far.connect(near.descriptor(), TIMEOUT_S), 0, b"x")
+        near.ring(peer.result(TIMEOUT_S), 0, 1)
+    assert far.wait([(0, 1)], TIMEOUT_S) == 0
+
+
+def test_who_cannot_be_served_for_want_of_files_is_served_later(make_tcp: MakeTcp) -> None:
+    """Its connection is there, but not what wakes the thread that serves it."""
+    far, near = make_tcp("far"), make_tcp("near")
+    peer = near.connect(far.descriptor(), TIMEOUT_S)
+    memoryview(far._own.arena.native)[:4] = b"kept"  # type: ignore[union-attr]
+    with files_left(2):
+        near.fetch(peer, 0, 4, 0, 0, 1)
+        with pytest.raises(DeadlineError):
+            near.wait([(0, 1)], 0.2)
+        wait_for_refusal(far)
+    assert near.wait([(0, 1)], TIMEOUT_S) == 0
+    assert bytes(memoryview(near._own.arena.native)[:4]) == b"kept"  # type: ignore[union-attr]
+
+
+def wait_for_refusal(endpoint: TcpEndpoint) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not endpoint.refused["SYSTEM"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert endpoint.refused["SYSTEM"]
 
 
 @pytest.mark.parametrize(

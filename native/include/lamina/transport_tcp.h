@@ -87,8 +87,8 @@ public:
     std::uint32_t doorbells() const { return doorbells_; }
     std::chrono::steady_clock::time_point lost_at() const { return lost_at_; }
     bool has_unsent() const { return sent_ < written_; }
-    // Changes whenever anything moves.
-    std::uint64_t progress() const { return written_ + sent_ + confirmed_; }
+    // Changes whenever the peer or its kernel has taken in more; not when a connection is made again.
+    std::uint64_t progress() const { return written_ + most_sent_ + confirmed_; }
 
     // Goes on over another connection, from the byte the receiver wants next. Throws std::invalid_argument if
     // that byte is not kept any more or not written yet.
@@ -121,6 +121,7 @@ private:
         window_; // stream bytes [confirmed_, written_), at their position modulo its size
     std::uint64_t confirmed_ = 0;
     std::uint64_t sent_ = 0;
+    std::uint64_t most_sent_ = 0; // over any connection
     std::uint64_t written_ = 0;
     std::array<std::byte, 8> confirmation_{};
     std::size_t confirmation_nbytes_ = 0;
