@@ -9,6 +9,7 @@ import hmac
 import os
 import secrets
 import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from zmq.utils import z85
 from lamina.errors import ConfigError
 
 NBYTES = 32
-MODE = 0o600
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,15 +52,20 @@ def from_file(file: str | os.PathLike[str]) -> Secret:
     Raises ConfigError if others could read it or it is no secret.
     """
     path = Path(file)
+    if path.exists():
+        return _read(path)
+    made = new()
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "w") as created:
-            made = new()
-            created.write(made.data.hex() + "\n")
-            return made
+        # It appears whole: who starts at the same time, or after a full disk, must not find a part of it.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as written:  # mode 0600
+            written.write(made.data.hex() + "\n")
+            written.flush()
+            os.link(written.name, path)
     except FileExistsError:
         return _read(path)
     except OSError as error:
         raise ConfigError(f"the cluster secret cannot be written to {path}: {error}") from error
+    return made
 
 
 def _read(path: Path) -> Secret:

@@ -17,11 +17,17 @@ def find_devices() -> Devices:
 
 
 def free_memory() -> int:
-    """Bytes that new allocations may take: what the machine has free, or what the control group still allows."""
+    """Bytes that new allocations may take: what the machine has free, or what the control group still allows.
+
+    Cached files, such as a checkpoint that has been read, count as used by a control group but make room when asked to;
+    those in active use are left out, as Kubernetes does for its working set.
+    """
     free = psutil.virtual_memory().available
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    limit = CGROUP / "memory.max"
     if limit.is_file() and (bound := limit.read_text().strip()) != "max":
-        free = min(free, int(bound) - int(used.read_text()))
+        used = int((CGROUP / "memory.current").read_text())
+        kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, int(bound) - used + int(kinds["inactive_file"]))
     return max(0, free)
 
 

@@ -1,6 +1,7 @@
 """A cluster's secret: kept where nobody else reads it, and all keys come from it."""
 
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -39,6 +40,33 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
     file.chmod(0o600)
     with pytest.raises(ConfigError, match="is no cluster secret"):
         secret.from_file(file)
+
+
+def test_who_finds_a_file_finds_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine starts just before this one has written what it made; and no file may have so many bytes, as on a full disk."""
+    file = tmp_path / "secret"
+    found: list[secret.Secret] = []
+    make = secret.new
+
+    def new_beside_another() -> secret.Secret:
+        made = make()
+        if not found:
+            found.append(made)
+            found.append(secret.from_file(file))
+        return made
+
+    monkeypatch.setattr(secret, "new", new_beside_another)
+    assert secret.from_file(file) == found[1] != found[0]
+    assert secret.from_file(file) == found[1]
+    assert os.listdir(tmp_path) == ["secret"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            secret.from_file(tmp_path / "other")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == ["secret"]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
