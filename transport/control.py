@@ -230,10 +230,13 @@ class ControlClient:
 
 
 def local_address(address: str) -> str:
-    """The address of this machine that packets to tcp://host:port leave from."""
+    """The address of this machine that packets to tcp://host:port leave from. Raises TransportError if none can."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
+        try:
+            probe.connect((host, int(port)))  # sends nothing
+        except OSError as error:
+            raise TransportError(f"there is no way to {host} from this machine: {error}") from error
         local: str = probe.getsockname()[0]
     return local
 

@@ -1,8 +1,10 @@
 """`lamina bench transport`: latency and bandwidth by size and transport, between two processes or two hosts."""
 
 import contextlib
+import ipaddress
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from lamina.transport.measure import Near, Result
 
 END_S = 10.0
+MAX_PORT = 65535
 
 
 def transport(
@@ -39,11 +42,15 @@ def transport(
     On one host: lamina bench transport --listen HOST:PORT --secret-file F. Copy F to the other, and there:
     lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
     """
+    from lamina.cluster.sizing import check_writable
     from lamina.transport.choice import Transport
     from lamina.transport.measure import MAX_NBYTES
 
     if listen is not None:
         return _listen(listen, secret_file)
+    for option, file in (("--json", json_file), ("--plot", plot_file)):
+        if file:
+            check_writable(option, Path(file).absolute())
     named = transports.split(",")
     if unknown := set(named) - {item.value for item in Transport}:
         raise ConfigError(f"no transport {', '.join(sorted(unknown))}; there are shm, tcp and rdma")
@@ -83,6 +90,8 @@ def _listen(where: str, secret_file: str | None) -> None:
     from lamina.transport.secret import from_file
 
     host, port = _host_and_port(where)
+    if ipaddress.ip_address(host).is_unspecified:
+        raise ConfigError(f"{host} is all addresses of this machine; give the one at which the other host reaches it")
     far = Far(from_file(_named(secret_file)), host, port)
     output().print(f"The far side listens on {host}:{far.port}. [dim]Ctrl-C ends it.[/]", soft_wrap=True)
     try:
@@ -99,7 +108,8 @@ def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
     from lamina.transport.measure import Near
     from lamina.transport.secret import from_file
 
-    with contextlib.closing(Near(from_file(_named(secret_file)), *_host_and_port(where))) as near:
+    host, port = _host_and_port(where)
+    with contextlib.closing(Near(from_file(_named(secret_file)), host, port)) as near:
         yield near
 
 
@@ -143,10 +153,15 @@ def _named(secret_file: str | None) -> str:
 
 
 def _host_and_port(where: str) -> tuple[str, int]:
+    """The IPv4 address that the host of HOST:PORT has, and the port. Raises ConfigError."""
     host, _, port = where.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"{where!r} is no address; give HOST:PORT")
-    return host, int(port)
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+        raise ConfigError(f"{where!r} is no address; give HOST:PORT, with a port of at most {MAX_PORT}")
+    try:
+        address = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{host!r} has no IPv4 address here ({error}); give one, or a name that has one") from error
+    return str(address), int(port)
 
 
 def show(results: "Sequence[Result]") -> None:

@@ -62,6 +62,11 @@ def test_what_cannot_be_is_refused() -> None:
         (["--sizes", "64,big"], "give numbers from 1 to 8388608"),
         (["--connect", "127.0.0.1:5"], "give --secret-file"),
         (["--listen", "nowhere", "--secret-file", "unused"], "'nowhere' is no address; give HOST:PORT"),
+        (["--listen", "127.0.0.1:70000", "--secret-file", "unused"], "a port of at most 65535"),
+        (["--listen", "0.0.0.0:7000", "--secret-file", "unused"], "give the one at which the other host reaches it"),
+        (["--connect", "no.such.host.invalid:5", "--secret-file", "unused"], "'no.such.host.invalid' has no IPv4"),
+        (["--connect", "[::1]:5", "--secret-file", "unused"], "'[::1]' has no IPv4"),
+        (["--json", "/nowhere/figures.json"], "in a folder that does not exist"),
     ):
         done = run(*arguments)
         assert (done.returncode, done.stdout) == (2, "")
