@@ -3,6 +3,7 @@
 The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender arrive in the order they were sent.
 """
 
+import contextlib
 import math
 import os
 import socket
@@ -74,6 +75,8 @@ class ControlServer:
     Args:
         secret: all keys come from it; None: from one of its own.
         host: address of this machine to listen on, which workers can reach.
+
+    Raises TransportError if it cannot listen there.
     """
 
     def __init__(
@@ -85,28 +88,35 @@ class ControlServer:
         host: str = LOOPBACK,
     ) -> None:
         self._secret = secret or new_secret()
-        self._context = zmq.Context()
         self._refusals = Refusals("the control plane")
         self._keys = _IssuedKeys(self._refusals)
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=self._keys)
         public, private = self._secret.curve_keys(ENGINE)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, private
-        self._socket.linger = 0
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.router_mandatory = True
-        self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self._context = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+            try:
+                self._authenticator.start()
+                undo.callback(self._authenticator.stop)
+                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
+                self._socket = self._context.socket(zmq.ROUTER)
+                self._socket.curve_server = True
+                self._socket.curve_publickey, self._socket.curve_secretkey = public, private
+                self._socket.linger = 0
+                self._socket.sndhwm = self._socket.rcvhwm = 0
+                self._socket.router_mandatory = True
+                self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
+                port = self._socket.bind_to_random_port(f"tcp://{host}")
+                self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
+                raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
+            undo.pop_all()
         self.bootstraps: Mapping[str, Bootstrap] = {
             name: self._issue(name, f"tcp://{host}:{port}", public, parent_pid or os.getpid()) for name in workers
         }
         self._encoder = msgspec.msgpack.Encoder()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wakeup, zmq.POLLIN)
         self._closed = False
         self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
