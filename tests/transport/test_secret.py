@@ -43,7 +43,7 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_who_finds_a_file_finds_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another engine starts just before this one has written its own; then no file may be so long, as on a full disk."""
+    """Another engine starts just before this one wrote its own; then no file may be so long, as on a full disk."""
     file = tmp_path / "secret"
     found: list[secret.Secret] = []
     make = secret.new
