@@ -53,7 +53,10 @@ def run_worker(make: Callable[[ControlClient], Worker]) -> None:
 
 def exit_with(pid: int) -> None:
     """End this process as soon as process ``pid`` (its engine) has ended, however that happens."""
-    handle = os.pidfd_open(pid)
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:  # while this process was importing
+        os._exit(1)
 
     def watch() -> None:
         select.select([handle], [], [])

@@ -50,7 +50,7 @@ def transport(
         return _listen(listen, secret_file)
     for option, file in (("--json", json_file), ("--plot", plot_file)):
         if file:
-            check_writable(option, Path(file).absolute())
+            check_writable(option, Path(file))
     named = transports.split(",")
     if unknown := set(named) - {item.value for item in Transport}:
         raise ConfigError(f"no transport {', '.join(sorted(unknown))}; there are shm, tcp and rdma")

@@ -20,7 +20,7 @@ def free_memory() -> int:
     """Bytes that new allocations may take: what the machine has free, or what the control group still allows.
 
     Cached files, such as a checkpoint that has been read, count as used by a control group but make room when asked to;
-    those in active use are left out, as Kubernetes does for its working set.
+    here those do that are not in active use, as in Kubernetes' working set.
     """
     free = psutil.virtual_memory().available
     limit = CGROUP / "memory.max"
