@@ -174,11 +174,12 @@ class PeerArena:
 def _kernel(name: str, device: int) -> Any:
     """The compiled kernel for one card; CuPy compiles for the current one, which ``device`` is.
 
-    Asking for its registers loads the code. A kernel that is loaded at its first launch may have to wait for running
-    ones to end: never, for one that the rest of the stream is to ring.
+    Setting an attribute loads the code. A kernel that is loaded at its first launch may have to wait for running ones
+    to end: never, for one that the rest of the stream is to ring.
     """
     import cupy
 
     kernel = cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(name)
-    _ = kernel.num_regs
+    # As attention has it (cuda.py): beside a wait with another division of a multiprocessor's memory it could not run.
+    kernel.preferred_shared_memory_carveout = 100
     return kernel
