@@ -73,8 +73,8 @@ class Cuda:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "program.cubin")
             path.write_bytes(binary.cubin)
-            kernel = cupy.RawModule(path=str(path)).get_function(binary.name)
-            kernel.max_dynamic_shared_size_bytes = binary.shared_bytes  # loads the code, while the file is there
+            kernel = cupy.RawModule(path=str(path)).get_function(binary.name)  # loads it, while the file is there
+        kernel.max_dynamic_shared_size_bytes = binary.shared_bytes
         # As many programs as it was compiled for must fit; the same for all, as changing it between kernels costs time.
         kernel.preferred_shared_memory_carveout = 100
         self._kernels[program] = kernel, binary

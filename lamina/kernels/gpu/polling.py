@@ -174,7 +174,7 @@ class PeerArena:
 def _kernel(name: str, device: int) -> Any:
     """The compiled kernel for one card; CuPy compiles for the current one, which ``device`` is.
 
-    Setting an attribute loads the code. A kernel that is loaded at its first launch may have to wait for running ones
+    Its code is loaded when this returns. A kernel that is loaded at its first launch may have to wait for running ones
     to end: never, for one that the rest of the stream is to ring.
     """
     import cupy
