@@ -170,22 +170,23 @@ def part(what: str, index: int) -> dict[str, Any]:
     import gpu_step  # these modules beside this file
 
     card = gpu_step.Card(index)
-    if what in ("polling", "loop"):
-        import gpu_doorbells
+    with card.stream:
+        if what in ("polling", "loop"):
+            import gpu_doorbells
 
-        rows = getattr(gpu_doorbells, what)(card)
-    elif what in PEERS:
-        import gpu_card
-        import gpu_peers
+            rows = getattr(gpu_doorbells, what)(card)
+        elif what in PEERS:
+            import gpu_card
+            import gpu_peers
 
-        if not gpu_peers.installed(what):
-            print(f"skipped: {what} is not installed")
-            return card.describe() | {"skipped": "not installed"}
-        rows = gpu_card.peer(card, what)
-    else:
-        import gpu_card
+            if not gpu_peers.installed(what):
+                print(f"skipped: {what} is not installed")
+                return card.describe() | {"skipped": "not installed"}
+            rows = gpu_card.peer(card, what)
+        else:
+            import gpu_card
 
-        rows = getattr(gpu_card, what)(card)
+            rows = getattr(gpu_card, what)(card)
     show(what, rows)
     return card.describe() | {"rows": rows}
 

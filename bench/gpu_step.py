@@ -33,13 +33,16 @@ KV_HEADS, HEAD_DIM = 8, 128
 
 
 class Card:
-    """One card and the stream on which everything is timed."""
+    """One card and the stream on which everything is timed.
+
+    Measure ``with card.stream``: CuPy forgets a stream that was made the current one by ``use`` when a ``with`` of
+    another one ends.
+    """
 
     def __init__(self, index: int) -> None:
         self.backend = Cuda(index)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.other = cupy.cuda.Stream(non_blocking=True)
-        self.stream.use()
         self._copied: tuple[Any, Any] | None = None
 
     def describe(self) -> dict[str, Any]:
