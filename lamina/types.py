@@ -79,7 +79,8 @@ class SamplingParams:
         temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
         repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1 is none.
-        seed: makes one request reproducible whatever else runs beside it.
+        seed: makes one request reproducible whatever else runs beside it, up to the rounding of the model's arithmetic:
+            in bfloat16 and float16 a prompt that is cut into other chunks has slightly other logits.
         stop: strings that end a completion; include_stop_str_in_output keeps them in the text.
         stop_token_ids: tokens that end a completion. ignore_eos: do not stop at the model's end of sequence.
         max_tokens: at most this many tokens; None: as many as the model's context allows.

@@ -111,8 +111,6 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
 class SlabReady(msgspec.Struct, tag=True, frozen=True):
     """Memory worker to engine: the slab is allocated."""
 
-    capacity: int
-
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: the arena exists; peers connect as offered."""

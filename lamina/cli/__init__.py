@@ -31,6 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names off in a terminal of 80 columns
 )
 app.command()(generate.generate)
 app.command()(chat.chat)

@@ -16,59 +16,54 @@ Temperature = Annotated[float, typer.Option(help="0 takes the most likely token 
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share of probability.")]
 Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable.")]
 
-_engine_option = functools.partial(typer.Option, rich_help_panel="Engine")
-Lanes = Annotated[str | None, _engine_option(help="Batches in flight: a number, or auto (the default).")]
-PipeliningName = Annotated[Pipelining, _engine_option("--pipelining", help="How lanes take turns on compute workers.")]
+Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
+PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
 
 ENGINE: dict[str, Any] = {
     "model": Annotated[
-        str | None, _engine_option(help="Hugging Face model directory. Default: the bundled small model.")
+        str | None, typer.Option(help="Hugging Face model directory. Default: the bundled small model.")
     ],
-    "compute": Annotated[str, _engine_option(help="Compute workers, kind:count joined by commas.")],
-    "memory": Annotated[str, _engine_option(help="Memory workers, kind:count joined by commas.")],
+    "compute": Annotated[str, typer.Option(help="Compute workers, kind:count joined by commas.")],
+    "memory": Annotated[str, typer.Option(help="Memory workers, kind:count joined by commas.")],
     "load_format": Annotated[
-        LoadFormat, _engine_option(help="dummy: random weights of the right shapes, for benchmarks.")
+        LoadFormat, typer.Option(help="dummy: random weights of the right shapes, for benchmarks.")
     ],
     "dtype": Annotated[
         DTypeName,
-        _engine_option(help="Of weights, activations and KV; auto takes the checkpoint's."),
+        typer.Option(help="Of weights, activations and KV; auto takes the checkpoint's."),
     ],
     "max_model_len": Annotated[
         int | None,
-        _engine_option(help="Tokens of prompt and answer together. Default: what the model and the pool allow."),
+        typer.Option(help="Tokens of prompt and answer together. Default: what the model and the pool allow."),
     ],
-    "max_num_seqs": Annotated[int, _engine_option(help="Sequences that decode at once, for each compute worker.")],
+    "max_num_seqs": Annotated[int, typer.Option(help="Sequences that decode at once, for each compute worker.")],
     "max_num_batched_tokens": Annotated[
-        int, _engine_option(help="Token rows of one step: sequences that decode, and chunks of prompts.")
+        int, typer.Option(help="Token rows of one step: sequences that decode, and chunks of prompts.")
     ],
     "kv_cache_memory_bytes": Annotated[
         int | None,
-        _engine_option(help="KV bytes per memory worker. Default: half of what is free beside the weights."),
+        typer.Option(help="KV bytes per memory worker. Default: its share of half of what is free beside the weights."),
     ],
-    "threads": Annotated[
-        int | None, _engine_option(help="CPU threads per worker. Default: each pool shares all cores.")
-    ],
+    "threads": Annotated[int | None, typer.Option(help="CPU threads per worker. Default: each pool shares all cores.")],
     "lanes": Lanes,
     "pipelining": PipeliningName,
-    "q_first": Annotated[bool, _engine_option(help="Send q before k and v are computed.")],
-    "mini_batches": Annotated[int, _engine_option(help="Pieces in which q is sent.")],
-    "plan_ahead": Annotated[bool, _engine_option(help="Plan the next step while one runs.")],
+    "q_first": Annotated[bool, typer.Option(help="Send q before k and v are computed.")],
+    "mini_batches": Annotated[int, typer.Option(help="Pieces in which q is sent.")],
+    "plan_ahead": Annotated[bool, typer.Option(help="Plan the next step while one runs.")],
     "transport": Annotated[
         TransportName,
-        _engine_option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp."),
+        typer.Option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp."),
     ],
-    "tls": Annotated[bool, _engine_option(help="Encrypt tcp between workers (TLS 1.3), and use no rdma.")],
+    "tls": Annotated[bool, typer.Option(help="Encrypt tcp between workers (TLS 1.3), and use no rdma.")],
     "secret_file": Annotated[
         str | None,
-        _engine_option(
-            help="File of the cluster's secret, made if it is not there. Default: a new one, kept in memory."
-        ),
+        typer.Option(help="File of the cluster's secret, made if it is not there. Default: a new one, kept in memory."),
     ],
     "compute_cores": Annotated[
-        str | None, _engine_option(help="CPU list of the compute workers, as 0-3,8. Default: all.")
+        str | None, typer.Option(help="CPU list of the compute workers, as 0-3,8. Default: all.")
     ],
-    "memory_cores": Annotated[str | None, _engine_option(help="CPU list of the memory workers. Default: all.")],
-    "trace": Annotated[str | None, _engine_option(help="Write a timeline for Perfetto to this file at the end.")],
+    "memory_cores": Annotated[str | None, typer.Option(help="CPU list of the memory workers. Default: all.")],
+    "trace": Annotated[str | None, typer.Option(help="Write a timeline for Perfetto to this file at the end.")],
 }
 """The options of every command that runs a model, by the field of EngineConfig that each sets; defaults are its own."""
 

@@ -78,11 +78,11 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     asked = plan.compute_setup
     setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
     control.send(plan.memories, setup)
-    ready = gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
+    gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     links = _connect(control, gather, plan, loaded, {hello.host for hello in greetings.values()})
     return Cluster(
         plan.computes,
-        {name: message.capacity for name, message in ready.items()},
+        dict.fromkeys(plan.memories, capacity),
         tuple(loaded.attentions),
         loaded.dtype,
         loaded.parameters,

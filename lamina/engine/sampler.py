@@ -1,8 +1,8 @@
 """Draws next tokens from logits, on the compute worker that made them.
 
 The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. Every draw uses one
-random number that depends only on (seed, completion, position), so a request draws the same tokens whatever else is
-in its batch. Shapes: R rows, V vocabulary.
+random number that depends only on (seed, completion, position), so the same logits give the same tokens whatever else
+is in the batch. Shapes: R rows, V vocabulary.
 """
 
 import hashlib

@@ -64,11 +64,6 @@ class _Lane:
     completed: int = 0  # of the steps that ``decoding`` counts
     turn: int = 0
 
-    @property
-    def quiet(self) -> bool:
-        """True when nothing runs, is in flight or is still to be released."""
-        return not (self.running or self.in_flight or self.ending)
-
 
 class Scheduler:
     """First in, first out; decode before prompts; a prompt is cut into chunks that fill what a step has left.
@@ -115,11 +110,6 @@ class Scheduler:
     def running(self) -> int:
         """Requests admitted and not finished."""
         return sum(len(lane.running) for lane in self._lanes)
-
-    @property
-    def idle(self) -> bool:
-        """True when nothing waits, runs, is in flight or is still to be released."""
-        return not self._waiting and all(lane.quiet for lane in self._lanes)
 
     @property
     def migrating(self) -> int | None:

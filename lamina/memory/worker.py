@@ -102,7 +102,7 @@ class MemoryWorker:
         setup = expect(self._control, MemorySetup)
         self._store = KvStore(self.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
         self._timeline = Timeline(setup.trace)
-        self._control.send(SlabReady(setup.capacity))
+        self._control.send(SlabReady())
         arena, connect = set_up_links(self._links, self._control)
         self._wait = self._links.settle()
         self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)

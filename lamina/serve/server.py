@@ -12,6 +12,7 @@ from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
 from lamina.serve.app import create_app
 
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections (OpenAI's 5 s): who closes first loses no request
 GRACE_S = 5  # open answers may end by themselves so long once the server is told to stop
 
 
@@ -75,6 +76,11 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
     Those that have not after ``GRACE_S`` end in an error, with the engine, which is closed then.
     """
     config = uvicorn.Config(
-        create_app(engine), log_config=None, access_log=False, timeout_graceful_shutdown=2 * GRACE_S, lifespan="off"
+        create_app(engine),
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2 * GRACE_S,
+        lifespan="off",
     )
     _Server(config, engine, on_ready).run(sockets=[listener])

@@ -279,6 +279,16 @@ def test_launch_serves_openai_s_client(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "running": 0, "waiting": 0}
 
 
+@pytest.mark.slow
+def test_a_connection_may_be_idle_for_longer_than_clients_leave_one(server: Server) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=RUN_S) as connection:
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: lamina\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            time.sleep(6)  # httpx, and with it OpenAI's client, closes what it has not used for 5 s
+
+
 HUGE, TINY = 2**70, 1e-300
 LONE = "\\ud800"  # half of a surrogate pair: JSON may carry it, UTF-8 cannot
 

@@ -81,7 +81,7 @@ def test_lanes_are_a_number_or_auto() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "launch", "bench"])
 def test_every_command_that_runs_a_model_has_all_of_them(command: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
     assert [name for name in GIVEN if f"--{name.replace('_', '-')}" not in shown] == []
 
 
