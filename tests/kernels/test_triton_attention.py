@@ -224,6 +224,10 @@ def test_mistakes_are_named():
     attention.begin(pair_table(case.segments, new_rows=np.array([0, 1])))
     out, lse = (BACKEND.empty(shape, np.float32) for shape in ((2, 4, 8), (2, 4)))
     given = give(case.q), slab, give(case.segments.slots), case.spec
+    with pytest.raises(ValueError, match="the step has 2 rows and the capacity is 2 rows"):
+        attention.partial(given[0][:1], *given[1:], out[:1], lse[:1], (given[0], given[0]))
+    with pytest.raises(ValueError, match="pairs have 13 tokens, and slots holds 12"):
+        pair_table(replace(case.segments, slots=case.segments.slots[:-1]))
     row, rows = give(case.k[:1]), give(case.k[:2])
     with pytest.raises(ValueError, match=r"append tokens up to row 1 .* give the message's k and v"):
         attention.partial(*given, out, lse)

@@ -43,7 +43,7 @@ def plan(pairs, spec, wanted, block_m=16, rows=(1, 2**30), least_tokens=32):
 def test_items_cover_what_each_tile_sees_once(pairs, group, wanted, window, chunk):
     spec = make_spec(1, group, 16, window=window, chunk=chunk)
     items, splits = plan(pairs, spec, wanted)
-    words = pair_table(table(pairs, np.zeros(1, np.int32)))
+    words = pair_table(table(pairs, np.zeros(sum(pair.tokens for pair in pairs), np.int32)))
     assert len(items) == sum(
         -(-pair.rows * group // 16) * parts for pair, (_, parts, _) in zip(pairs, splits[:-1], strict=True)
     )

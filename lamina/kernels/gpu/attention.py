@@ -71,8 +71,10 @@ def pair_table(
         new_rows: [S], row of the message's k and v that is the pair's last token, to be kept by ``attend``; -1: none.
 
     Raises:
-        ValueError: a new row's token is not the only query's own, last one.
+        ValueError: a new row's token is not the only query's own, last one; or slots are missing.
     """
+    if tables is None and segments.kv_offsets[-1] > len(segments.slots):
+        raise ValueError(f"pairs have {segments.kv_offsets[-1]} tokens, and slots holds {len(segments.slots)}")
     table = np.zeros((len(segments.query_start), PAIR_WORDS), np.int32)
     table[:, 0], table[:, 1] = segments.query_offsets[:-1], np.diff(segments.query_offsets)
     table[:, 2], table[:, 3] = segments.query_start, segments.kv_start
@@ -100,8 +102,8 @@ class _Operands:
     lse: Any
     new: tuple[Any, Any] | None
 
-    def check(self, most_rows: int) -> None:
-        """Raises ValueError for a shape or an element type that does not fit, or more than ``most_rows`` rows."""
+    def check(self, least_rows: int, most_rows: int) -> None:
+        """Raises ValueError for a shape or an element type that does not fit, or too few or too many rows."""
         spec, slab, rows = self.spec, self.slab, len(self.q)
         shapes = tuple(tuple(array.shape[1:]) for array in (self.q, slab.k, slab.v, self.out, self.lse))
         wanted = (
@@ -111,10 +113,10 @@ class _Operands:
             (spec.query_heads, spec.v_dim),
             (spec.query_heads,),
         )
-        if shapes != wanted or not rows == len(self.out) == len(self.lse) <= most_rows:
+        if shapes != wanted or not least_rows <= rows == len(self.out) == len(self.lse) <= most_rows:
             raise ValueError(
                 f"q, k, v, out and lse have rows of shapes {shapes} and q has {rows} rows; the spec of layer "
-                f"{spec.layer} says {wanted} and the capacity is {most_rows} rows"
+                f"{spec.layer} says {wanted}, the step has {least_rows} rows and the capacity is {most_rows} rows"
             )
         stored = slab.element.storage
         if self.q.dtype not in TRITON_NAMES or slab.k.dtype != stored or slab.v.dtype != stored:
@@ -189,7 +191,7 @@ class Attention:
         self._slopes: dict[tuple[float, ...], Any] = {}
         self.step_class = (Context.NORMAL, False)
         """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
-        self._most_rows, self._new_rows = 0, 0
+        self._rows, self._most_rows, self._new_rows = 0, 0, 0
 
     def begin(self, table: PairArray) -> None:
         """Send one step's pairs (``pair_table``) to the device. Raises ValueError if they exceed the capacity."""
@@ -205,7 +207,7 @@ class Attention:
         row_pairs[:rows], row_pairs[rows:] = np.repeat(np.arange(pairs), table[:, 1]), -1
         self._backend.upload(words, self._words)
         self.step_class = classify(table[:, 5])
-        self._most_rows = int(table[:, 1].max(initial=0))
+        self._rows, self._most_rows = rows, int(table[:, 1].max(initial=0))
         self._new_rows = int(table[:, 6].max(initial=-1)) + 1
         self._current = {pairs_of: self._plan(pairs_of) for pairs_of in self._current}
 
@@ -233,7 +235,7 @@ class Attention:
             ValueError: a shape or an element type that does not fit, or ``new`` lacks rows that pairs append.
         """
         given = _Operands(q, slab, tables, spec, out, lse, new)
-        given.check(self._capacity.rows)
+        given.check(self._rows, self._capacity.rows)
         if self._new_rows > (0 if new is None else len(new[0])):
             raise ValueError(
                 f"pairs of this step append tokens up to row {self._new_rows - 1} while they attend; give the "
