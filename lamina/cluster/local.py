@@ -1,5 +1,6 @@
 """Local launcher: workers are processes of this machine."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -60,7 +61,7 @@ class LocalWorkers:
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)  # of this thread alone; what it starts inherits it
         try:
-            process = subprocess.Popen(
+            self._processes[name] = process = subprocess.Popen(
                 self.command(name, module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -70,9 +71,8 @@ class LocalWorkers:
         finally:
             os.sched_setaffinity(0, own)
         assert process.stdin is not None
-        with process.stdin as stdin:
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: ``ended`` says how
             stdin.write(msgspec.msgpack.encode(bootstrap))
-        self._processes[name] = process
 
     def command(self, name: str, module: str) -> list[str]:
         """What starts a worker, which must be the process started itself."""

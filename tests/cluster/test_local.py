@@ -1,0 +1,25 @@
+"""Worker processes that end before they have begun."""
+
+import os
+import time
+
+from lamina.cluster.local import LocalWorkers
+from lamina.transport.control import Bootstrap
+
+MORE_THAN_A_PIPE_HOLDS = bytes(1 << 20)
+
+
+class Failing(LocalWorkers):
+    def command(self, name: str, module: str) -> list[str]:
+        return ["sh", "-c", "exit 7"]
+
+
+def test_a_worker_that_ends_before_it_has_read_its_keys_is_reported_as_ended() -> None:
+    workers = Failing()
+    bootstrap = Bootstrap("memory0", "", b"", b"", b"", MORE_THAN_A_PIPE_HOLDS, os.getpid())
+    workers.spawn("memory0", "unused", bootstrap, frozenset(os.sched_getaffinity(0)), shared_cores=False)
+    deadline = time.monotonic() + 30
+    while not workers.ended() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert workers.ended() == {"memory0": "its process ended with exit status 7"}
+    workers.close()
