@@ -107,7 +107,8 @@ class Links:
         arena = MappedArena(self._arena.native)
         places = {name: self._place(name, arena.nbytes, arena.doorbells) for name in waiting}
         failures: dict[str, str] = {}
-        wait, deadline = self._wait(), time.monotonic() + PROOF_TIMEOUT_S
+        patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (len(self._workers) - 2)  # they may try all others in vain
+        wait, deadline = self._wait(), time.monotonic() + patience_s
         while waiting:
             names = list(waiting)
             try:
@@ -121,7 +122,7 @@ class Links:
                 failures[error.peer] = str(error)
                 continue
             except DeadlineError:
-                late = f"{self.name} saw nothing of its write within {PROOF_TIMEOUT_S:g} s"
+                late = f"{self.name} saw nothing of its write within {patience_s:g} s"
                 return failures | {name: f"{name} connected, and {late}" for name in names}
             expected = _proof(round_, waiting.pop(name))
             if bytes(arena.view(places[name].offset, len(expected))) != expected:

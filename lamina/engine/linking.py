@@ -12,7 +12,7 @@ from lamina.transport.messages import Link, Linked
 
 log = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 120.0
+LINK_TIMEOUT_S = 60.0  # for each worker: one may try all others in vain, and then wait for who does the same
 
 Pair = tuple[str, str]
 
@@ -43,7 +43,7 @@ def link(
         workers = sorted({name for pair in pending for name in pair})
         for name in workers:
             control.send([name], Link(round_, _ways(name, {pair: chosen[pair] for pair in pending}, offers)))
-        linked = gather.all(Linked, workers, LINK_TIMEOUT_S)
+        linked = gather.all(Linked, workers, LINK_TIMEOUT_S * len(workers))
         failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
         for pair, reason in failed.items():
             failures[pair][chosen[pair].transport] = reason

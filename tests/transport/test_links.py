@@ -1,11 +1,14 @@
 """Workers' links: proved both ways, over several transports at once, replaced when one fails."""
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.transport import links as module
@@ -14,6 +17,7 @@ from lamina.transport.channel import Slot
 from lamina.transport.choice import Offer, Transport
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.links import Links, WaitInTurns
+from lamina.transport.listener import decode
 from lamina.transport.messages import Link, Linked, Register
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
@@ -123,6 +127,22 @@ def test_a_write_that_does_not_arrive_proves_nothing(
     wait = pair.links["a"].settle()
     pair.links["b"].outbox("a", SLOT).send([b"by memory"], 1)
     assert wait([(1, 1)], TIMEOUT_S) == 0
+
+
+def test_who_tries_another_in_vain_first_still_proves_its_link(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "a" tries the silent one before it turns to "b", which has long connected to it by then."""
+    monkeypatch.setattr(module, "PROOF_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 3.0)
+    three = cluster("a", "b", "silent")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = decode(three.offers["silent"].descriptors[TCP], "tcp")
+        nowhere = msgspec.msgpack.encode(replace(where, port=silent.getsockname()[1]))
+        three.offers["silent"].descriptors[TCP] = nowhere
+        answers = three.link({("a", "silent"): TCP, ("a", "b"): TCP})
+    assert list(answers["a"].failures) == ["silent"]
+    assert answers["b"] == Linked({})
 
 
 def test_a_write_that_arrives_as_something_else_proves_nothing(
