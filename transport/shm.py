@@ -176,12 +176,14 @@ def _open(where: Descriptor) -> ShmPeer:
     """Map the arena of another process, having made sure that it is the process meant."""
     try:
         pidfd = os.pidfd_open(where.pid)
-    except OSError as error:
+    except ProcessLookupError as error:
         raise PeerLostError(
             where.name,
             f"process {where.pid} is not visible here ({error.strerror}); shared memory joins workers of one machine "
             "and one PID namespace",
         ) from error
+    except OSError as error:
+        raise TransportError(f"cannot watch over {where.name} in process {where.pid}: {error}") from error
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, pidfd)
         try:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,6 +147,26 @@ def open_pair(name: str) -> Pair:
     peer = near.connect(far.call("open", kind, NBYTES, DOORBELLS), CONNECT_S)
     far.call("connect", near.descriptor())
     return Pair(kind, near, arena, peer, far)
+
+
+@contextlib.contextmanager
+def files_left(count: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
+    held: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for number in [held.pop() for _ in range(count)]:
+            os.close(number)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in held:
+            os.close(number)
 
 
 @pytest.fixture(scope="session", autouse=True)

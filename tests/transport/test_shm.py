@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import FarProcess
+from conftest import FarProcess, files_left
 
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.shm import Descriptor, ShmEndpoint
@@ -46,6 +46,14 @@ def test_a_stale_descriptor_is_a_lost_peer(endpoint: ShmEndpoint, changes: dict[
     with pytest.raises(PeerLostError, match=message):
         endpoint.connect(altered(endpoint, **changes), 1.0)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("files", [0, 1])
+def test_want_of_files_is_no_lost_peer(endpoint: ShmEndpoint, files: int) -> None:
+    descriptor = endpoint.descriptor()
+    with files_left(files), pytest.raises(TransportError, match="Too many open files") as failed:
+        endpoint.connect(descriptor, 1.0)
+    assert not isinstance(failed.value, PeerLostError)
 
 
 def test_another_protocol_is_refused(endpoint: ShmEndpoint) -> None:

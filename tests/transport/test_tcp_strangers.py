@@ -3,13 +3,12 @@
 import contextlib
 import logging
 import os
-import resource
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import files_left
 from far import SECRET
 from tcp_tools import (
     TIMEOUT_S,
@@ -58,26 +57,6 @@ def test_a_flood_of_silent_connections_is_bounded(make_tcp: MakeTcp, monkeypatch
     assert near.refused["BUSY"] == 2
     for connection in crowd:
         connection.close()
-
-
-@contextlib.contextmanager
-def files_left(count: int) -> Iterator[None]:
-    """This process can open so many files more."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
-    held: list[int] = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(os.dup(0))
-        for number in [held.pop() for _ in range(count)]:
-            os.close(number)
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for number in held:
-            os.close(number)
 
 
 def test_who_comes_while_no_file_can_be_opened_is_let_in_later(make_tcp: MakeTcp) -> None:
