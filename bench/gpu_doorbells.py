@@ -152,7 +152,10 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 
 def loop(card: Card) -> list[dict[str, Any]]:
-    """A memory worker's layer as one graph (wait, append and attend, write back, ring), against its attention alone."""
+    """A memory worker's layer as one graph (wait, append and attend, write back, ring), against its attention alone.
+
+    The other side waits for every answer before it rings again: its two kernels are in what doorbells add.
+    """
     rows = []
     for batch in (1, 4, 16, 64, 256):
         step = Step(card.backend, [2048] * batch, 4, KvElement.BFLOAT16, False, appends=True)
