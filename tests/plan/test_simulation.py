@@ -279,6 +279,15 @@ def test_a_lost_instance_takes_only_its_own_requests() -> None:
         assert np.nanmax(result.log.end_s[np.array(result.log.states) == State.ERROR]) == 2.0
 
 
+def test_no_worker_is_busy_longer_than_there_was_time() -> None:
+    """The one instance is lost in the middle of a step."""
+    result = simulate(
+        alone(), arriving((0.0, 2000, 1), (0.0, 2000, 1)), System.TENSOR_PARALLEL, [Fault("compute", 0, 0.01)]
+    )
+    assert result.log.states == [State.ERROR] * 2 and result.seconds == 0.01
+    assert result.pools[0].busiest <= 1
+
+
 def test_without_any_instance_that_decodes_nothing_is_served_any_more() -> None:
     arrivals = mixed(200)
     result = simulate(pools(memory_workers=1), arrivals, System.DISAGGREGATED, [Fault("memory", 0, 2.0)])

@@ -134,13 +134,13 @@ class BaselineSimulation:
         instance.idle = False
         self._steps += 1
         seconds = instance.seconds(batch)
-        instance.busy_s += seconds
-        self._at(now + seconds, partial(self._end, instance, batch))
+        self._at(now + seconds, partial(self._end, instance, batch, seconds))
 
-    def _end(self, instance: Instance, batch: Batch, now: float) -> None:
+    def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
         if instance.lost:
             return
         instance.idle = True
+        instance.busy_s += seconds
         drew = instance.complete(batch)
         places = self._log.draw(now, np.array([sequence.index for sequence in drew], np.int64))
         ended = {drew[place] for place in places}

@@ -62,7 +62,7 @@ class Instance:
     Attributes:
         blocks, free: of KV. waiting, running: requests; ``coming``: those whose KV is on its way here.
         preempted: sequences that lost their KV. factor: how many times as long everything takes.
-        busy_s, sent_s: seconds so far in steps, and of its network cards.
+        busy_s, sent_s: seconds so far in steps that have ended, and of its network cards.
         idle, lost: whether no step runs; whether it is gone.
     """
 
