@@ -134,9 +134,16 @@ def _duration(flag: str, text: str | None) -> float | None:
 
 
 def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
+    from lamina.observe.progress import counting_progress
     from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
 
-    plans = [found for pools in candidates if (found := planner.evaluate(pools)) is not None]
+    plans = []
+    with counting_progress("Layouts", len(candidates)) as on_progress:
+        for count, pools in enumerate(candidates):
+            if count % 4096 == 0:
+                on_progress(count)
+            if (found := planner.evaluate(pools)) is not None:
+                plans.append(found)
     if not plans:
         raise refusal(planner, candidates)
     front, best = pareto(plans), recommend(plans)
@@ -160,6 +167,9 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
         f"  Waits for {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
         f"network {best.network_busy:.0%}); batch bounded by: {best.limit.value}.\n"
     )
+    most, longest = planner.shape.max_tokens, planner.workload.longest
+    if most is not None and longest > most:
+        print_text(f"  {planner.shape.name} was made for {most} tokens; what it is to serve has up to {longest}.\n")
     if against := alone(planner, best):
         print_text(f"  {against}\n")
     for line in beyond(planner, best):

@@ -34,6 +34,8 @@ def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
     assert "lamina launch --model Llama-3-70B --compute h100:2 --memory h20:4" in printed
     assert "Waits for compute" in printed
     assert "8 h20 instead of 4:" in printed
+    assert "was made for" not in printed
+    assert "Llama-3-70B was made for 8192 tokens; what it is to serve has up to 9000" in plan(f"{PAIR} --context 9000")
 
 
 def parsed(line: str) -> dict[str, Any]:
