@@ -105,14 +105,14 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
     if not plans:
         return _too_long(planner, fitting)
     cheapest = min(plans, key=lambda plan: plan.usd_per_hour)
-    if goals.usd_per_hour is not None and cheapest.usd_per_hour > goals.usd_per_hour:
+    if goals.usd_per_hour is not None and not goals.affords(cheapest.usd_per_hour):
         return _unreachable(
             "--budget", f"${goals.usd_per_hour:.2f}/h", f"${_up(cheapest.usd_per_hour, 2)}/h", cheapest.pools
         )
     first = min(plans, key=lambda plan: plan.ttft_s)
     if goals.ttft_s is not None and first.ttft_s > goals.ttft_s:
         return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:g}ms", f"{_up(first.ttft_s * 1e3)}ms", first.pools)
-    affordable = [p for p in plans if goals.usd_per_hour is None or p.usd_per_hour <= goals.usd_per_hour]
+    affordable = [p for p in plans if goals.affords(p.usd_per_hour)]
     prompt = [p for p in affordable if goals.ttft_s is None or p.ttft_s <= goals.ttft_s]
     if not prompt:
         first = min(affordable, key=lambda plan: plan.ttft_s)

@@ -139,6 +139,10 @@ class Goals:
     usd_per_hour: float | None = None
     owned: bool = False
 
+    def affords(self, usd_per_hour: float) -> bool:
+        """Whether that is within the bound, as printed in cents: 11.06 + 4.63 dollars are 15.69."""
+        return self.usd_per_hour is None or usd_per_hour <= self.usd_per_hour + 1e-6
+
 
 class Planner:
     """Evaluates layouts of one model and workload. Slice times are kept by kind and tensor parallelism."""
@@ -155,7 +159,7 @@ class Planner:
         """The plan at the batch that draws most, or None if weights, KV or a goal rule every batch out."""
         goals = self.goals
         hourly = pools.usd_per_hour(goals.owned)
-        if goals.usd_per_hour is not None and hourly > goals.usd_per_hour:
+        if not goals.affords(hourly):
             return None
         rows = self._rows(pools)
         if not len(rows):

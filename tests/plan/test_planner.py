@@ -271,6 +271,14 @@ def test_the_nearest_is_within_reach() -> None:
         assert any(asked.evaluate(one) for one in candidates)
 
 
+def test_a_budget_of_what_the_cheapest_pools_cost_is_enough() -> None:
+    """Added up in floating point, $11.06 and $4.63 an hour are above $15.69."""
+    shape = models.find("Llama-3-8B")
+    candidates = list(layouts(shape, [(CATALOGUE["h100"], 1)], [(CATALOGUE["h20"], 1)]))
+    assert all(planner(shape, goals=Goals(usd_per_hour=15.68)).evaluate(one) is None for one in candidates)
+    assert any(planner(shape, goals=Goals(usd_per_hour=15.69)).evaluate(one) for one in candidates)
+
+
 def test_a_group_that_could_hold_the_weights_is_named_or_the_memory_it_takes() -> None:
     for kind, remedy in (("rtx4090", "give --compute rtx4090:8, or"), ("rtx4080", "give a kind with 20 GB or more")):
         candidates = list(layouts(LLAMA3, [(CATALOGUE[kind], 1)], [(CATALOGUE["h20"], 4)]))
