@@ -29,7 +29,7 @@ from rich.table import Table
 from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.memory.migrations import Migrations, Open
-from lamina.memory.pulls import GapWork, Puller
+from lamina.memory.pulls import GapWork, Puller, Target
 from lamina.memory.store import KvStore
 from lamina.transport.base import Arena, Endpoint
 from lamina.transport.channel import LANDING_NBYTES, Inbox, Layout, Outbox
@@ -120,12 +120,25 @@ def begun(worker: str, tokens: int) -> StepPlan:
     return plan([admission], [SequenceStep(SEQUENCE, 0, [0] * tokens, [])], [], [])
 
 
+class NoGapWork:
+    """Nothing else is done when no message waits."""
+
+    @property
+    def awaited(self) -> list[Target]:
+        """Nothing."""
+        return []
+
+    def serve(self, index: int) -> None:
+        """Never called."""
+        raise IndexError(index)
+
+
 class Prompts:
     """Pulls K and V of one chunk after another from the compute worker."""
 
     def __init__(self, store: Store, puller: Puller) -> None:
         self._puller = puller
-        self.gaps: GapWork | None = None
+        self.gaps: GapWork = NoGapWork()
         self._step = store.apply(begun(MEMORY, CHUNK))
 
     def go_on(self) -> None:
@@ -153,7 +166,7 @@ class Moves:
         self._migrations = Migrations(
             self.store, self.puller, arena, CONNECT, lambda _, slot: Outbox(endpoint, other, slot), self._end
         )
-        self.gaps: GapWork | None = self._migrations
+        self.gaps: GapWork = self._migrations
         store = Store(OTHER, MOVED)
         store.apply(begun(OTHER, MOVED))
         puller = Puller(lambda _, *place: self._other_endpoint.fetch(own, *place), other_arena, LAYOUT, store)
@@ -206,7 +219,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
     answer, number = np.zeros(LAYOUT.reply_nbytes, np.uint8), 0
     while (told := pipe.recv()) != "end":
         start, last, kept = time.perf_counter(), number + BLOCK, store.kept
-        gaps = work.gaps if told == "beside" else None
+        gaps = work.gaps if told == "beside" else NoGapWork()
         while number < last:
             if told == "beside":
                 work.go_on()
@@ -220,7 +233,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
                 outbox.send([answer], number)
         pulled, seconds = store.kept - kept, time.perf_counter() - start
         while puller.awaited or puller.may_ask:
-            puller.wait(endpoint.wait, [], 0.0)
+            puller.wait(endpoint.wait, [], 0.0, NoGapWork())
         pipe.send((pulled, seconds))
     work.close()
     endpoint.close()
@@ -267,9 +280,11 @@ def measure(transport: Transport, bulk: str, rounds: int, slice_us: float, cores
     finally:
         memory.kill()
         memory.join()
-    (alone_p50, alone_p99), (beside_p50, beside_p99) = (np.percentile(times[key], (50, 99)) for key in times)
+    (alone_p50, alone_p99), (beside_p50, beside_p99) = (
+        map(float, np.percentile(times[key], (50, 99))) for key in times
+    )
     rate = pulled / seconds / 1e9
-    return Result(transport.value, bulk, slice_us, *map(float, (alone_p50, alone_p99, beside_p50, beside_p99)), rate)
+    return Result(transport.value, bulk, slice_us, alone_p50, alone_p99, beside_p50, beside_p99, rate)
 
 
 def main() -> None:
