@@ -1,8 +1,11 @@
 """Every environment variable Lamina reads, in one place."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from lamina.errors import ConfigError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -25,9 +28,12 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Read the variables now."""
+    """Read the variables now. Raises ConfigError for a log level that does not exist."""
+    level = os.environ.get("LAMINA_LOG_LEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"LAMINA_LOG_LEVEL is {level!r}; give DEBUG, INFO, WARNING or ERROR")
     return Environment(
-        log_level=os.environ.get("LAMINA_LOG_LEVEL", "WARNING").upper(),
+        log_level=level,
         rdma_device=os.environ.get("LAMINA_RDMA_DEVICE", ""),
         cache_dir=_cache_dir(),
     )

@@ -37,10 +37,13 @@ def split(
     """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
     from rich.console import Console
 
+    from lamina.cluster.sizing import check_writable
     from lamina.models.config import load_config, resolve_dtype
     from lamina.models.directory import CONFIG, find
     from lamina.splitter import split as split_model
 
+    if output is not None:
+        check_writable("--output", output)
     place = model.parent if model is not None and model.name == CONFIG else model
     config = load_config(find(place, weights=False, tokenizer=False))
     result = split_model(config, resolve_dtype(config, as_dtype(dtype)))

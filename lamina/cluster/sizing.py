@@ -20,6 +20,7 @@ def check(config: EngineConfig) -> None:
     """Refuse settings that can never be. Raises ConfigError naming the setting and its range."""
     positive = ("max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory_bytes", "lanes")
     _require_type(config, int, "a whole number", *positive, "max_model_len", "mini_batches", "seed")
+    _require_type(config, bool, "True or False", "q_first", "plan_ahead", "tls")
     _require_type(config, str, "a text", "compute", "memory", "compute_cores", "memory_cores")
     for name in positive:
         value = getattr(config, name)

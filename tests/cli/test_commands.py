@@ -130,10 +130,16 @@ def test_chat_answers_each_line_of_a_pipe() -> None:
         (("chat", "--model", "/nowhere/model"), "/nowhere/model"),
         (("launch", "--host", "not an address"), "no address to listen on"),
         (("launch", "--port", "0", "--compute", "a100:2"), "a100:2 asks for 2 GPUs"),
+        (("split", "--output", "/nowhere/cut.svg"), "folder that does not exist"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_status_2(arguments: tuple[str, ...], said: str) -> None:
     assert_refused(run(*arguments), said)
+
+
+def test_a_log_level_that_does_not_exist_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_LOG_LEVEL", "verbose")
+    assert_refused(run("split"), "LAMINA_LOG_LEVEL is 'VERBOSE'; give DEBUG")
 
 
 def test_a_text_file_is_no_model(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ ONE = Pipeline(1, 1)
         ({"kv_cache_memory_bytes": 2e9}, "kv_cache_memory_bytes is 2000000000.0; give a whole number"),
         ({"lanes": "auto"}, "lanes is 'auto'; give a whole number"),
         ({"max_num_seqs": None}, "max_num_seqs is None; give a whole number"),
+        ({"tls": 1}, "tls is 1; give True or False"),
         ({"compute": 2}, "compute is 2; give a text"),
         ({"memory_cores": [0, 1]}, "memory_cores is .0, 1.; give a text"),
     ],
