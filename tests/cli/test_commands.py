@@ -188,6 +188,14 @@ def test_doctor_tries_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no usable RDMA port" in findings[1].found and findings[1].status is Status.NOTE
     assert "tcp to other hosts" in findings[-1].found
 
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    monkeypatch.setattr(doctor_network, "TRY_S", 0.1)
+    _, tcp, _ = doctor_network.transports(has_rdma=False)
+    assert tcp.status is Status.PROBLEM and "unreachable" in tcp.found and "ip link set lo up" in tcp.remedy
+
 
 def test_doctor_says_what_rdma_lacks() -> None:
     address = Gid(1, "RoCE v2", ipaddress.IPv6Address("::ffff:192.0.2.1"))
