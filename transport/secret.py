@@ -52,7 +52,7 @@ def from_file(file: str | os.PathLike[str]) -> Secret:
     Raises ConfigError if others could read it or it is no secret.
     """
     path = Path(file)
-    if path.exists():
+    if os.path.exists(path):
         return _read(path)
     made = new()
     try:
