@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -93,12 +94,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _describe(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             name = self._names.get(id(value))
-            return name(len(self._stretches) - 1) if name else ("global", tuple(value.shape), str(value.dtype))
+            return name(len(self._stretches) - 1) if name else ("global", *_unnamed(value))
         if isinstance(value, (list, tuple)):
             return tuple(self._describe(item) for item in value)
         if isinstance(value, dict):
             return tuple((key, self._describe(item)) for key, item in value.items())
         return repr(value)
+
+
+def _unnamed(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What there is to say of a tensor of the model's code: its values, if it is one made of numbers."""
+    if isinstance(tensor, FakeTensor):
+        return tuple(tensor.shape), str(tensor.dtype)
+    with unset_fake_temporarily():
+        return tuple(tensor.shape), str(tensor.dtype), repr(tensor.tolist())
 
 
 def _depends_on_inputs_alone(entry: Hashable) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from split_oracle import Runner
 from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lamina.models import weights
 from lamina.models.config import load_config, torch_dtype
@@ -66,6 +68,17 @@ def test_variant(name: str) -> None:
 def test_deep_model_from_few_layers(name: str) -> None:
     """Nine layers, some of another kind, come from a capture of fewer and are still exact."""
     assert_same_logits(variant(name, layers=9))
+
+
+def test_layers_that_differ_by_a_number_in_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LlamaAttention.forward
+
+    def scaled(self: LlamaAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, weights = original(self, *args, **kwargs)
+        return out * torch.tensor(1.0 + 0.5 * self.layer_idx), weights
+
+    monkeypatch.setattr(LlamaAttention, "forward", scaled)
+    assert_same_logits(variant("llama", layers=5))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("ernie4_5_moe", DType.BFLOAT16), ("gpt_oss", DType.FLOAT16)])
