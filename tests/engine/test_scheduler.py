@@ -146,8 +146,8 @@ class Cluster:
 
     @property
     def busy(self) -> bool:
-        waits_or_runs = self.scheduler.waiting or self.scheduler.running or any(self._in_flight)
-        return bool(waits_or_runs) or len(self.groups) < len(self.requests)
+        held = self.scheduler.waiting or any(self.scheduler.placement.reserved.values()) or any(self._in_flight)
+        return bool(held) or len(self.groups) < len(self.requests)
 
 
 @settings(max_examples=300, deadline=None)
