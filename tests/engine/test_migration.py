@@ -75,3 +75,10 @@ def test_several_small_ones_move_where_no_single_one_is_enough() -> None:
     small = [Movable(number, 4, number) for number in range(1, 5)]
     moves = make_room(18, {"memory0": 10, "memory1": 8}, {"memory0": small, "memory1": []}.__getitem__)
     assert moves == tuple(Move(one, "memory0", "memory1") for one in small[:2])
+
+
+def test_as_many_stay_as_the_room_allows() -> None:
+    one, another, large = Movable(1, 1, 1), Movable(2, 1, 1), Movable(3, 50, 100)
+    residents = {"memory0": [], "memory1": [one, another, large]}
+    moves = make_room(61, {"memory0": 60, "memory1": 10}, residents.__getitem__)
+    assert moves == (Move(another, "memory1", "memory0"), Move(large, "memory1", "memory0"))
