@@ -114,3 +114,5 @@ def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array) -> No
         )
     if not (v.flags.c_contiguous and v_slab.flags.c_contiguous):
         raise ValueError("v and v_slab must be C-contiguous; pass numpy.ascontiguousarray(v)")
+    if not v_slab.flags.writeable:
+        raise ValueError("v_slab is read-only; give one that can be written")

@@ -1,6 +1,7 @@
 """Anonymous memory for KV slabs, and how fast it can be read."""
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
     """Zeroed memory of ``nbytes`` bytes, aligned to and advised for huge pages; unmapped with its last view.
 
     Scattered reads of a slab on 4 KiB pages spend their time in page-table walks.
-    Pages are taken from the machine when they are first written.
+    Pages are taken from the machine when they are first written. A kernel built without huge pages gives small ones.
 
     Raises:
         ValueError: nbytes is not positive. OSError: the system has no such address space.
@@ -22,7 +23,8 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
     if nbytes <= 0:
         raise ValueError(f"nbytes is {nbytes}; give a positive number of bytes")
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # advice only; EINVAL where the kernel has none
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(mapping, np.uint8)
     start = -buffer.ctypes.data % HUGE_PAGE_BYTES
     return buffer[start : start + nbytes]

@@ -61,6 +61,9 @@ def test_mistakes_are_named():
         append(k_slab, v_slab[:9], k, v, SLOTS)
     with pytest.raises(ValueError, match="must be C-contiguous"):
         append(k_slab, v_slab, k, v[:, :, ::-1], SLOTS)
+    v_slab.flags.writeable = False
+    with pytest.raises(ValueError, match="v_slab is read-only"):
+        append(k_slab, v_slab, k, v, SLOTS)
     assert (k_slab == 0).all()
 
 
