@@ -1,6 +1,8 @@
-"""Frozen settings of one runtime. Nothing mutates a config."""
+"""Frozen settings of one runtime. Nothing mutates a config. And the check of a file that one names."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from lamina.errors import ConfigError
@@ -95,3 +97,12 @@ def as_dtype(name: DType | str) -> DType | Literal["auto"]:
         return DType(name)
     except ValueError:
         raise ConfigError(f"dtype is {name!r}; give {', '.join(get_args(DTypeName))}") from None
+
+
+def check_writable(name: str, file: Path) -> None:
+    """Refuse a file to write before the work that is to fill it, not after. Raises ConfigError."""
+    file = file.absolute()
+    if not file.parent.is_dir():
+        raise ConfigError(f"{name} is '{file}', in a folder that does not exist; make it first")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{name} is '{file}', which cannot be written; give a file of your own")

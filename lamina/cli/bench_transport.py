@@ -42,7 +42,7 @@ def transport(
     On one host: lamina bench transport --listen HOST:PORT --secret-file F. Copy F to the other, and there:
     lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
     """
-    from lamina.cluster.sizing import check_writable
+    from lamina.config import check_writable
     from lamina.transport.choice import Transport
     from lamina.transport.measure import MAX_NBYTES
 

@@ -19,7 +19,7 @@ def write() -> None:
         ConfigError: this is no source tree, matplotlib is missing, or the directory cannot be written.
         LaminaError: the suite failed, or took longer than ``TIMEOUT_S``.
     """
-    from lamina.cluster.sizing import check_writable
+    from lamina.config import check_writable
 
     if not SUITE.is_file():
         raise ConfigError(

@@ -333,7 +333,7 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
 
 def _measure(file: Path) -> None:
     from lamina.cli.console import print_text
-    from lamina.cluster.sizing import check_writable
+    from lamina.config import check_writable
     from lamina.plan import hardware, measure, profile
     from lamina.plan.store import ProfileStore
 

@@ -51,7 +51,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Serve a trace on pools nobody has rented yet."""
-    from lamina.cluster.sizing import check_writable
+    from lamina.config import check_writable
     from lamina.observe.progress import counting_progress
     from lamina.observe.trace import write_trace
     from lamina.plan import hardware as catalogue_of

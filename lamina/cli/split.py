@@ -37,7 +37,7 @@ def split(
     """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
     from rich.console import Console
 
-    from lamina.cluster.sizing import check_writable
+    from lamina.config import check_writable
     from lamina.models.config import load_config, resolve_dtype
     from lamina.models.directory import CONFIG, find
     from lamina.splitter import split as split_model

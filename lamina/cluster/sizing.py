@@ -1,11 +1,18 @@
 """What a configuration comes to on a given machine: limits, cores and threads, lanes, bytes of KV. Pure functions."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from lamina.config import MOST_MINI_BATCHES, EngineConfig, LoadFormat, Overlap, Pipelining, TransportName
+from lamina.config import (
+    MOST_MINI_BATCHES,
+    EngineConfig,
+    LoadFormat,
+    Overlap,
+    Pipelining,
+    TransportName,
+    check_writable,
+)
 from lamina.engine.bringup import ClusterPlan
 from lamina.engine.pipeline import Pipeline
 from lamina.engine.scheduler import Limits
@@ -48,15 +55,6 @@ def _require_type(config: EngineConfig, kind: type, said: str, *names: str) -> N
         value = getattr(config, name)
         if value is not getattr(EngineConfig, name) and type(value) is not kind:
             raise ConfigError(f"{name} is {value!r}; give {said}")
-
-
-def check_writable(name: str, file: Path) -> None:
-    """Refuse a file to write before the work that is to fill it, not after. Raises ConfigError."""
-    file = file.absolute()
-    if not file.parent.is_dir():
-        raise ConfigError(f"{name} is '{file}', in a folder that does not exist; make it first")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{name} is '{file}', which cannot be written; give a file of your own")
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:
