@@ -1,5 +1,6 @@
 """Text to tokens and back, from a model directory's tokenizer.json. Imports neither torch nor transformers."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 CHAT_TEMPLATE = "chat_template.jinja"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no complete character
-_PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one, at least
+_PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
+_CHARACTER_BYTES = 4  # UTF-8's most
 
 
 class Tokenizer:
@@ -44,6 +46,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bytes = self._fallback_bytes()
+        self._texts: dict[int, str] = {}
         own_eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
 
@@ -77,6 +81,35 @@ class Tokenizer:
         """False for special tokens and for ids that the tokenizer does not know: ``decode`` skips both."""
         return token_id not in self._special_token_ids and self._tokenizer.id_to_token(token_id) is not None
 
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a byte-fallback token such as ``<0xE2>`` stands for; None for any other token."""
+        return self._bytes.get(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special tokens included; kept, since reported logprobs ask again and again."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def context(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of ``prompt`` that have text: all that the text of what follows can depend on."""
+        found: list[int] = []
+        for token in reversed(prompt):
+            if self.has_text(token):
+                found.append(token)
+                if len(found) == _PROMPT_CONTEXT:
+                    break
+        return found[::-1]
+
+    def _fallback_bytes(self) -> dict[int, int]:
+        """By token: its byte, if the decoder turns ``<0x41>`` into A; in some vocabularies it is ordinary text."""
+        letter = self._tokenizer.token_to_id("<0x41>")
+        if letter is None or self._tokenizer.decode([letter]) != "A":
+            return {}
+        ids = {byte: self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        return {token: byte for byte, token in ids.items() if token is not None}
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
 
@@ -93,58 +126,104 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Text of a growing sequence, piece by piece: the pieces joined are the text of the whole.
+    """Text of a growing sequence, piece by piece, at a constant cost per token: the pieces joined are the text of the
+    whole.
 
     A token may be part of a character, and what a token decodes to may depend on the token before it (a leading
-    space, for one). So each step decodes a short window that starts at an earlier complete character, and hands out
-    what is new in it, holding back the bytes of an incomplete character. Special tokens have no text.
+    space, for one). So each step decodes a short window of the last tokens and hands out what is new in it, holding
+    back an incomplete character. Special tokens have no text.
+
+    Byte-fallback decoders write one replacement character for every byte of a run of byte tokens that is not valid
+    UTF-8 as a whole, valid characters before the fault included. Here characters are handed out once they are complete
+    and stay; from the first invalid byte on, every byte of the run is a replacement character.
 
     Args:
         prompt_token_ids: what stands before the first generated token; only the end of it is decoded.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = self._end_of(prompt_token_ids)
-        self._context = 0  # leading tokens of the window that were complete when the window last moved
+        self._run = _ByteRun()
+        self._window = tokenizer.context(prompt_token_ids)
+        self._context = 0  # leading tokens of the window that were handed out when the window last moved
         text = tokenizer.decode(self._window)
-        self._sent = len(text.rstrip(_REPLACEMENT))  # characters of the window's text that were handed out
+        self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that were handed out
+        bytes_ = itertools.takewhile(lambda token: tokenizer.byte_of(token) is not None, reversed(self._window))
+        for token in reversed(list(bytes_)):
+            self._next(token)
 
-    def append(self, token_ids: list[int]) -> str:
+    def append(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` complete; empty while a character is incomplete."""
-        self._window += self._with_text(token_ids)
-        text = self._tokenizer.decode(self._window)
-        complete = text.rstrip(_REPLACEMENT)
-        new = complete[self._sent :]
-        self._sent = max(self._sent, len(complete))
-        if new and complete == text:
-            self._move_window()
-        return new
+        return "".join(self._next(token) for token in token_ids if self._tokenizer.has_text(token))
 
     def flush(self) -> str:
         """What was held back: the replacement characters of bytes that no token completed."""
         text = self._tokenizer.decode(self._window)
         new = text[self._sent :]
-        self._sent = max(self._sent, len(text))
+        self._sent = len(text)
+        return new + self._run.end()
+
+    def _next(self, token: int) -> str:
+        byte = self._tokenizer.byte_of(token)
+        if byte is None:
+            return self._run.end() + self._decode(token)
+        self._window, self._context = [token], 1  # in case an ordinary token follows: something stands before it
+        self._sent = len(self._tokenizer.decode(self._window))
+        return self._run.append(byte)
+
+    def _decode(self, token: int) -> str:
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        held = text.endswith(_REPLACEMENT)  # the bytes of an incomplete character are one, those before are final
+        complete = text[:-1] if held else text
+        new = complete[self._sent :]
+        if held:
+            self._sent = max(self._sent, len(complete))
+            if len(self._window) - self._context > 2 * _CHARACTER_BYTES:
+                self._cut_window()
+        elif new:
+            del self._window[: self._context]
+            self._context = len(self._window)
+            self._sent = len(self._tokenizer.decode(self._window))
+        elif len(self._window) - self._context > 2 * _CHARACTER_BYTES:
+            self._window.pop()  # tokens that add nothing do not make the window longer for ever
         return new
 
-    def _move_window(self) -> None:
-        """Drops the old context; what was handed out since is the context of the tokens to come."""
-        del self._window[: self._context]
-        self._context = len(self._window)
-        self._sent = len(self._tokenizer.decode(self._window))
+    def _cut_window(self) -> None:
+        """Keep as many tokens as a character has bytes. The text of those may begin with half a character, but its end
+        is the same: the first byte of a character is never taken for part of the one before."""
+        del self._window[:-_CHARACTER_BYTES]
+        self._context = 0
+        self._sent = len(self._tokenizer.decode(self._window)) - 1
 
-    def _end_of(self, prompt: list[int]) -> list[int]:
-        """The last tokens of the prompt: enough to hold one complete character, if there is one."""
-        size = _PROMPT_CONTEXT
-        while True:
-            tail = self._with_text(prompt[-size:])
-            if size >= len(prompt) or self._tokenizer.decode(tail).strip(_REPLACEMENT):
-                return tail
-            size *= 2
 
-    def _with_text(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if self._tokenizer.has_text(token)]
+class _ByteRun:
+    """Characters of a run of byte-fallback tokens."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._broken = False
+
+    def append(self, byte: int) -> str:
+        """The character that the next byte completes, replacement characters once the run is invalid, or nothing."""
+        if self._broken:
+            return _REPLACEMENT
+        self._pending += bytes([byte])
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            self._broken = True
+            text = _REPLACEMENT * len(self._pending)
+        self._pending = b""
+        return text
+
+    def end(self) -> str:
+        """The run is over: one replacement character for each byte that completed nothing."""
+        text = _REPLACEMENT * len(self._pending)
+        self._pending, self._broken = b"", False
+        return text
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Tokenizer and incremental detokenisation against transformers and against the whole decode."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -32,6 +33,7 @@ TEXTS = [
     "<s> </s>",
 ]
 SPECIAL = ["<unk>", "<s>", "</s>"]
+INVALID = [b"\xff" * 9, b"\x80" * 9, b"\xe2\x82" * 5, b"\xf0\x9f\x98", "é".encode() * 5, "🦜".encode(), b"\xed\xa0\x80"]
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -75,7 +77,18 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-KINDS = {"byte_level": byte_level, "unigram": unigram, "byte_fallback": byte_fallback}
+def crossing() -> tokenizers.Tokenizer:
+    """Byte-level, with tokens that end one character and begin the next: no token ends where a character does."""
+    parts = json.loads(byte_level().to_str())
+    vocabulary = parts["model"]["vocab"]
+    parts["model"]["merges"] = [["\u00a9", "\u00c3"], ["\u00a4", "\u00e4"]]
+    for left, right in parts["model"]["merges"]:
+        vocabulary[left + right] = len(vocabulary)
+    parts["added_tokens"] = parts["added_tokens"][: len(SPECIAL)]
+    return tokenizers.Tokenizer.from_str(json.dumps(parts))
+
+
+KINDS = {"byte_level": byte_level, "unigram": unigram, "byte_fallback": byte_fallback, "crossing": crossing}
 
 
 def save(path: Path, backend: tokenizers.Tokenizer, **settings: object) -> ModelDirectory:
@@ -123,7 +136,7 @@ def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], sizes: list[
     return [*out, detokenizer.flush()]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "unigram", "bundled"])
+@pytest.mark.parametrize("kind", ["byte_level", "unigram", "bundled", "crossing"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_tokens_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], data: st.DataObject) -> None:
@@ -132,8 +145,96 @@ def test_pieces_of_any_tokens_join_to_the_whole(kind: str, ours: dict[str, Token
     prompt = data.draw(st.lists(token, max_size=30))
     ids = data.draw(st.lists(token, max_size=60))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    before = len(tokenizer.decode(prompt).rstrip("\ufffd"))
+    before = len(tokenizer.decode(prompt).removesuffix("\ufffd"))  # the completion may complete a character
     assert "".join(pieces(tokenizer, prompt, ids, sizes)) == tokenizer.decode(prompt + ids)[before:]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "crossing", "bundled"])
+@settings(max_examples=100, deadline=None)
+@given(prompt=st.text("a é", max_size=3), parts=st.lists(st.binary(max_size=4) | st.sampled_from(INVALID), max_size=40))
+def test_any_bytes_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], prompt: str, parts: list[bytes]) -> None:
+    tokenizer, spelt = ours[kind], dict(zip(*byte_alphabet(), strict=True))
+    letters = "".join(spelt[byte] for part in parts for byte in part)
+    ids = [tokenizer._tokenizer.token_to_id(letter) for letter in letters]
+    before = tokenizer.encode(prompt)
+    start = len(tokenizer.decode(before))
+    assert "".join(pieces(tokenizer, before, ids, [1])) == tokenizer.decode(before + ids)[start:]
+    assert tokenizer.decode(ids) == b"".join(parts).decode(errors="replace")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt=st.text("a é", min_size=1, max_size=3),
+    parts=st.lists(st.binary(max_size=4) | st.sampled_from(INVALID) | st.text("ab ▁é😀", max_size=3), max_size=30),
+)
+def test_byte_fallback_hands_out_characters_up_to_the_first_invalid_byte_of_a_run(
+    ours: dict[str, Tokenizer], prompt: str, parts: list[bytes | str]
+) -> None:
+    """The whole, were the bytes from the first invalid one to the end of their run replacement characters' own."""
+    tokenizer = ours["byte_fallback"]
+
+    def of_bytes(data: bytes) -> list[int]:
+        return [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+
+    given = [
+        token
+        for part in parts
+        for token in (of_bytes(part) if isinstance(part, bytes) else tokenizer.encode(part, add_special_tokens=False))
+    ]
+    replaced: list[int] = []
+    for is_byte, run in itertools.groupby(given, lambda token: tokenizer.byte_of(token) is not None):
+        tokens = list(run)
+        if not is_byte:
+            replaced += tokens
+            continue
+        data = bytes(tokenizer.byte_of(token) or 0 for token in tokens)
+        valid = max(size for size in range(len(data) + 1) if is_utf8(data[:size]))
+        replaced += of_bytes(data[:valid]) + of_bytes("\ufffd".encode()) * (len(data) - valid)
+    before = tokenizer.encode(prompt) + tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.decode(before + replaced)[len(tokenizer.decode(before)) :]
+    assert "".join(pieces(tokenizer, before, given, [1])) == whole
+    if replaced == given:
+        assert whole == tokenizer.decode(before + given)[len(tokenizer.decode(before)) :]
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def byte_alphabet() -> tuple[list[int], list[str]]:
+    """Every byte with the letter that byte-level tokenizers write for it (GPT-2's table)."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return kept + others, [chr(byte) for byte in kept] + [chr(256 + n) for n in range(len(others))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("byte_level", ["\u00ff"]),  # FF, never part of a character
+        ("byte_level", ["\u0122"]),  # 80, a continuation of nothing
+        ("byte_level", ["\u00e2"]),  # E2, begun again and again
+        ("crossing", ["\u00a9\u00c3"]),  # every token completes a character and begins the next
+        ("byte_fallback", ["<0xFF>"]),
+        ("byte_fallback", ["<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_a_token_costs_the_same_however_many_completed_no_character(
+    kind: str, names: list[str], ours: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, sizes = ours[kind], list[int]()
+    ids = [tokenizer._tokenizer.token_to_id(name) for name in names] * 500
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda given: sizes.append(len(given)) or decode(given))
+    prompt = tokenizer.encode("say") + ids  # prompts of such tokens are no dearer
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    text = "".join([detokenizer.append([token]) for token in ids] + [detokenizer.flush()])
+    assert text[-400:] == decode(prompt + ids)[-400:]
+    assert max(sizes) <= 20 and len(sizes) <= 3 * (len(ids) + 20)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "bundled"])
