@@ -6,7 +6,7 @@ D head size of q and k, Dv head size of v.
 
 import enum
 import functools
-import math
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,20 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the runtime could not finish it; RequestOutput.error says why
 
 
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 128  # characters
+MAX_STOP_TOKEN_IDS = 256
+
+
+def _shown(value: Any) -> str:
+    """``value`` as an error names it: short, however long the value is."""
+    try:
+        text = reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "an integer of very many digits"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be sent
 
@@ -81,14 +95,16 @@ class SamplingParams:
         repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1 is none.
         seed: makes one request reproducible whatever else runs beside it, up to the rounding of the model's arithmetic:
             in bfloat16 and float16 a prompt that is cut into other chunks has slightly other logits.
-        stop: strings that end a completion; include_stop_str_in_output keeps them in the text.
-        stop_token_ids: tokens that end a completion. ignore_eos: do not stop at the model's end of sequence.
+        stop: strings that end a completion, at most 32 of at most 128 characters; include_stop_str_in_output keeps them
+            in the text.
+        stop_token_ids: tokens that end a completion, at most 256.
+        ignore_eos: do not stop at the model's end of sequence.
         max_tokens: at most this many tokens; None: as many as the model's context allows.
         min_tokens: no end of sequence or stop token before that many.
         logprobs: number of most likely tokens to report per position besides the drawn one; None: none.
 
     Raises:
-        ValueError: a value is NaN or outside its range; the message names the range.
+        ValueError: a value is of the wrong type, NaN or outside its range; the message names the range.
     """
 
     n: int = 1
@@ -129,17 +145,33 @@ class SamplingParams:
         self._require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1, integer=True)
         if self.logprobs is not None:
             self._require("logprobs", self.logprobs, 0, 20, integer=True)
-        if not all(isinstance(text, str) and text and _is_unicode(text) for text in self.stop):
-            raise ValueError(f"stop is {self.stop!r}; every stop string must be a non-empty string of valid Unicode")
+        self._require_few("stop", self.stop, MAX_STOP_STRINGS, "strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
+                length = f" of {len(text)} characters" if isinstance(text, str) else ""
+                raise ValueError(
+                    f"stop has {_shown(text)}{length}; every stop string must be valid Unicode of 1 to "
+                    f"{MAX_STOP_LENGTH} characters"
+                )
+        self._require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
         for token in self.stop_token_ids:
             self._require("stop_token_ids", token, 0, 2**31 - 1, integer=True)
+
+    @staticmethod
+    def _require_few(name: str, values: Any, most: int, what: str) -> None:
+        """Look at the number of values before any of them is."""
+        if not isinstance(values, list | tuple):
+            raise ValueError(f"{name} is {_shown(values)}; give a list of at most {most} {what}")
+        if len(values) > most:
+            raise ValueError(f"{name} has {len(values)} {what}; give at most {most}")
 
     @staticmethod
     def _require(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
         kind = "an integer" if integer else "a number"
         right_type = isinstance(value, int) if integer else isinstance(value, int | float)
-        if isinstance(value, bool) or not right_type or math.isnan(value) or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r}; give {kind} from {low} to {high}")
+        # NaN is in no range.
+        if isinstance(value, bool) or not right_type or not low <= value <= high:
+            raise ValueError(f"{name} is {_shown(value)}; give {kind} from {low} to {high}")
 
     @property
     def greedy(self) -> bool:

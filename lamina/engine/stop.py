@@ -1,7 +1,8 @@
 """Decides after each token whether a completion has ended, and which of its text may be streamed already."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lamina.types import FinishReason, SamplingParams
 
@@ -15,25 +16,57 @@ class StopDecision:
     stop_reason: str | int | None = None
 
 
+class StopStrings:
+    """The stop strings of a request, prepared for matching; shared by its completions, built when first used."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+
+    def __bool__(self) -> bool:
+        return bool(self._stops)
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        """Every beginning of a stop string that is not all of it, the empty one included."""
+        return frozenset(stop[:size] for stop in self._stops for size in range(len(stop)))
+
+    @cached_property
+    def prefixes(self) -> frozenset[str]:
+        """The beginnings and the stop strings themselves."""
+        return self.beginnings.union(self._stops)
+
+    @cached_property
+    def ending(self) -> dict[str, str]:
+        """By prefix that ends with a stop string: the longest such."""
+        return {
+            prefix: max((stop for stop in self._stops if prefix.endswith(stop)), key=len)
+            for prefix in self.prefixes
+            if prefix.endswith(self._stops)
+        }
+
+
 class StopChecker:
     """Follows one completion, token by token, until it ends.
 
     The stop string whose last character comes first wins, the longest of those that end there; so the outcome does not
     depend on how the text is cut into pieces. Text that may be the beginning of a stop string is held back until that
     is decided. The order at one token is: end of sequence, stop token, stop string, length.
+
+    This is Aho and Corasick's automaton (1975) with its states as strings: the longest end of the text that is a
+    prefix of a stop string. A character makes it longer by one and then shorter at its front, so that each is looked up
+    twice on average, however many stop strings there are.
     """
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
-        """``params.max_tokens`` is the limit on tokens; None is no limit here."""
+    def __init__(
+        self, params: SamplingParams, eos_token_ids: Collection[int], stops: StopStrings | None = None
+    ) -> None:
+        """``params.max_tokens`` is the limit on tokens; None is no limit here. ``stops`` are those of ``params``."""
         self._params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._stops = StopStrings(params.stop) if stops is None else stops
         self._tokens = 0
-        # The end of the text so far, as much of it as a match may reach back into; its last _held characters are
-        # not streamed yet.
-        self._tail = ""
-        self._tail_length = max(map(len, params.stop), default=1) - 1
-        self._held = 0
+        self._begun = ""  # the longest end of the text that begins a stop string; held back if that may be cut out
 
     def append(self, token_id: int, text: str) -> StopDecision:
         """Take the next token and the text that it adds, which may be empty.
@@ -46,47 +79,30 @@ class StopChecker:
             stop_reason = None if token_id in self._eos_token_ids else token_id
             last = text if self._params.include_stop_str_in_output else ""
             return StopDecision(self.flush() + last, FinishReason.STOP, stop_reason)
-        window = self._tail + text
-        streamed = len(self._tail) - self._held
-        match = self._first_match(window) if may_stop else None
-        if match is not None:
-            start, stop = match
-            cut = start + len(stop) if self._params.include_stop_str_in_output else start
-            self._held = 0
-            return StopDecision(window[streamed:cut], FinishReason.STOP, stop)
-        if self._tokens == self._params.max_tokens:
-            self._held = 0
-            return StopDecision(window[streamed:], FinishReason.LENGTH)
-        self._held = self._undecided(window)
-        self._tail = window[max(0, len(window) - self._tail_length) :]
-        return StopDecision(window[streamed : len(window) - self._held])
+        decision = self._match(text, may_stop) if self._stops else StopDecision(text)
+        if decision.finish_reason is None and self._tokens == self._params.max_tokens:
+            return StopDecision(decision.text + self.flush(), FinishReason.LENGTH)
+        return decision
 
     def flush(self) -> str:
         """The text held back, once nothing follows it: after an abort, or at the end of the model's context."""
-        held = self._tail[len(self._tail) - self._held :]
-        self._held = 0
+        held = "" if self._params.include_stop_str_in_output else self._begun
+        self._begun = ""
         return held
 
-    def _first_match(self, window: str) -> tuple[int, str] | None:
-        """(start, stop string) of the match that ends first, among those that end after the tail."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._params.stop:
-            start = window.find(stop, max(0, len(self._tail) - len(stop) + 1))
-            if start >= 0:
-                found = (start + len(stop), start, stop)
-                best = found if best is None else min(best, found)
-        return None if best is None else best[1:]
-
-    def _undecided(self, window: str) -> int:
-        """Characters at the end of ``window`` that begin a stop string which may yet be completed and cut out."""
-        if self._params.include_stop_str_in_output:
-            return 0  # they stay in the output either way
-        return max((_begun(stop, window) for stop in self._params.stop), default=0)
-
-
-def _begun(stop: str, text: str) -> int:
-    """Characters at the end of ``text`` that begin ``stop``, fewer than all of it."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while start >= 0 and not stop.startswith(text[start:]):
-        start = text.find(stop[0], start + 1)
-    return len(text) - start if start >= 0 else 0
+    def _match(self, text: str, may_stop: bool) -> StopDecision:
+        """Follow ``text`` up to the first stop string that may end the completion."""
+        include = self._params.include_stop_str_in_output
+        window = self._begun + text
+        streamed = len(self._begun) if include else 0
+        known = self._stops.prefixes if may_stop else self._stops.beginnings
+        start = 0
+        for end in range(len(self._begun) + 1, len(window) + 1):
+            while window[start:end] not in known:
+                start += 1
+            stop = self._stops.ending.get(window[start:end]) if may_stop else None
+            if stop is not None:
+                self._begun = ""
+                return StopDecision(window[streamed : end if include else end - len(stop)], FinishReason.STOP, stop)
+        self._begun = window[start:]
+        return StopDecision(window[streamed : len(window) if include else start])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.engine.groups import Completion, Group
-from lamina.engine.stop import StopChecker
+from lamina.engine.stop import StopChecker, StopStrings
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from lamina.transport.messages import Draw
 from lamina.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
@@ -28,6 +28,7 @@ class TrackedRequest:
     def __init__(self, request: Request, tokenizer: Tokenizer, on_output: OnOutput) -> None:
         self.request = request
         self._tokenizer = tokenizer
+        self._prompt_end = tokenizer.context(request.prompt_token_ids)
         self._on_output = on_output
         self._texts: list[_Text] = []
         self._error: str | None = None
@@ -37,13 +38,14 @@ class TrackedRequest:
         """The scheduler knows the request; its completions may now draw tokens."""
         self._group = group
         params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
+        stops = StopStrings(params.stop)
         for completion in group.completions:
             logprobs: list[list[Logprob]] | None = None if params.logprobs is None else []
             self._texts.append(
                 _Text(
                     CompletionOutput(completion.index, logprobs=logprobs),
-                    IncrementalDetokenizer(self._tokenizer, self.request.prompt_token_ids),
-                    StopChecker(params, self._tokenizer.eos_token_ids),
+                    IncrementalDetokenizer(self._tokenizer, self._prompt_end),
+                    StopChecker(params, self._tokenizer.eos_token_ids, stops),
                 )
             )
 

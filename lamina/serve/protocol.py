@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from lamina.engine.prompts import Prompt, as_prompts
 from lamina.models.chat import joined_text
 from lamina.serve.errors import APIError
-from lamina.types import SamplingParams
+from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 # Fields that clients send for bookkeeping of their own; they change nothing about the answer.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -29,6 +29,18 @@ _SAMPLING = (
     "ignore_eos",
     "min_tokens",
 )
+
+
+def _few(name: str, most: int) -> BeforeValidator:
+    """Refuse a list by its length alone: validation would write an error for each of a million wrong values."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > most:
+            message = "{param} has {count} entries; give at most {most}"
+            raise PydanticCustomError("too_many", message, {"param": name, "count": len(value), "most": most})
+        return value
+
+    return BeforeValidator(check)
 
 
 class StreamOptions(BaseModel):
@@ -56,8 +68,12 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[
+        list[str] | None,
+        BeforeValidator(lambda v: [v] if isinstance(v, str) else v),
+        _few("stop", MAX_STOP_STRINGS),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids", MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

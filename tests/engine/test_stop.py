@@ -1,13 +1,14 @@
 """The stop checker against a brute-force search of the whole text."""
 
-import sys
+import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.stop import StopChecker, StopDecision
-from lamina.types import FinishReason, SamplingParams
+from lamina.engine.stop import StopChecker, StopDecision, StopStrings
+from lamina.types import MAX_STOP_LENGTH, MAX_STOP_STRINGS, FinishReason, SamplingParams
 
 EOS = 0
 PLAIN = 1
@@ -28,7 +29,8 @@ def brute_force(pieces: list[str], stops: list[str], *, include: bool, min_token
 
 @given(
     pieces=st.lists(st.text("ab\u00e9", max_size=4), max_size=12),
-    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=5), max_size=3),
+    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=5), max_size=3)
+    | st.lists(st.text("ab", min_size=1, max_size=9), min_size=20, max_size=MAX_STOP_STRINGS),
     include=st.booleans(),
     min_tokens=st.integers(0, 4),
 )
@@ -129,21 +131,55 @@ def test_a_stop_string_in_the_last_token_beats_length() -> None:
     assert checker.append(PLAIN, "end. more") == StopDecision("end", FinishReason.STOP, ".")
 
 
-def calls_a_token(length: int) -> int:
-    """Functions called for a token when a stop string of so many characters may match what has been streamed."""
-    checker = StopChecker(SamplingParams(stop="x" * length, max_tokens=None), [EOS])
-    checker.append(PLAIN, "z" * length)
-    calls = 0
+class Counted(frozenset[str]):
+    """A set that counts how often it is asked."""
 
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
+    asked = 0
 
-    sys.setprofile(count)
-    checker.append(PLAIN, "zz")
-    sys.setprofile(None)
-    return calls
+    def __contains__(self, item: object) -> bool:
+        Counted.asked += 1
+        return super().__contains__(item)
 
 
-def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
-    assert calls_a_token(5000) == calls_a_token(5)
+@pytest.mark.parametrize("text", ["zzzz", "xxxx", "xxyx"])
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["x"],
+        ["x" * MAX_STOP_LENGTH],
+        [chr(0x100 + n) + "y" * 99 for n in range(MAX_STOP_STRINGS)],
+        ["x" * (MAX_STOP_LENGTH - 1) + chr(0x100 + n) for n in range(MAX_STOP_STRINGS)],
+    ],
+)
+def test_a_character_costs_two_look_ups_however_many_and_long_the_stop_strings_are(stops: list[str], text: str) -> None:
+    prepared = StopStrings(stops)
+    prepared.__dict__ |= {"beginnings": Counted(prepared.beginnings), "prefixes": Counted(prepared.prefixes)}
+    checker = StopChecker(SamplingParams(stop=stops, max_tokens=None, min_tokens=1000), [EOS], prepared)
+    Counted.asked = 0
+    for _ in range(200):
+        checker.append(PLAIN, text)
+    assert Counted.asked <= 2 * 200 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, "stop has 33 strings; give at most 32"),
+        ({"stop": [5] * 10**6}, "stop has 1000000 strings; give at most 32"),
+        ({"stop": ["x" * 10**6]}, "of 1000000 characters; every stop string must be valid Unicode of 1 to 128"),
+        ({"stop": [""]}, "stop has '' of 0 characters"),
+        ({"stop": ["\ud800"]}, "valid Unicode"),
+        ({"stop": [None]}, "stop has None; every stop string"),
+        ({"stop": 7}, "stop is 7; give a list of at most 32 strings"),
+        ({"stop_token_ids": [1] * 257}, "stop_token_ids has 257 token ids; give at most 256"),
+        ({"stop_token_ids": ["x" * 10**6]}, "stop_token_ids is 'xxx"),
+        ({"temperature": "9" * 10**6}, "temperature is '999"),
+        ({"temperature": 10**400}, "give a number from 0.0 to 100.0"),
+        ({"top_k": 10**5000}, "top_k is an integer of very many digits"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_few_words(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        SamplingParams(**given)
+    assert len(str(caught.value)) < 250
