@@ -29,6 +29,8 @@ class Overlap:
 
 MOST_MINI_BATCHES = 15
 
+DEFAULT_MAX_TOKENS = 1024
+
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
@@ -43,6 +45,8 @@ class EngineConfig:
         dtype: of weights and activations; "auto" takes the checkpoint's.
         kv_cache_memory_bytes: KV bytes per memory worker; None: a share of what is free once the weights are loaded.
         max_model_len: tokens of prompt plus completion of one request; None: what the model and one memory worker hold.
+        default_max_tokens: most tokens of the answer to a chat that asks for no limit, which then ends for its length;
+            None: ``DEFAULT_MAX_TOKENS``, or an eighth of max_model_len if that is less. Room for all of it is reserved.
         max_num_seqs: sequences decoding at once per compute worker.
         max_num_batched_tokens: token rows of one step (decode rows plus prompt-chunk rows).
         threads: CPU threads per worker; None: the workers of each pool share all cores this process may use.
@@ -71,6 +75,7 @@ class EngineConfig:
     dtype: DType | Literal["auto"] = "auto"
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | None = None
+    default_max_tokens: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     threads: int | None = None

@@ -58,6 +58,7 @@ class Lamina:
         dtype: DType | str = "auto",
         kv_cache_memory_bytes: int | None = None,
         max_model_len: int | None = None,
+        default_max_tokens: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         threads: int | None = None,
@@ -82,6 +83,7 @@ class Lamina:
             dtype=as_dtype(dtype),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             max_model_len=max_model_len,
+            default_max_tokens=default_max_tokens,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
@@ -144,11 +146,15 @@ class Lamina:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's chat template; otherwise as :meth:`generate`.
 
+        Without ``sampling_params`` an answer has at most ``default_max_tokens`` tokens.
+
         Raises:
             RequestError: also when the model has no chat template or the template refuses the messages.
         """
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [chat_prompt(self.tokenizer, cast(Sequence[Message], turns)) for turns in conversations]
+        if sampling_params is None:
+            sampling_params = SamplingParams(max_tokens=self.engine.default_max_tokens)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(

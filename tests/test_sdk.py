@@ -172,6 +172,28 @@ def test_chat_goes_through_the_model_s_template(lamina: Lamina) -> None:
     assert tokens(lamina.chat([turns, turns], GREEDY)) == tokens([answer, answer])
 
 
+def test_chats_without_a_limit_leave_room_for_each_other(lamina: Lamina) -> None:
+    """An eighth of the context is the most that one asks for: all decode at once in 2 x 8,192 slots."""
+    assert lamina.engine.default_max_tokens == 1024 // 8
+    slots = sum(worker.capacity for worker in lamina.engine.stats().memory.values())
+    prompt = lamina.tokenizer.apply_chat_template([{"role": "user", "content": "sort a list"}])
+    needed = 64 * (len(lamina.tokenizer.encode(prompt)) + 1024 // 8)
+    assert needed <= slots < 64 * 1024
+    most = 0
+
+    def note(_: RequestOutput) -> None:
+        nonlocal most
+        most = max(most, lamina.engine.stats().running)
+
+    for number in range(64):
+        params = SamplingParams(max_tokens=lamina.engine.default_max_tokens, ignore_eos=True)
+        lamina.engine.submit(f"chat-{number}", prompt, params, note)
+    assert_idle(lamina)
+    assert most == 64
+    (answer,) = lamina.chat([{"role": "user", "content": "sort a list"}])
+    assert answer.outputs[0].finish_reason is FinishReason.STOP or len(answer.outputs[0].token_ids) == 128
+
+
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [

@@ -36,6 +36,13 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(help="Tokens of prompt and answer together. Default: what the model and the pool allow."),
     ],
+    "default_max_tokens": Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of an answer to a chat that gives no max_tokens. "
+            "Default: 1024, or an eighth of max-model-len if that is less."
+        ),
+    ],
     "max_num_seqs": Annotated[int, typer.Option(help="Sequences that decode at once, for each compute worker.")],
     "max_num_batched_tokens": Annotated[
         int, typer.Option(help="Token rows of one step: sequences that decode, and chunks of prompts.")

@@ -25,7 +25,14 @@ KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for al
 
 def check(config: EngineConfig) -> None:
     """Refuse settings that can never be. Raises ConfigError naming the setting and its range."""
-    positive = ("max_num_seqs", "max_num_batched_tokens", "threads", "kv_cache_memory_bytes", "lanes")
+    positive = (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "threads",
+        "kv_cache_memory_bytes",
+        "lanes",
+        "default_max_tokens",
+    )
     _require_type(config, int, "a whole number", *positive, "max_model_len", "mini_batches", "seed")
     _require_type(config, bool, "True or False", "q_first", "plan_ahead", "tls")
     _require_type(config, str, "a text", "compute", "memory", "compute_cores", "memory_cores")

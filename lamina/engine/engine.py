@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lamina.config import EngineConfig
+from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.answers import Answers
 from lamina.engine.bringup import Cluster
 from lamina.engine.gather import Workers, failure
@@ -64,6 +64,7 @@ class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
     Attributes:
+        default_max_tokens: most tokens of an answer to a chat that asks for no limit.
         vocab_size: prompts may hold token ids below it; a tokenizer may know tokens that the embedding has no row for.
     """
 
@@ -85,6 +86,7 @@ class Engine:
         self.vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
         self._seeds = random.Random(config.seed)  # for requests that bring none
         self.max_model_len = limits.max_model_len
+        self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
         self.cluster = cluster
         self._control = control
         self._workers = workers

@@ -44,7 +44,7 @@ def create_app(engine: Engine) -> FastAPI:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
         check_model(engine, body.model)
-        params = body.sampling_params()
+        params = body.sampling_params(engine.default_max_tokens)
         messages = [message.model_dump() for message in body.messages]
         prompt = await asyncio.to_thread(chat_prompt, engine.tokenizer, messages)
         return await respond(request, engine, CHAT, body, [prompt], params)

@@ -143,10 +143,12 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """The parameters asked for; without a limit, as many tokens as the context allows. Raises APIError 400."""
+    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
+        """The parameters asked for, with a limit on tokens for those that give none. Raises APIError 400."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if limit is None:
+            limit = max(default_max_tokens, self.min_tokens or 0)
         return self._sampling_params(logprobs=logprobs, max_tokens=limit)

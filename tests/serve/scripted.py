@@ -36,6 +36,7 @@ class FakeEngine:
 
     model_name = "fake"
     max_model_len = 100
+    default_max_tokens = 12
     tokenizer = FakeTokenizer()
 
     def __init__(self) -> None:

@@ -41,7 +41,15 @@ def test_defaults_are_openai_s(server: Running) -> None:
     (_, completion), (_, chat) = server.engine.submitted
     assert completion == SamplingParams()
     assert completion.max_tokens == 16
-    assert chat == SamplingParams(max_tokens=None)
+    assert chat == SamplingParams(max_tokens=server.engine.default_max_tokens)
+
+
+def test_a_chat_may_ask_for_more_than_the_default(server: Running) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    server.post("/v1/chat/completions", **chat, max_tokens=50)
+    server.post("/v1/chat/completions", **chat, max_completion_tokens=60)
+    server.post("/v1/chat/completions", **chat, max_tokens=None, min_tokens=70)
+    assert [params.max_tokens for _, params in server.engine.submitted] == [50, 60, 70]
 
 
 def test_every_sampling_field_arrives(server: Running) -> None:
