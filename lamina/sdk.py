@@ -20,6 +20,7 @@ from lamina.cluster.local import launch
 from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
 from lamina.engine.prompts import Message, Prompt, as_prompts, chat_prompt
 from lamina.engine.streams import AsyncOutputs, Outputs
+from lamina.engine.updates import Whole
 from lamina.errors import RequestError
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.progress import BatchProgress, loading_progress
@@ -128,15 +129,14 @@ class Lamina:
         """
         wanted = as_prompts(prompts)
         params = _params_of(sampling_params, len(wanted))
-        finished: dict[int, RequestOutput] = {}
+        wholes = [Whole(self.tokenizer) for _ in wanted]
         with BatchProgress(len(wanted), enabled=use_tqdm) as progress:
             for part in _parts(len(wanted)):
                 with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
-                    for index, output in outputs:
-                        progress.update(part.start + index, output)
-                        if output.finished:
-                            finished[part.start + index] = output
-        return _in_order(finished)
+                    for index, update in outputs:
+                        progress.update(update.tokens, update.finished)
+                        wholes[part.start + index].add(update)
+        return _outputs(wholes)
 
     def chat(
         self,
@@ -165,8 +165,10 @@ class Lamina:
         Closing the iterator early cancels the request. Errors as :meth:`generate`, raised by the first ``next``.
         """
         with Outputs(self.engine, _new_id(), [_one(prompt)], _params_of(sampling_params, 1)) as outputs:
-            for _, output in outputs:
-                yield output
+            whole = Whole(self.tokenizer)
+            for _, update in outputs:
+                whole.add(update)
+                yield whole.output()
 
     async def generate_async(
         self,
@@ -176,13 +178,12 @@ class Lamina:
         """As :meth:`generate`, for an event loop; cancelling the task cancels the requests."""
         wanted = as_prompts(prompts)
         params = _params_of(sampling_params, len(wanted))
-        finished: dict[int, RequestOutput] = {}
+        wholes = [Whole(self.tokenizer) for _ in wanted]
         for part in _parts(len(wanted)):
             async with await AsyncOutputs.submit(self.engine, _new_id(), wanted[part], params[part]) as outputs:
-                async for index, output in outputs:
-                    if output.finished:
-                        finished[part.start + index] = output
-        return _in_order(finished)
+                async for index, update in outputs:
+                    wholes[part.start + index].add(update)
+        return _outputs(wholes)
 
     async def stream_async(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
@@ -190,8 +191,10 @@ class Lamina:
         """As :meth:`stream`, for an event loop; closing the iterator or cancelling the task cancels the request."""
         params = _params_of(sampling_params, 1)
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
-            async for _, output in outputs:
-                yield output
+            whole = Whole(self.tokenizer)
+            async for _, update in outputs:
+                whole.add(update)
+                yield whole.output()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -232,8 +235,9 @@ def _parts(prompts: int) -> list[slice]:
     return [slice(start, start + PART) for start in range(0, prompts, PART)]
 
 
-def _in_order(finished: dict[int, RequestOutput]) -> list[RequestOutput]:
-    failed = [output for output in finished.values() if output.error is not None]
+def _outputs(wholes: Sequence[Whole]) -> list[RequestOutput]:
+    outputs = [whole.output() for whole in wholes]
+    failed = [output for output in outputs if output.error is not None]
     if failed:
-        logger.warning("%d of %d requests failed; the first: %s", len(failed), len(finished), failed[0].error)
-    return [finished[index] for index in sorted(finished)]
+        logger.warning("%d of %d requests failed; the first: %s", len(failed), len(outputs), failed[0].error)
+    return outputs

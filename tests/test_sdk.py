@@ -24,6 +24,7 @@ from lamina import (
     RequestOutput,
     SamplingParams,
 )
+from lamina.engine.updates import whole
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
@@ -115,7 +116,7 @@ def test_a_request_may_be_cancelled_many_times(lamina: Lamina) -> None:
             ended.append(output.outputs[0].finish_reason)
 
     for number in range(20):
-        lamina.engine.submit(f"cancelled-{number}", PROMPTS[0], ENDLESS, note)
+        lamina.engine.submit(f"cancelled-{number}", PROMPTS[0], ENDLESS, whole(lamina.tokenizer, note))
     assert_idle(lamina)
     assert ended == [FinishReason.ABORT] * 20
 
@@ -181,13 +182,15 @@ def test_chats_without_a_limit_leave_room_for_each_other(lamina: Lamina) -> None
     assert needed <= slots < 64 * 1024
     most = 0
 
-    def note(_: RequestOutput) -> None:
+    def note(output: RequestOutput) -> None:
         nonlocal most
         most = max(most, lamina.engine.stats().running)
+        if most == 64:
+            lamina.engine.abort(output.request_id)
 
     for number in range(64):
         params = SamplingParams(max_tokens=lamina.engine.default_max_tokens, ignore_eos=True)
-        lamina.engine.submit(f"chat-{number}", prompt, params, note)
+        lamina.engine.submit(f"chat-{number}", prompt, params, whole(lamina.tokenizer, note))
     assert_idle(lamina)
     assert most == 64
     (answer,) = lamina.chat([{"role": "user", "content": "sort a list"}])

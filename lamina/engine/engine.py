@@ -16,7 +16,8 @@ from lamina.engine.gather import Workers, failure
 from lamina.engine.lanes import chooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
-from lamina.engine.tracking import OnOutput, TrackedRequest
+from lamina.engine.tracking import TrackedRequest
+from lamina.engine.updates import OnUpdate
 from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLostError, RequestError, TransportError
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
@@ -118,9 +119,9 @@ class Engine:
 
     # -- called from any thread ---------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, prompt: str | list[int], params: SamplingParams, on_output: OnOutput) -> None:
-        """Queue a request. ``on_output`` is called from the engine's thread with everything so far, every time
-        something is added; exactly one call has ``finished`` set.
+    def submit(self, request_id: str, prompt: str | list[int], params: SamplingParams, on_update: OnUpdate) -> None:
+        """Queue a request. ``on_update`` is called from the engine's thread with what is new, every time
+        something is; exactly one call has ``finished`` set.
 
         Raises RequestError for what can never be served, OverloadedError when too many requests wait,
         EngineDeadError when the engine has stopped.
@@ -130,7 +131,7 @@ class Engine:
         self._check_tokens(tokens)
         self._scheduler.check(len(tokens), params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_output)
+        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_update)
         with self._lock:
             self._require_alive()
             if request_id in self._accepted:

@@ -1,7 +1,7 @@
 """From the engine's callbacks to iterators: the requests of one caller, submitted and cancelled together.
 
-A reader always gets the newest output of each request. Outputs are cumulative, so a slow reader skips states and
-never makes the engine wait or memory grow.
+A reader gets what each request has gained since it read last, in one update, so a slow one never makes the engine
+wait. What it leaves unread is kept; where that must not grow, ``most_unread`` ends the requests instead.
 """
 
 import asyncio
@@ -11,25 +11,34 @@ from typing import Self
 
 from lamina.engine.engine import Engine
 from lamina.engine.prompts import Prompt
-from lamina.errors import EngineDeadError
-from lamina.types import RequestOutput, SamplingParams
+from lamina.engine.updates import RequestUpdate
+from lamina.errors import EngineDeadError, OverloadedError
+from lamina.types import SamplingParams
 
-Update = tuple[int, RequestOutput]
-"""(index of the prompt, its newest output)."""
+Update = tuple[int, RequestUpdate]
+"""(index of the prompt, what is new)."""
 
 WATCH_S = 10.0
 """A reader that has heard nothing for so long asks whether the engine is still alive."""
 
 
 class _Requests:
-    """Requests submitted together, with the newest unread output of each. ``notify`` runs on the engine's thread."""
+    """Requests submitted together, with what is unread of each. ``notify`` runs on the engine's thread.
 
-    def __init__(self, engine: Engine, request_id: str, notify: Callable[[], None]) -> None:
+    Those whose reader leaves more than ``most_unread`` tokens unread are cancelled, and ``take`` says so.
+    """
+
+    def __init__(
+        self, engine: Engine, request_id: str, notify: Callable[[], None], most_unread: int | None = None
+    ) -> None:
         self._engine = engine
         self._request_id = request_id
         self._notify = notify
         self._lock = threading.Lock()
-        self._unread: dict[int, RequestOutput] = {}
+        self._most_unread = most_unread
+        self._unread: dict[int, RequestUpdate] = {}
+        self._unread_tokens = 0
+        self._overrun: str | None = None
         self._running: set[int] = set()  # submitted, and not known to have ended
         self._aborted = False
 
@@ -53,15 +62,17 @@ class _Requests:
             raise
 
     def take(self) -> list[Update]:
-        """The newest unread outputs, in prompt order; they count as read."""
+        """What is unread, in prompt order; it counts as read. Raises OverloadedError once that was too much."""
         with self._lock:
-            unread, self._unread = self._unread, {}
-            self._running.difference_update(index for index, output in unread.items() if output.finished)
-        return sorted(unread.items())
+            if self._overrun is not None:
+                raise OverloadedError(self._overrun)
+            unread, self._unread, self._unread_tokens = self._unread, {}, 0
+            self._running.difference_update(index for index, update in unread.items() if update.finished)
+        return sorted(unread.items(), key=lambda item: item[0])
 
     @property
     def done(self) -> bool:
-        """True once every final output has been read."""
+        """True once every final update has been read."""
         return not self._running
 
     def abort(self) -> None:
@@ -81,10 +92,24 @@ class _Requests:
     def _name(self, index: int) -> str:
         return f"{self._request_id}-{index}"
 
-    def _receiver(self, index: int) -> Callable[[RequestOutput], None]:
-        def receive(output: RequestOutput) -> None:
+    def _receiver(self, index: int) -> Callable[[RequestUpdate], None]:
+        def receive(update: RequestUpdate) -> None:
             with self._lock:
-                self._unread[index] = output
+                if self._overrun is not None:
+                    return
+                if index in self._unread:
+                    self._unread[index].extend(update)
+                else:
+                    self._unread[index] = update
+                self._unread_tokens += update.tokens
+                if self._most_unread is not None and self._unread_tokens > self._most_unread:
+                    self._overrun = (
+                        f"the answer was read too slowly: {self._unread_tokens} tokens of it were waiting, and at most "
+                        f"{self._most_unread} are kept. Read faster, or ask for less at once"
+                    )
+                    self._unread.clear()
+            if self._overrun is not None:
+                self.abort()
             self._notify()
 
         return receive
@@ -128,20 +153,29 @@ class Outputs(Iterator[Update]):
 
 
 class AsyncOutputs(AsyncIterator[Update]):
-    """The same for an event loop; made by ``await AsyncOutputs.submit(...)``, read in the loop that made it."""
+    """The same for an event loop; made by ``await AsyncOutputs.submit(...)``, read in the loop that made it.
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
+    Raises:
+        OverloadedError: more than ``most_unread`` tokens were waiting to be read; the requests are cancelled.
+    """
+
+    def __init__(self, engine: Engine, request_id: str, most_unread: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._ready: list[Update] = []
-        self._requests = _Requests(engine, request_id, self._wake)
+        self._requests = _Requests(engine, request_id, self._wake, most_unread)
 
     @classmethod
     async def submit(
-        cls, engine: Engine, request_id: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        cls,
+        engine: Engine,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        most_unread: int | None = None,
     ) -> Self:
         """Submit all prompts, off the event loop because a long text takes its time to tokenise."""
-        outputs = cls(engine, request_id)
+        outputs = cls(engine, request_id, most_unread)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
         except asyncio.CancelledError:

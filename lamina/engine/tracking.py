@@ -1,35 +1,36 @@
 """What the caller of a request sees of it: text, stop conditions, one terminal state."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.engine.groups import Completion, Group
 from lamina.engine.stop import StopChecker, StopStrings
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from lamina.transport.messages import Draw
-from lamina.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
-
-OnOutput = Callable[[RequestOutput], None]
+from lamina.types import FinishReason, Request, Segment
 
 
 @dataclass
 class _Text:
-    """One completion's output so far and what decides its end."""
+    """One completion: what its caller has not been told yet, and what decides its end."""
 
-    output: CompletionOutput
+    news: CompletionUpdate
     detokenizer: IncrementalDetokenizer
     stop: StopChecker
 
 
 class TrackedRequest:
-    """A request between its submission and its terminal state. One thread at a time uses it."""
+    """A request between its submission and its terminal state. One thread at a time uses it.
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, on_output: OnOutput) -> None:
+    What it keeps does not grow with what has been drawn, and a token costs the same however many came before.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate) -> None:
         self.request = request
         self._tokenizer = tokenizer
         self._prompt_end = tokenizer.context(request.prompt_token_ids)
-        self._on_output = on_output
+        self._on_update = on_update
         self._texts: list[_Text] = []
         self._error: str | None = None
         self._group: Group | None = None
@@ -40,10 +41,9 @@ class TrackedRequest:
         params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
         stops = StopStrings(params.stop)
         for completion in group.completions:
-            logprobs: list[list[Logprob]] | None = None if params.logprobs is None else []
             self._texts.append(
                 _Text(
-                    CompletionOutput(completion.index, logprobs=logprobs),
+                    self._no_news(completion.index),
                     IncrementalDetokenizer(self._tokenizer, self._prompt_end),
                     StopChecker(params, self._tokenizer.eos_token_ids, stops),
                 )
@@ -52,24 +52,21 @@ class TrackedRequest:
     @property
     def finished(self) -> bool:
         """True when every completion has its finish reason."""
-        return all(text.output.finish_reason is not None for text in self._texts)
+        return all(text.news.finish_reason is not None for text in self._texts)
 
     def append(self, completion: Completion, draw: Draw) -> bool:
         """Take in one drawn token; True if it ends the completion."""
         text = self._texts[completion.index]
-        output = text.output
-        output.token_ids.append(draw.token)
-        if output.logprobs is not None:
-            output.logprobs.append([self._named(entry) for entry in draw.logprobs])
+        news = text.news
         decision = text.stop.append(draw.token, text.detokenizer.append([draw.token]))
-        output.text += decision.text
+        news.token_ids.append(draw.token)
+        news.texts.append(decision.text)
+        if news.logprobs is not None:
+            news.logprobs.append(pack(draw.logprobs))
         if decision.finish_reason is FinishReason.LENGTH:
-            output.text += text.detokenizer.flush()  # what an unfinished character leaves
-        output.finish_reason, output.stop_reason = decision.finish_reason, decision.stop_reason
+            news.rest = text.detokenizer.flush()  # what an unfinished character leaves
+        news.finish_reason, news.stop_reason = decision.finish_reason, decision.stop_reason
         return decision.finish_reason is not None
-
-    def _named(self, entry: Logprob) -> Logprob:
-        return dataclasses.replace(entry, text=self._tokenizer.decode([entry.token_id], skip_special_tokens=False))
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Give every completion that has none this finish reason; nothing changes if there are none."""
@@ -77,31 +74,22 @@ class TrackedRequest:
             return
         self._error = error
         for text in self._texts:
-            if text.output.finish_reason is None:
-                text.output.text += text.stop.flush() + text.detokenizer.flush()
-                text.output.finish_reason = reason
+            if text.news.finish_reason is None:
+                text.news.rest = text.stop.flush() + text.detokenizer.flush()
+                text.news.finish_reason = reason
 
     def publish(self) -> None:
-        """Call the caller back with a copy of everything so far."""
-        outputs = [
-            dataclasses.replace(
-                text.output,
-                token_ids=list(text.output.token_ids),
-                logprobs=None if text.output.logprobs is None else list(text.output.logprobs),
-            )
-            for text in self._texts
-        ]
-        self._on_output(
-            RequestOutput(
-                request_id=self.request.request_id,
-                prompt=self.request.prompt,
-                prompt_token_ids=self.request.prompt_token_ids,
-                outputs=outputs,
-                finished=self.finished,
-                error=self._error,
-                placement=self._placement(),
-            )
-        )
+        """Tell the caller what is new since the last time."""
+        news = [text.news for text in self._texts]
+        finished = self.finished
+        for text in self._texts:
+            ended = text.news.finish_reason, text.news.stop_reason
+            text.news = self._no_news(text.news.index)
+            text.news.finish_reason, text.news.stop_reason = ended
+        self._on_update(RequestUpdate(self.request, news, finished, self._error, self._placement()))
+
+    def _no_news(self, index: int) -> CompletionUpdate:
+        return CompletionUpdate(index, logprobs=None if self.request.params.logprobs is None else [])
 
     def _placement(self) -> tuple[Segment, ...]:
         group = self._group

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.engine.engine import Engine
+from lamina.engine.updates import OnUpdate, RequestUpdate
 from lamina.errors import DeadlineError, LaminaError
-from lamina.types import RequestOutput, SamplingParams
+from lamina.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,16 @@ def decode_batch(engine: Engine, prompts: Sequence[list[int]], tokens: int, time
     errors: list[str] = []
     done = threading.Event()
 
-    def receiver(index: int) -> Callable[[RequestOutput], None]:
-        def on_output(output: RequestOutput) -> None:
-            times = arrivals[index]
-            times += [time.monotonic_ns()] * (len(output.outputs[0].token_ids) - len(times))
-            if output.finished:
-                errors.extend([output.error] if output.error else [])
+    def receiver(index: int) -> OnUpdate:
+        def on_update(update: RequestUpdate) -> None:
+            arrivals[index].extend([time.monotonic_ns()] * update.tokens)
+            if update.finished:
+                errors.extend([update.error] if update.error else [])
                 unfinished.discard(index)
                 if not unfinished:
                     done.set()
 
-        return on_output
+        return on_update
 
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):

@@ -17,7 +17,6 @@ from rich.progress import (
 
 from lamina.engine.gather import OnProgress
 from lamina.transport.messages import LoadProgress
-from lamina.types import RequestOutput
 
 
 @contextmanager
@@ -64,19 +63,16 @@ class BatchProgress:
             disable=not (enabled and console.is_terminal),
         )
         self._task = self._progress.add_task("Generating", total=requests, rate="")
-        self._tokens: dict[int, int] = {}
         self._total = 0
 
-    def update(self, index: int, output: RequestOutput) -> None:
-        """Take in the newest output of the prompt at ``index``."""
+    def update(self, tokens: int, finished: bool) -> None:
+        """Take in that a request has drawn so many more tokens, and whether it has ended."""
         if self._progress.disable:
             return
-        tokens = sum(len(completion.token_ids) for completion in output.outputs)
-        self._total += tokens - self._tokens.get(index, 0)
-        self._tokens[index] = tokens
+        self._total += tokens
         elapsed = self._progress.tasks[0].elapsed
         rate = f"{self._total / elapsed:.0f} tokens/s" if elapsed else ""
-        self._progress.update(self._task, advance=1 if output.finished else 0, rate=rate)
+        self._progress.update(self._task, advance=1 if finished else 0, rate=rate)
 
     def __enter__(self) -> Self:
         self._progress.start()

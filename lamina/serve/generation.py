@@ -1,8 +1,9 @@
 """From one HTTP request to engine requests and back: what both endpoints share."""
 
 import asyncio
+import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,11 +16,15 @@ from starlette.responses import Response, StreamingResponse
 from lamina.engine.engine import MAX_WAITING, Engine
 from lamina.engine.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
+from lamina.engine.updates import RequestUpdate
 from lamina.errors import LaminaError
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
-from lamina.serve.responses import Body, Piece, Sent, envelope, usage
-from lamina.types import RequestOutput, SamplingParams
+from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope
+from lamina.types import SamplingParams
+
+MOST_UNREAD = 65536
+"""Tokens of a stream that are kept for a client that does not read, about 300 bytes each with 20 logprobs."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,12 @@ class Generation:
         self._outputs = outputs
         self._sent = sent
         self._id = f"{form.id_prefix}-{uuid.uuid4().hex}"
-        self._newest: dict[int, RequestOutput] = {}
+        self._usage = Usage()
 
     async def answer(self, request: Request) -> Response:
         """Everything at once. Raises ClientDisconnect, with the engine's requests cancelled, if the client leaves."""
-        reading = asyncio.ensure_future(self._read_all())
+        gathered: dict[int, RequestUpdate] = {}
+        reading = asyncio.ensure_future(self._read_all(gathered))
         leaving = asyncio.ensure_future(_disconnect(request))
         try:
             await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -59,12 +65,7 @@ class Generation:
             reading.cancel()
             leaving.cancel()
             self._outputs.close()
-        pieces = [
-            piece for prompt in sorted(self._newest) for piece in self._sent.advance(prompt, self._newest[prompt])
-        ]
-        answer = envelope(self._form.answer, self._id, self._engine.model_name)
-        answer |= {"choices": [self._form.answer_choice(piece) for piece in pieces], "usage": self._usage()}
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        return StreamingResponse(self._whole(gathered), media_type="application/json")
 
     def stream(self, choices: int) -> Response:
         """Server-sent events, ended by ``[DONE]``. A client that leaves cancels the engine's requests."""
@@ -72,10 +73,34 @@ class Generation:
         close = BackgroundTask(self._outputs.close)
         return StreamingResponse(self._events(choices), media_type="text/event-stream", background=close)
 
-    async def _read_all(self) -> None:
-        async for prompt, output in self._outputs:
-            self._newest[prompt] = output
-            _check(output)
+    async def _read_all(self, gathered: dict[int, RequestUpdate]) -> None:
+        async for prompt, update in self._outputs:
+            self._usage.add(prompt, update)
+            if prompt in gathered:
+                gathered[prompt].extend(update)
+            else:
+                gathered[prompt] = update
+            _check(update)
+
+    async def _whole(self, gathered: dict[int, RequestUpdate]) -> AsyncIterator[bytes]:
+        """The answer's JSON, choice by choice: with logprobs it is far longer than what it is made from."""
+        answer = envelope(self._form.answer, self._id, self._engine.model_name)
+        yield msgspec.json.encode(answer)[:-1] + b',"choices":['
+        between = b""
+        for prompt in sorted(gathered):
+            update = gathered.pop(prompt)
+            pieces = self._sent.advance(prompt, update, most=1 + update.tokens)
+            # What takes long leaves the event loop to others meanwhile.
+            long = update.tokens > MOST_POSITIONS
+            while choice := await asyncio.to_thread(self._encoded, pieces) if long else self._encoded(pieces):
+                yield between + choice
+                between = b","
+        yield b'],"usage":' + msgspec.json.encode(self._usage.body()) + b"}"
+
+    def _encoded(self, pieces: Iterator[Piece]) -> bytes:
+        """The next piece as a choice of an answer; nothing after the last."""
+        piece = next(pieces, None)
+        return b"" if piece is None else msgspec.json.encode(self._form.answer_choice(piece))
 
     async def _events(self, choices: int) -> AsyncIterator[bytes]:
         form = self._form
@@ -83,13 +108,17 @@ class Generation:
             try:
                 if form.opening is not None:
                     yield self._chunk([{"index": i, **form.opening} for i in range(choices)])
-                async for prompt, output in self._outputs:
-                    self._newest[prompt] = output
-                    _check(output)
-                    if pieces := [form.chunk_choice(piece) for piece in self._sent.advance(prompt, output)]:
-                        yield self._chunk(pieces)
+                async for prompt, update in self._outputs:
+                    self._usage.add(prompt, update)
+                    _check(update)
+                    pieces = self._sent.advance(prompt, update)
+                    # One event for all completions, unless many tokens have gathered while the client did not read.
+                    at_once = len(update.completions) if update.tokens <= MOST_POSITIONS else 1
+                    while choices_ := [form.chunk_choice(piece) for piece in itertools.islice(pieces, at_once)]:
+                        yield self._chunk(choices_)
+                        await asyncio.sleep(0)  # others have their turn
                 if self._body.include_usage:
-                    yield self._chunk([], self._usage())
+                    yield self._chunk([], self._usage.body())
             except (LaminaError, APIError) as error:
                 yield _event(as_api_error(error).body())
             yield b"data: [DONE]\n\n"
@@ -100,9 +129,6 @@ class Generation:
         if self._body.include_usage:
             chunk["usage"] = counts
         return _event(chunk)
-
-    def _usage(self) -> Body:
-        return usage(self._newest.values())
 
 
 async def respond(
@@ -121,8 +147,9 @@ async def respond(
     """
     if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would be in vain
         raise APIError(400, f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once", param="prompt")
-    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts))
-    generation = Generation(engine, form, body, outputs, Sent(params.n, echo))
+    most_unread = MOST_UNREAD if body.stream else None  # else all of it is kept until the end, and read at once
+    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts), most_unread)
+    generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo))
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
 
 
@@ -133,9 +160,9 @@ def check_model(engine: Engine, name: str | None) -> None:
         raise APIError(404, message, code="model_not_found", param="model")
 
 
-def _check(output: RequestOutput) -> None:
-    if output.error is not None:
-        raise APIError(503, first_line(output.error), code="engine_failed")
+def _check(update: RequestUpdate) -> None:
+    if update.error is not None:
+        raise APIError(503, first_line(update.error), code="engine_failed")
 
 
 def _event(data: Any) -> bytes:

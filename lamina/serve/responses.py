@@ -1,16 +1,22 @@
-"""Answers and stream chunks in OpenAI's form, from the engine's cumulative outputs."""
+"""Answers and stream chunks in OpenAI's form, from the engine's updates."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput
+from lamina.engine.updates import RequestUpdate, unpack
+from lamina.models.tokenizer import Tokenizer
+from lamina.types import Logprob
 
 LOWEST_LOGPROB = -9999.0  # JSON knows no infinity
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Body = dict[str, Any]
+
+
+MOST_POSITIONS = 64
+"""Tokens of one event or piece at most: what is encoded at once must not hold up other clients."""
 
 
 @dataclass(frozen=True)
@@ -24,58 +30,61 @@ class Piece:
     finish_reason: str | None
 
 
-@dataclass
-class _Mark:
-    """How much of one choice has been handed out."""
-
-    characters: int = 0
-    tokens: int = 0  # counted where logprobs are reported
-    token_characters: int = 0  # of those tokens' own texts
-    ended: bool = False
-
-
 class Sent:
     """What has been handed out of each choice of one HTTP request. Choice = prompt * n + completion.
 
     Args:
+        tokenizer: names the tokens of logprobs.
         n: completions per prompt.
         echo: texts to put before each prompt's completions; none if empty.
     """
 
-    def __init__(self, n: int, echo: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, n: int, echo: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
         self._n = n
         self._echo = echo
-        self._marks: dict[int, _Mark] = {}
+        self._offsets: dict[int, int] = {}  # characters of the tokens' own texts, where logprobs are reported
+        self._ended = set[int]()
 
-    def advance(self, prompt: int, output: RequestOutput) -> Iterator[Piece]:
-        """The news of each completion in ``output``; they count as handed out."""
-        for completion in output.outputs:
+    def advance(self, prompt: int, update: RequestUpdate, most: int = MOST_POSITIONS) -> Iterator[Piece]:
+        """The news of each completion in ``update``, in pieces of at most ``most`` tokens; they count as handed out."""
+        for completion in update.completions:
             choice = prompt * self._n + completion.index
-            prefix = self._echo[prompt] if self._echo and choice not in self._marks else ""
-            mark = self._marks.setdefault(choice, _Mark())
-            text = prefix + completion.text[mark.characters :]
-            logprobs = None if completion.logprobs is None else completion.logprobs[mark.tokens :]
-            ends = completion.finish_reason is not None and not mark.ended
-            if text or logprobs or ends:
-                yield Piece(choice, text, logprobs, mark.token_characters, finish_reason(completion) if ends else None)
-            mark.characters = len(completion.text)
-            mark.tokens += len(logprobs or ())
-            mark.token_characters += sum(len(drawn.text) for drawn, *_ in logprobs or ())
-            mark.ended |= ends
+            ends = completion.finish_reason is not None and choice not in self._ended
+            prefix = self._echo[prompt] if self._echo and choice not in self._offsets else ""
+            self._offsets.setdefault(choice, 0)
+            for start in range(0, max(1, len(completion.token_ids)), most):
+                stop = start + most
+                last = stop >= len(completion.token_ids)
+                text = prefix + "".join(completion.texts[start:stop]) + (completion.rest if last else "")
+                logprobs = None
+                if completion.logprobs is not None:
+                    logprobs = [unpack(packed, self._tokenizer) for packed in completion.logprobs[start:stop]]
+                if text or logprobs or (ends and last):
+                    reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
+                    yield Piece(choice, text, logprobs, self._offsets[choice], reason)
+                self._offsets[choice] += sum(len(drawn.text) for drawn, *_ in logprobs or ())
+                prefix = ""
+            if ends:
+                self._ended.add(choice)
 
 
-def finish_reason(completion: CompletionOutput) -> str | None:
-    """``stop``, ``length`` or ``abort``; None while it runs."""
-    reason: FinishReason | None = completion.finish_reason
-    return None if reason is None else reason.value
-
-
-def usage(outputs: Iterable[RequestOutput]) -> Body:
+@dataclass
+class Usage:
     """Token counts of one HTTP request."""
-    outputs = list(outputs)
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    drawn = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    prompts: dict[int, int] = field(default_factory=dict)
+    drawn: int = 0
+
+    def add(self, prompt: int, update: RequestUpdate) -> None:
+        """Count what is new of a prompt."""
+        self.prompts[prompt] = len(update.request.prompt_token_ids)
+        self.drawn += update.tokens
+
+    def body(self) -> Body:
+        """As OpenAI has it."""
+        prompt = sum(self.prompts.values())
+        return {"prompt_tokens": prompt, "completion_tokens": self.drawn, "total_tokens": prompt + self.drawn}
 
 
 def envelope(

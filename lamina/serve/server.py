@@ -13,6 +13,7 @@ from lamina.errors import ConfigError
 from lamina.serve.app import create_app
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections (OpenAI's 5 s): who closes first loses no request
+WRITE_TIMEOUT_S = 60  # a client that has not read for so long while its answer waits is cut off, its requests cancelled
 GRACE_S = 5  # open answers may end by themselves so long once the server is told to stop
 
 
@@ -29,6 +30,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it: the kernel ends one whose client has not read or acknowledged anything for so long.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, WRITE_TIMEOUT_S * 1000)
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:

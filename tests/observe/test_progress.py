@@ -6,7 +6,6 @@ from rich.console import Console
 
 from lamina.observe.progress import BatchProgress, loading_progress
 from lamina.transport.messages import LoadProgress
-from lamina.types import CompletionOutput, RequestOutput
 
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:
@@ -14,16 +13,12 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=written, force_terminal=terminal, width=120), written
 
 
-def output(tokens: int, finished: bool) -> RequestOutput:
-    return RequestOutput("r", "p", [1], [CompletionOutput(0, token_ids=[0] * tokens)], finished)
-
-
 def test_a_batch_shows_requests_and_rate() -> None:
     terminal, written = console(True)
     with BatchProgress(3, enabled=True, console=terminal) as progress:
-        progress.update(0, output(5, finished=False))
-        progress.update(0, output(9, finished=True))
-        progress.update(2, output(4, finished=True))
+        progress.update(5, finished=False)
+        progress.update(4, finished=True)
+        progress.update(4, finished=True)
     assert "2/3" in written.getvalue() and "tokens/s" in written.getvalue()
 
 
@@ -40,7 +35,7 @@ def test_nothing_is_drawn_without_a_terminal_or_when_not_wanted() -> None:
     for terminal, enabled in ((False, True), (True, False)):
         shown, written = console(terminal)
         with BatchProgress(1, enabled=enabled, console=shown) as progress:
-            progress.update(0, output(5, finished=True))
+            progress.update(5, finished=True)
         assert written.getvalue() == ""
     shown, written = console(False)
     with loading_progress(shown) as show:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
+from lamina.engine.updates import whole
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, make_checkpoint
@@ -75,7 +76,7 @@ def test_a_killed_worker_ends_every_request_with_an_error(
 
     workers = worker_processes()
     for index in range(40):
-        engine.submit(str(index), [5, 6, 7], LONG, on_output)
+        engine.submit(str(index), [5, 6, 7], LONG, whole(engine.tokenizer, on_output))
     assert started.wait(60)
     next(process for name, process in workers.items() if name.startswith(module)).kill()
     assert ended.wait(30), f"{len(outputs)} of 40 requests ended"
@@ -83,7 +84,7 @@ def test_a_killed_worker_ends_every_request_with_an_error(
     why = rf"worker {victim} is gone: its process was ended by signal 9"
     assert failed and all(output.error and re.search(why, output.error) for output in failed)
     with pytest.raises(EngineDeadError, match=why):
-        engine.submit("late", [5], LONG, on_output)
+        engine.submit("late", [5], LONG, whole(engine.tokenizer, on_output))
     engine.close()
     told = {event["args"]["name"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"}
     assert "engine" in told, "what those that are left did is known"
@@ -165,7 +166,12 @@ def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
                 ended.set()
 
     for name, prompt in {"good": [5, 6], "broken": [5, 50], "other": [7, 8, 9]}.items():
-        engine.submit(name, prompt, SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0, n=2), on_output)
+        engine.submit(
+            name,
+            prompt,
+            SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0, n=2),
+            whole(engine.tokenizer, on_output),
+        )
     assert ended.wait(60)
     assert [finals[name].outputs[0].finish_reason for name in ("good", "broken", "other")] == [
         FinishReason.LENGTH,

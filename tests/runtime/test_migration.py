@@ -16,6 +16,7 @@ from lamina.config import EngineConfig
 from lamina.engine import scheduler
 from lamina.engine.engine import Engine
 from lamina.engine.scheduler import Scheduler
+from lamina.engine.updates import whole
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
 from tests.runtime.checkpoints import GROUPED, VOCABULARY, greedy, make_checkpoint
 from tests.runtime.test_faults import wait_until, worker_processes
@@ -72,7 +73,7 @@ def generate(
 
     for index, (prompt, (_, tokens)) in enumerate(zip(model.prompts, LENGTHS, strict=True)):
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        engine.submit(str(index), prompt, params, on_output)
+        engine.submit(str(index), prompt, params, whole(engine.tokenizer, on_output))
     assert ended.wait(180), f"{len(finals)} of {len(LENGTHS)} requests ended; {engine.stats()}"
     return [finals[str(index)] for index in range(len(LENGTHS))]
 

@@ -19,6 +19,7 @@ from lamina.cluster.local import LocalWorkers, launch
 from lamina.config import EngineConfig
 from lamina.engine import bringup, scheduler
 from lamina.engine.engine import Engine
+from lamina.engine.updates import whole
 from lamina.transport.choice import Transport
 from lamina.types import RequestOutput, SamplingParams
 from tests.runtime import network_model
@@ -166,7 +167,7 @@ def generate(engine: Engine, meanwhile: Callable[[], None] = lambda: None) -> li
                 ended.set()
 
     for index, prompt in enumerate(PROMPTS):
-        engine.submit(str(index), prompt, GREEDY, on_output)
+        engine.submit(str(index), prompt, GREEDY, whole(engine.tokenizer, on_output))
     assert started.wait(PATIENCE_S)
     meanwhile()
     assert ended.wait(PATIENCE_S), engine.stats()

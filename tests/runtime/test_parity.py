@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
+from lamina.engine.updates import whole
 from lamina.types import DType, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
 
@@ -34,7 +35,7 @@ def run_all(
                 all_done.set()
 
     for index, prompt in enumerate(prompts):
-        engine.submit(str(index), prompt, each[index], on_output)
+        engine.submit(str(index), prompt, each[index], whole(engine.tokenizer, on_output))
     assert all_done.wait(120), f"{len(finals)} of {len(prompts)} requests ended; engine: {engine.stats()}"
     return [finals[str(index)] for index in range(len(prompts))]
 

@@ -10,6 +10,7 @@ import pytest
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
+from lamina.engine.updates import whole
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, VOCABULARY, make_checkpoint
 
@@ -78,7 +79,7 @@ def run_wave(engine: Engine, draw: random.Random, count: int, prefix: str) -> Le
     ledger = Ledger()
     for index in range(count):
         prompt = [draw.randrange(3, VOCABULARY) for _ in range(draw.choice([1, 2, 7, 20, 60]))]
-        engine.submit(f"{prefix}{index}", prompt, random_params(draw), ledger.on_output)
+        engine.submit(f"{prefix}{index}", prompt, random_params(draw), whole(engine.tokenizer, ledger.on_output))
         if draw.random() < 0.1:
             engine.abort(f"{prefix}{draw.randrange(index + 1)}")
     ledger.wait_for(count, 240)
@@ -122,13 +123,15 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: Engine) -> No
     alone = run_one(engine, "alone", params)
     ledger = Ledger()
     for index in range(20):
-        engine.submit(f"crowd{index}", [3 + index] * 9, SamplingParams(max_tokens=20), ledger.on_output)
+        engine.submit(
+            f"crowd{index}", [3 + index] * 9, SamplingParams(max_tokens=20), whole(engine.tokenizer, ledger.on_output)
+        )
     assert run_one(engine, "crowded", params) == alone
     ledger.wait_for(20, 60)
 
 
 def run_one(engine: Engine, name: str, params: SamplingParams) -> list[list[int]]:
     ledger = Ledger()
-    engine.submit(name, [9, 8, 7, 6], params, ledger.on_output)
+    engine.submit(name, [9, 8, 7, 6], params, whole(engine.tokenizer, ledger.on_output))
     ledger.wait_for(1, 60)
     return [completion.token_ids for completion in ledger.finals[name].outputs]

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 
 from lamina.engine.engine import EngineStats, MemoryStats
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.transport.choice import Choice, Transport
-from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+from lamina.types import FinishReason, Logprob, Request, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
@@ -26,6 +27,9 @@ class FakeTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+    def token_text(self, token_id: int) -> str:
+        return [*WORDS, "\N{REPLACEMENT CHARACTER}"][token_id]
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
@@ -49,11 +53,9 @@ class FakeEngine:
         self.submitted: list[tuple[str | list[int], SamplingParams]] = []
         self.running: set[str] = set()
         self.aborted: set[str] = set()
-        self.hanging: list[tuple[RequestOutput, Callable[[RequestOutput], None]]] = []
+        self.hanging: list[tuple[RequestUpdate, OnUpdate]] = []
 
-    def submit(
-        self, request_id: str, prompt: Any, params: SamplingParams, on_output: Callable[[RequestOutput], None]
-    ) -> None:
+    def submit(self, request_id: str, prompt: Any, params: SamplingParams, on_update: OnUpdate) -> None:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         if self.dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self.dead}")
@@ -65,44 +67,41 @@ class FakeEngine:
         with self.changed:
             self.running.add(request_id)
             self.changed.notify_all()
-        threading.Thread(target=self._answer, args=(request_id, prompt, text, params, on_output), daemon=True).start()
+        threading.Thread(target=self._answer, args=(request_id, prompt, text, params, on_update), daemon=True).start()
 
-    def _answer(
-        self, request_id: str, prompt: Any, text: str, params: SamplingParams, on_output: Callable[..., None]
-    ) -> None:
+    def _answer(self, request_id: str, prompt: Any, text: str, params: SamplingParams, on_update: OnUpdate) -> None:
         for count in range(1, len(WORDS) + 1):
             last = count == len(WORDS)
             outputs = [
-                CompletionOutput(
+                CompletionUpdate(
                     index=i,
-                    text="".join(WORDS[:count]),
-                    token_ids=list(range(count)),
-                    logprobs=None
-                    if params.logprobs is None
-                    else [_position(w, params.logprobs) for w in WORDS[:count]],
+                    texts=[WORDS[count - 1]],
+                    token_ids=[count - 1],
+                    logprobs=None if params.logprobs is None else [pack(_position(count - 1, params.logprobs))],
                     finish_reason=FinishReason.LENGTH if last else None,
                 )
                 for i in range(params.n)
             ]
-            out = RequestOutput(
-                request_id, prompt if isinstance(prompt, str) else None, self.tokenizer.encode(text), outputs, last
+            request = Request(
+                request_id, prompt if isinstance(prompt, str) else None, self.tokenizer.encode(text), params
             )
+            out = RequestUpdate(request, outputs, last)
             if count == 2 and "hang" in text:
                 with self.changed:
-                    self.hanging.append((out, on_output))
+                    self.hanging.append((out, on_update))
                     self.changed.notify_all()
                 return
             if count == 2 and "break" in text:
                 for completion in outputs:
                     completion.finish_reason = FinishReason.ERROR
-                on_output(replace(out, finished=True, error="worker memory0 is gone"))
+                on_update(replace(out, finished=True, error="worker memory0 is gone"))
                 return
-            on_output(out)
+            on_update(out)
 
     def close(self) -> None:
         """End what hangs, in an error."""
-        for out, on_output in self.hanging:
-            on_output(replace(out, finished=True, error="the engine was closed"))
+        for out, on_update in self.hanging:
+            on_update(replace(out, finished=True, error="the engine was closed"))
 
     def abort(self, request_id: str) -> None:
         with self.changed:
@@ -123,8 +122,8 @@ class FakeEngine:
             return self.changed.wait_for(condition, TIMEOUT_S)
 
 
-def _position(word: str, count: int) -> list[Logprob]:
-    likely = [Logprob(1, -0.5, 1, word), Logprob(2, float("-inf"), 2, "\N{REPLACEMENT CHARACTER}")]
+def _position(place: int, count: int) -> list[Logprob]:
+    likely = [Logprob(place, -0.5, 1), Logprob(len(WORDS), float("-inf"), 2)]
     return [likely[0], *likely[:count]]
 
 
