@@ -29,6 +29,10 @@ class TrackedRequest:
         self.request = request
         self._tokenizer = tokenizer
         self._on_output = on_output
+        logprobs = request.params.logprobs is not None
+        self._outputs = [
+            CompletionOutput(index, logprobs=[] if logprobs else None) for index in range(request.params.n)
+        ]
         self._texts: list[_Text] = []
         self._error: str | None = None
         self._group: Group | None = None
@@ -37,11 +41,10 @@ class TrackedRequest:
         """The scheduler knows the request; its completions may now draw tokens."""
         self._group = group
         params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
-        for completion in group.completions:
-            logprobs: list[list[Logprob]] | None = None if params.logprobs is None else []
+        for output in self._outputs:
             self._texts.append(
                 _Text(
-                    CompletionOutput(completion.index, logprobs=logprobs),
+                    output,
                     IncrementalDetokenizer(self._tokenizer, self.request.prompt_token_ids),
                     StopChecker(params, self._tokenizer.eos_token_ids),
                 )
@@ -50,7 +53,7 @@ class TrackedRequest:
     @property
     def finished(self) -> bool:
         """True when every completion has its finish reason."""
-        return all(text.output.finish_reason is not None for text in self._texts)
+        return all(output.finish_reason is not None for output in self._outputs)
 
     def append(self, completion: Completion, draw: Draw) -> bool:
         """Take in one drawn token; True if it ends the completion."""
@@ -70,24 +73,28 @@ class TrackedRequest:
         return dataclasses.replace(entry, text=self._tokenizer.decode([entry.token_id], skip_special_tokens=False))
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Give every completion that has none this finish reason; nothing changes if there are none."""
+        """Give every completion that has none this finish reason; nothing changes if there are none.
+
+        They have it even if this raises, and before ``start`` too.
+        """
         if self.finished:
             return
         self._error = error
-        for text in self._texts:
-            if text.output.finish_reason is None:
-                text.output.text += text.stop.flush() + text.detokenizer.flush()
-                text.output.finish_reason = reason
+        open_ones = [text for text in self._texts if text.output.finish_reason is None]
+        for output in self._outputs:
+            output.finish_reason = output.finish_reason or reason
+        for text in open_ones:
+            text.output.text += text.stop.flush() + text.detokenizer.flush()
 
     def publish(self) -> None:
         """Call the caller back with a copy of everything so far."""
         outputs = [
             dataclasses.replace(
-                text.output,
-                token_ids=list(text.output.token_ids),
-                logprobs=None if text.output.logprobs is None else list(text.output.logprobs),
+                output,
+                token_ids=list(output.token_ids),
+                logprobs=None if output.logprobs is None else list(output.logprobs),
             )
-            for text in self._texts
+            for output in self._outputs
         ]
         self._on_output(
             RequestOutput(

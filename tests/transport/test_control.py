@@ -54,7 +54,7 @@ def test_a_worker_cannot_speak_under_another_workers_name(server: ControlServer)
     impostor = ControlClient(msgspec.structs.replace(server.bootstraps["memory0"], name="compute0"))
     impostor.send(Hello("here"))
     assert received(server) == []
-    assert server.refused == {"NAME": 1}
+    assert set(server.refused) == {"NAME"}
     impostor.close()
 
 
