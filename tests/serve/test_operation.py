@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.cli import status
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, TransportError
 from lamina.serve import server as serving
 from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
 
@@ -40,6 +40,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         for sample in family.samples
     }
     assert values == {
+        ("lamina_up",): 1,
         ("lamina_requests_running",): 1,
         ("lamina_requests_waiting",): 2,
         ("lamina_steps_total",): 3,
@@ -60,7 +61,7 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
     ]
     status.status(server.url)
     assert "1 running" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no server of Lamina answers at"):
+    with pytest.raises(TransportError, match="no server answers at"):
         status.status("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="is this a server of Lamina"):
         status.lines("python_info 1\n")
