@@ -207,9 +207,10 @@ class Engine:
         try:
             while self._dead is None:
                 self._step()
-        except LaminaError as error:  # whoever asks is told: requests, submit, the server
+        except LaminaError as error:
             self._die(str(error))
-            log.info("the engine has stopped: %s", error)
+            # Requests, submit and the server say why in one line; what a worker said beyond that is only here.
+            log.log(logging.ERROR if "\n" in str(error) else logging.INFO, "the engine has stopped: %s", error)
         except BaseException as error:  # SystemExit and its like too: whatever ends this thread ends the engine
             self._die(f"{type(error).__name__}: {error}")
             log.exception("the engine failed")

@@ -13,6 +13,7 @@ import uvicorn
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError, EngineDeadError
 from lamina.serve.app import create_app
+from lamina.serve.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -132,4 +133,4 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
     server = _Server(config, engine, on_ready)
     server.run(sockets=[listener])
     if server.died is not None:
-        raise EngineDeadError(f"the engine has stopped: {server.died}. Start the server again")
+        raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")

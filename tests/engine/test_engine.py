@@ -1,6 +1,7 @@
 """However the engine's thread ends, every request gets its terminal state."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -8,12 +9,15 @@ import pytest
 from lamina.config import EngineConfig
 from lamina.engine.bringup import Cluster
 from lamina.engine.engine import Engine
+from lamina.engine.gather import Gather
 from lamina.engine.pipeline import Pipeline
 from lamina.engine.scheduler import Limits
-from lamina.errors import EngineDeadError
+from lamina.errors import EngineDeadError, TransportError
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
-from lamina.transport.control import ControlServer
+from lamina.transport import liveness
+from lamina.transport.control import ControlClient, ControlServer
+from lamina.transport.messages import Failed, Hello, SlabReady
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 END_S = 30.0
@@ -72,6 +76,13 @@ class Caller:
                 self.all_ended.set()
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def raising(error: BaseException) -> Callable[..., object]:
     def fail(*_: object, **__: object) -> object:
         raise error
@@ -121,3 +132,31 @@ def test_closing_while_it_dies_answers_everybody_once(engine: Engine, monkeypatc
         closer.join(END_S)
     assert not any(closer.is_alive() for closer in closers)
     assert len(caller.finals) == 50 and all(output.error for output in caller.finals.values())
+
+
+def test_who_waited_for_a_silent_worker_is_not_what_failed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "PING_S", 0.1)
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
+    compute, memory = (ControlClient(engine._control.bootstraps[name]) for name in ("compute0", "memory0"))
+    engine.go()  # type: ignore[attr-defined]
+    wait_until(lambda: engine._control.liveness._heard.keys() == {"compute0", "memory0"})
+    memory.close()
+    wait_until(lambda: set(engine.stats().silent) == {"memory0"})
+    compute.send(Failed("DeadlineError", "slice 3 has waited 120 s for attention", False, ""))
+    wait_until(lambda: engine.stats().dead is not None)
+    assert "worker memory0 has not answered for" in str(engine.stats().dead)
+    compute.close()
+
+
+def test_a_worker_that_falls_silent_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "PING_S", 0.1)
+    monkeypatch.setattr(liveness, "LOST_S", 0.5)
+    control = ControlServer(["memory0"])
+    gather = Gather(control, NoWorkers(), lambda worker, progress: None)
+    client = ControlClient(control.bootstraps["memory0"])
+    client.send(Hello("here"))
+    gather.all(Hello, ["memory0"], END_S)
+    client.close()
+    with pytest.raises(TransportError, match="worker memory0 has not answered for"):
+        gather.all(SlabReady, ["memory0"], 10 * END_S)
+    control.close()
