@@ -1,6 +1,7 @@
 """Control plane: msgspec messages over ZeroMQ, every peer authenticated by its CURVE key.
 
 The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender arrive in the order they were sent.
+Every worker has a second DEALER, under its name with ``HEARTBEAT`` appended, that echoes the engine's pings.
 """
 
 import contextlib
@@ -8,8 +9,9 @@ import math
 import os
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ import zmq.auth.thread
 
 from lamina.errors import DeadlineError, TransportError, WorkerError
 from lamina.transport.listener import LOOPBACK
+from lamina.transport.liveness import Liveness
 from lamina.transport.messages import (
     ComputeSetup,
     Connect,
@@ -36,6 +39,8 @@ from lamina.transport.secret import new as new_secret
 MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
 
 ENGINE = "engine"
+HEARTBEAT = b"/heartbeat"
+MAX_MESSAGES = 1024  # taken in by one ``receive``: a worker that floods the engine must not keep it from its turns
 MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
 SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
 
@@ -71,6 +76,9 @@ class _IssuedKeys:
 
 class ControlServer:
     """The engine's end. One thread at a time may use it.
+
+    Attributes:
+        liveness: which workers answer pings, which ``receive`` sends: call it several times a second.
 
     Args:
         secret: all keys come from it; None: from one of its own.
@@ -118,6 +126,7 @@ class ControlServer:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
+        self.liveness = Liveness(time.monotonic())
         self._closed = False
         self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
 
@@ -142,20 +151,42 @@ class ControlServer:
                 os.eventfd_write(self._wakeup, 1)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
-        """All messages that are there, waiting at most ``timeout_s`` for the first or for ``wake``."""
-        ready = dict(self._poller.poll(_milliseconds(timeout_s)))
-        if self._wakeup in ready:
-            os.eventfd_read(self._wakeup)
+        """The messages that are there, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
+        now = time.monotonic()
+        deadline = now + timeout_s
+        if self.liveness.turn(now):
+            self._ping()
         while True:
+            ready = dict(self._poller.poll(_milliseconds(deadline - time.monotonic())))
+            woken = self._wakeup in ready
+            if woken:
+                os.eventfd_read(self._wakeup)
+            came = yield from self._messages()
+            if came or woken or time.monotonic() >= deadline:  # else it was an echo of a ping
+                return
+
+    def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
+        """What is there; returns whether anything was yielded."""
+        came = False
+        for _ in range(MAX_MESSAGES):
             try:
                 identity, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                break
             worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
-            if worker is None or identity.bytes != worker.encode():
+            if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
                 self._refusals.add("NAME", "a message came under a name that is not its key's")
                 continue
-            yield worker, decode(worker, frame.bytes)
+            self.liveness.heard(worker)
+            if not identity.bytes.endswith(HEARTBEAT):
+                came = True
+                yield worker, decode(worker, frame.bytes)
+        return came
+
+    def _ping(self) -> None:
+        for worker in self.bootstraps:
+            with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: its silence says so
+                self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
 
     @property
     def refused(self) -> Counter[str]:
@@ -201,16 +232,23 @@ class ControlClient:
         self.name = bootstrap.name
         self.data_secret = bootstrap.data_secret
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.identity = bootstrap.name.encode()
-        self._socket.curve_serverkey = bootstrap.engine_key
-        self._socket.curve_publickey, self._socket.curve_secretkey = bootstrap.public_key, bootstrap.secret_key
+        self._socket = self._connect(bootstrap, b"")
         self._socket.linger = 2000  # a last Failed must still leave
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.connect(bootstrap.address)
+        heartbeat = self._connect(bootstrap, HEARTBEAT)
+        threading.Thread(target=_echo, args=(heartbeat,), name="heartbeat", daemon=True).start()
         self.local_address = local_address(bootstrap.address)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
+
+    def _connect(self, bootstrap: Bootstrap, suffix: bytes) -> "zmq.Socket[bytes]":
+        connected = self._context.socket(zmq.DEALER)
+        connected.identity = bootstrap.name.encode() + suffix
+        connected.curve_serverkey = bootstrap.engine_key
+        connected.curve_publickey, connected.curve_secretkey = bootstrap.public_key, bootstrap.secret_key
+        connected.linger = 0
+        connected.sndhwm = connected.rcvhwm = 0
+        connected.connect(bootstrap.address)
+        return connected
 
     def send(self, message: ToEngine) -> None:
         """Queue one message to the engine."""
@@ -237,6 +275,12 @@ class ControlClient:
         """Flush what was sent (at most 2 s) and close."""
         self._socket.close()
         self._context.term()
+
+
+def _echo(heartbeat: "zmq.Socket[bytes]") -> None:
+    """Echo every message until the context ends, in one native call that does not need Python's lock."""
+    with heartbeat, contextlib.suppress(zmq.ContextTerminated):
+        zmq.proxy(heartbeat, heartbeat)
 
 
 def local_address(address: str) -> str:

@@ -7,7 +7,7 @@ import typer
 
 from lamina.cli import options
 from lamina.config import EngineConfig
-from lamina.errors import RequestError
+from lamina.errors import EngineDeadError, RequestError
 from lamina.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class _Conversation:
                 print_text(output.outputs[0].text[len(text) :])
                 text = output.outputs[0].text
                 if output.error:
+                    if self._lamina.engine.stats().dead is not None:  # nothing more can be asked
+                        raise EngineDeadError(output.error)
                     print_error(output.error)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():

@@ -7,18 +7,26 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.answers import Answers
 from lamina.engine.bringup import Cluster
-from lamina.engine.gather import Workers, failure
+from lamina.engine.gather import Workers, failure, silence
 from lamina.engine.lanes import chooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLostError, RequestError, TransportError
+from lamina.errors import (
+    DeadlineError,
+    EngineDeadError,
+    LaminaError,
+    OverloadedError,
+    PeerLostError,
+    RequestError,
+    TransportError,
+)
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
@@ -51,7 +59,8 @@ class MemoryStats:
 @dataclass(frozen=True)
 class EngineStats:
     """A look at the engine. ``steps`` counts those that have completed, ``moved`` sequences that went from one memory
-    worker to another; ``dead`` says why it has stopped, if it has."""
+    worker to another; ``dead`` says why it has stopped, if it has: then nothing runs or waits. ``silent`` are workers
+    that have not answered for some seconds, with how many: the engine gives them up soon."""
 
     running: int
     waiting: int
@@ -59,6 +68,7 @@ class EngineStats:
     moved: int
     memory: Mapping[str, MemoryStats]
     dead: str | None
+    silent: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -100,19 +110,20 @@ class Engine:
         )
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._tracked: dict[str, TrackedRequest] = {}
         self._lanes = chooser(config.lanes, cluster.pipeline)
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._answers = Answers()
+        # Deadlines are by ``awake_s`` of the control plane: a pause of this process is not held against workers.
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
         self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
+        self._silent: Mapping[str, float] = {}
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
         self._steps = 0
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._lock = threading.Lock()  # guards _commands, _accepted and _dead together
-        self._accepted: set[str] = set()
+        self._lock = threading.Lock()  # guards changes of _commands, _tracked and _dead together
+        self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
         self._thread.start()
@@ -134,11 +145,11 @@ class Engine:
         tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_update)
         with self._lock:
             self._require_alive()
-            if request_id in self._accepted:
+            if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            if len(self._accepted) >= MAX_WAITING + self._scheduler.limits.max_num_seqs:
-                raise OverloadedError(f"{len(self._accepted)} requests are in the engine, the most it takes; try later")
-            self._accepted.add(request_id)
+            if len(self._tracked) >= MAX_WAITING + self._scheduler.limits.max_num_seqs:
+                raise OverloadedError(f"{len(self._tracked)} requests are in the engine, the most it takes; try later")
+            self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
 
@@ -161,9 +172,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters as of now."""
         with self._lock:
-            accepted, dead = len(self._accepted), self._ended
+            known, dead = len(self._tracked), self._ended
         running = self._scheduler.running
-        return EngineStats(running, max(0, accepted - running), self._steps, self._moved, dict(self._usage), dead)
+        if dead is not None:
+            known = running = 0
+        waiting = max(0, known - running)
+        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._silent)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -197,11 +211,12 @@ class Engine:
             while self._dead is None:
                 self._step()
         except LaminaError as error:
-            log.error("the engine has stopped: %s", error)
             self._die(str(error))
-        except Exception as error:
-            log.exception("the engine failed")
+            # Requests, submit and the server say why in one line; what a worker said beyond that is only here.
+            log.log(logging.ERROR if "\n" in str(error) else logging.INFO, "the engine has stopped: %s", error)
+        except BaseException as error:  # SystemExit and its like too: whatever ends this thread ends the engine
             self._die(f"{type(error).__name__}: {error}")
+            log.exception("the engine failed")
         finally:
             self._end()
 
@@ -229,7 +244,6 @@ class Engine:
 
     def _add(self, tracked: TrackedRequest) -> None:
         tracked.start(self._scheduler.add(tracked.request))
-        self._tracked[tracked.request.request_id] = tracked
 
     def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """Give a request its terminal state now, whatever it was doing; one that has ended is left alone."""
@@ -246,10 +260,10 @@ class Engine:
         if plan is None:
             return False
         self._answers.expect(plan)
-        self._in_flight[plan.step] = plan, time.monotonic() + STEP_TIMEOUT_S
+        self._in_flight[plan.step] = plan, self._control.liveness.awake_s + STEP_TIMEOUT_S
         self._moved += len(plan.moved)
         for migration in plan.migrations:
-            self._migration = migration, time.monotonic() + MIGRATION_TIMEOUT_S
+            self._migration = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
         replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(lane)]
         try:
             # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
@@ -288,13 +302,16 @@ class Engine:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
 
     def _root_cause(self, worker: str, message: Failed) -> LaminaError:
-        """Why workers failed: that one lost its peer follows from what the peer says, or from the peer's end."""
+        """Why workers failed: that one lost or awaits its peer follows from what the peer says, its end or silence."""
         failures = {worker: message}
         failures |= {name: other for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)}
         name, first = min(failures.items(), key=lambda item: item[1].kind == PeerLostError.__name__)
-        silent = {gone: reason for gone, reason in self._workers.ended().items() if gone not in failures}
-        if first.kind == PeerLostError.__name__ and silent:
-            return _gone(*next(iter(silent.items())))
+        gone = {worker: reason for worker, reason in self._workers.ended().items() if worker not in failures}
+        if first.kind == PeerLostError.__name__ and gone:
+            return _gone(*next(iter(gone.items())))
+        suspects = self._control.liveness.suspects()
+        if first.kind in (PeerLostError.__name__, DeadlineError.__name__) and suspects:
+            return silence(suspects)
         return failure(name, first)
 
     def _complete(self, done: StepDone) -> None:
@@ -321,17 +338,13 @@ class Engine:
     def _publish(self, request_id: str, tracked: TrackedRequest) -> None:
         if tracked.finished:
             self._forget(request_id)
-        try:
-            tracked.publish()
-        except Exception:
-            log.exception("the output callback of request %s failed; the request is aborted", request_id)
+        if not _call_back(tracked):
             self._scheduler.abort(request_id)
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._tracked.pop(request_id, None)
         with self._lock:
-            self._accepted.discard(request_id)
+            self._tracked.pop(request_id, None)
 
     def _require_workers(self) -> None:
         for worker, reason in self._workers.ended().items():
@@ -341,7 +354,10 @@ class Engine:
 
     def _watch(self) -> None:
         self._require_workers()
-        now = time.monotonic()
+        self._silent = self._control.liveness.suspects()
+        if lost := self._control.liveness.lost():
+            raise silence(lost)
+        now = self._control.liveness.awake_s
         for step, (plan, deadline) in self._in_flight.items():
             if now > deadline:
                 raise TransportError(
@@ -358,20 +374,28 @@ class Engine:
                 )
 
     def _end(self) -> None:
-        """Every request still here ends with an error, then the workers end."""
+        """Every request still here ends with an error, then the workers end; what fails on the way stops none of it."""
+        for part in (self._end_requests, self._end_workers, self._workers.close, self._control.close):
+            try:
+                part()
+            except BaseException:
+                log.exception("the engine could not end as it should; it goes on to end")
+
+    def _end_requests(self) -> None:
+        """Their terminal states; the scheduler, which may be what failed, is not asked."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
-        try:
-            self._run_commands()
-            for request_id in list(self._tracked):
-                self._end_request(request_id, FinishReason.ERROR, reason)
-            told = [
-                worker for worker in (*self.cluster.computes, *self.cluster.capacities) if self._tell_to_stop(worker)
-            ]
-            if self._on_trace:
-                self._hand_over(self._collect_trace(told))
-        finally:
-            self._workers.close()
-            self._control.close()
+        for request_id, tracked in list(self._tracked.items()):
+            try:
+                tracked.end(FinishReason.ERROR, reason)
+            except BaseException:
+                log.exception("request %s ends without the last of its text", request_id)
+            self._forget(request_id)
+            _call_back(tracked)
+
+    def _end_workers(self) -> None:
+        told = [worker for worker in (*self.cluster.computes, *self.cluster.capacities) if self._tell_to_stop(worker)]
+        if self._on_trace:
+            self._hand_over(self._collect_trace(told))
 
     def _tell_to_stop(self, worker: str) -> bool:
         try:
@@ -397,6 +421,16 @@ class Engine:
                 receiver(spans)
             except OSError as error:
                 log.error("the timeline could not be written: %s", error)
+
+
+def _call_back(tracked: TrackedRequest) -> bool:
+    """Tell the caller of a request; False if that raised, and whatever it raised, others must not suffer from it."""
+    try:
+        tracked.publish()
+    except BaseException:
+        log.exception("the output callback of request %s failed", tracked.request.request_id)
+        return False
+    return True
 
 
 def _gone(worker: str, reason: str) -> TransportError:

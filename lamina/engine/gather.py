@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from lamina import errors
-from lamina.errors import DeadlineError, WorkerError
+from lamina.errors import DeadlineError, TransportError, WorkerError
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import (
     Connected,
@@ -61,6 +61,8 @@ class Gather:
             if ended := self._workers.ended():
                 self._drain()
                 raise WorkerError(*next(iter(ended.items())))
+            if lost := self._control.liveness.lost():
+                raise silence(lost)
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s; "
@@ -78,6 +80,14 @@ class Gather:
             raise failure(worker, message)
         if isinstance(message, LoadProgress):
             self._on_progress(worker, message)
+
+
+def silence(silent: Mapping[str, float]) -> TransportError:
+    """What becomes of a cluster whose workers have answered no ping for so many seconds."""
+    named = ", ".join(f"worker {worker} has not answered for {seconds:.0f} s" for worker, seconds in silent.items())
+    return TransportError(
+        f"{named}: its process is stopped (SIGSTOP, a debugger), or its machine or the network to it hangs"
+    )
 
 
 def failure(worker: str, message: Failed) -> errors.LaminaError:

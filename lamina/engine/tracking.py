@@ -13,9 +13,8 @@ from lamina.types import FinishReason, Request, Segment
 
 @dataclass
 class _Text:
-    """One completion: what its caller has not been told yet, and what decides its end."""
+    """What turns the tokens of one completion into text, and decides its end."""
 
-    news: CompletionUpdate
     detokenizer: IncrementalDetokenizer
     stop: StopChecker
 
@@ -31,6 +30,7 @@ class TrackedRequest:
         self._tokenizer = tokenizer
         self._prompt_end = tokenizer.context(request.prompt_token_ids)
         self._on_update = on_update
+        self._news = [self._no_news(index) for index in range(request.params.n)]
         self._texts: list[_Text] = []
         self._error: str | None = None
         self._group: Group | None = None
@@ -40,10 +40,9 @@ class TrackedRequest:
         self._group = group
         params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
         stops = StopStrings(params.stop)
-        for completion in group.completions:
+        for _ in group.completions:
             self._texts.append(
                 _Text(
-                    self._no_news(completion.index),
                     IncrementalDetokenizer(self._tokenizer, self._prompt_end),
                     StopChecker(params, self._tokenizer.eos_token_ids, stops),
                 )
@@ -52,12 +51,12 @@ class TrackedRequest:
     @property
     def finished(self) -> bool:
         """True when every completion has its finish reason."""
-        return all(text.news.finish_reason is not None for text in self._texts)
+        return all(news.finish_reason is not None for news in self._news)
 
     def append(self, completion: Completion, draw: Draw) -> bool:
         """Take in one drawn token; True if it ends the completion."""
         text = self._texts[completion.index]
-        news = text.news
+        news = self._news[completion.index]
         decision = text.stop.append(draw.token, text.detokenizer.append([draw.token]))
         news.token_ids.append(draw.token)
         news.texts.append(decision.text)
@@ -69,23 +68,26 @@ class TrackedRequest:
         return decision.finish_reason is not None
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Give every completion that has none this finish reason; nothing changes if there are none."""
+        """Give every completion that has none this finish reason; nothing changes if there are none.
+
+        They have it even if this raises, and before ``start`` too.
+        """
         if self.finished:
             return
         self._error = error
-        for text in self._texts:
-            if text.news.finish_reason is None:
-                text.news.rest = text.stop.flush() + text.detokenizer.flush()
-                text.news.finish_reason = reason
+        open_ones = [news for news in self._news if news.finish_reason is None]
+        for news in open_ones:
+            news.finish_reason = reason
+        for news in open_ones if self._texts else ():
+            text = self._texts[news.index]
+            news.rest = text.stop.flush() + text.detokenizer.flush()
 
     def publish(self) -> None:
         """Tell the caller what is new since the last time."""
-        news = [text.news for text in self._texts]
-        finished = self.finished
-        for text in self._texts:
-            ended = text.news.finish_reason, text.news.stop_reason
-            text.news = self._no_news(text.news.index)
-            text.news.finish_reason, text.news.stop_reason = ended
+        news, finished = self._news, self.finished
+        self._news = [self._no_news(one.index) for one in news]
+        for one, before in zip(self._news, news, strict=True):
+            one.finish_reason, one.stop_reason = before.finish_reason, before.stop_reason
         self._on_update(RequestUpdate(self.request, news, finished, self._error, self._placement()))
 
     def _no_news(self, index: int) -> CompletionUpdate:

@@ -27,6 +27,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Prometheus' interface of a collector."""
         stats = self._engine.stats()
+        yield GaugeMetricFamily("lamina_up", "1 while the engine runs, 0 once it has stopped.", int(stats.dead is None))
         yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not ended.", stats.running)
         yield GaugeMetricFamily("lamina_requests_waiting", "Requests that wait to be admitted.", stats.waiting)
         yield CounterMetricFamily(

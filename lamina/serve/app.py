@@ -62,11 +62,15 @@ def create_app(engine: Engine) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine takes requests, else 503 with the reason."""
+        """200 while all workers answer, else 503: "degraded", naming the silent ones, or the reason of the end."""
         stats = engine.stats()
         if stats.dead is not None:
             raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
-        return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+        requests = {"running": stats.running, "waiting": stats.waiting}
+        if stats.silent:  # what is sent here now waits for them, and fails if they do not come back
+            silent = {worker: round(seconds, 1) for worker, seconds in stats.silent.items()}
+            return JSONResponse({"status": "degraded", **requests, "silent_s": silent}, status_code=503)
+        return JSONResponse({"status": "ok", **requests})
 
     metrics = Metrics(engine)
 

@@ -2,19 +2,26 @@
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
 from lamina.engine.engine import Engine
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, EngineDeadError
 from lamina.serve.app import create_app
+from lamina.serve.errors import first_line
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections (OpenAI's 5 s): who closes first loses no request
 WRITE_TIMEOUT_S = 60  # a client that has not read for so long while its answer waits is cut off, its requests cancelled
 GRACE_S = 5  # open answers may end by themselves so long once the server is told to stop
+TELL_S = 3  # from the engine's end until clients have been told why; the connections of those that do not read are cut
+POLL_S = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,34 +63,77 @@ def url(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
+    """Ends when it is told to or when its engine has stopped; ``died`` then says why the engine has."""
+
     def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine = engine
         self._on_ready = on_ready
+        self._hurry = False
+        self.died: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        if not self.should_exit and (dead := self._engine.stats().dead) is not None:
+            self.died = dead
+            self.should_exit = self._hurry = True
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets open answers end by themselves, another ends them; uvicorn would cut them off."""
+        if self.should_exit:
+            self._hurry = True
+        else:
+            super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Answers that go on are ended by the engine, so that their clients are told why; uvicorn would cut them off.
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        """After ``GRACE_S`` or a second signal, answers that go on are ended by the engine: clients are told why."""
         loop = asyncio.get_running_loop()
-        end = loop.call_later(GRACE_S, lambda: loop.run_in_executor(None, self._engine.close))
-        await super().shutdown(sockets)
-        end.cancel()
+        deadline = loop.time() + GRACE_S
+        if self._answers and not self._hurry:
+            log.warning("%d answers have %d s to end; another Ctrl-C ends them now", self._answers, GRACE_S)
+        while loop.time() < deadline and not self._hurry:
+            await asyncio.sleep(POLL_S)
+        if self._answers and self.died is None:
+            log.warning("%d answers are ended with an error", self._answers)
+        loop.run_in_executor(None, self._engine.close)
+        await asyncio.sleep(TELL_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    @property
+    def _answers(self) -> int:
+        return len(self.server_state.tasks)
 
 
 def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
 
-    Those that have not after ``GRACE_S`` end in an error, with the engine, which is closed then.
+    Those that have not after ``GRACE_S`` or at a second signal end in an error, with the engine, which is closed then.
+
+    Raises:
+        EngineDeadError: the engine has stopped by itself; clients have been told.
     """
     config = uvicorn.Config(
         create_app(engine),
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=2 * GRACE_S,
+        timeout_graceful_shutdown=GRACE_S + 2 * TELL_S,
         lifespan="off",
     )
-    _Server(config, engine, on_ready).run(sockets=[listener])
+    server = _Server(config, engine, on_ready)
+    server.run(sockets=[listener])
+    if server.died is not None:
+        raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from lamina.cli.doctor import _cpu, examine
 from lamina.cli.findings import Status
 from lamina.cli.generate import _standard_input
 from lamina.errors import RequestError
+from lamina.transport.liveness import LOST_S
 from lamina.transport.rdma_devices import Gid, Port
 
 LAMINA = [sys.executable, "-m", "lamina"]
@@ -346,16 +348,123 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(server: Server) -> 
     assert_refused(done, f"port {port} on 127.0.0.1 is in use. Use --port {int(port) + 1}")
 
 
-def test_ctrl_c_ends_everything_at_once_even_with_an_answer_under_way() -> None:
+def ask_for_long_answers(running: Server, completions: int = 8) -> tuple[list[threading.Thread], list[httpx.Response]]:
+    """Four clients, two of them of streams, that are being answered; and their answers, once those have ended."""
+    answers: list[httpx.Response] = []
+
+    def ask(stream: bool) -> None:
+        body = {"prompt": "def", "max_tokens": 1000, "n": completions, "stream": stream, "ignore_eos": True}
+        answers.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=2 * RUN_S))
+
+    clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, False, True, True)]
+    for client in clients:
+        client.start()
+    deadline = time.monotonic() + RUN_S
+    while httpx.get(f"{running.url}/health", timeout=RUN_S).json()["running"] < len(clients):
+        assert time.monotonic() < deadline
+    return clients, answers
+
+
+def assert_told(clients: list[threading.Thread], answers: list[httpx.Response], why: str) -> None:
+    for client in clients:
+        client.join(END_S)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+    for answer in answers:
+        events = answer.text.strip().split("\n\n")
+        if answer.status_code == 200:
+            assert events.pop() == "data: [DONE]"
+        assert why in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+
+
+def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     running = start()
     workers = running.workers()
     assert len(workers) == 2
-    body = {"prompt": "def", "max_tokens": 1000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=RUN_S) as response:
-        next(response.iter_lines())
-        running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(END_S) == 130
+    clients, answers = ask_for_long_answers(running)
+    assert running.process.stderr is not None
+    running.process.send_signal(signal.SIGINT)
+    assert "another Ctrl-C ends them now" in running.process.stderr.readline()
+    running.process.send_signal(signal.SIGINT)
+    assert_told(clients, answers, "the engine was closed")
+    assert running.process.wait(END_S) == 130
+    (said,) = running.process.stderr.read().splitlines()
+    assert said.endswith("4 answers are ended with an error")
     assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_a_server_whose_worker_died_tells_its_clients_and_ends() -> None:
+    running = start()
+    workers = running.workers()
+    clients, answers = ask_for_long_answers(running)
+    assert run("status", "--url", running.url).returncode == 0
+    next(worker for worker in workers if "lamina.memory" in " ".join(worker.cmdline())).kill()
+    assert_told(clients, answers, "worker memory0 is gone: its process was ended by signal 9")
+    assert running.process.wait(END_S) == 1
+    assert running.process.stderr is not None
+    (said,) = running.process.stderr.read().splitlines()
+    assert said.startswith("error: the engine has stopped: worker memory0 is gone")
+    assert psutil.wait_procs(workers, END_S)[1] == []
+    assert_refused(run("status", "--url", running.url), f"no server answers at {running.url}/metrics", status=1)
+
+
+@pytest.mark.slow
+def test_a_server_whose_worker_is_stopped_names_it_and_then_ends() -> None:
+    running = start()
+    workers = running.workers()
+    clients, answers = ask_for_long_answers(running)
+    next(worker for worker in workers if "lamina.compute" in " ".join(worker.cmdline())).suspend()
+    stopped = time.monotonic()
+    while (health := httpx.get(f"{running.url}/health", timeout=RUN_S)).status_code == 200:
+        assert time.monotonic() < stopped + 5.0
+    assert health.status_code == 503 and health.json()["status"] == "degraded"
+    assert set(health.json()["silent_s"]) == {"compute0"}
+    done = run("status", "--url", running.url)
+    assert done.returncode == 1 and "worker compute0 has not answered" in done.stderr
+    assert_told(clients, answers, "worker compute0 has not answered for 13 s")
+    assert time.monotonic() < stopped + 15.0
+    assert running.process.wait(END_S) == 1
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_stopped_itself_goes_on() -> None:
+    running = start()
+    server = psutil.Process(running.process.pid)
+    clients, answers = ask_for_long_answers(running, completions=1)
+    server.suspend()
+    time.sleep(LOST_S + 5.0)
+    server.resume()
+    for client in clients:
+        client.join(2 * RUN_S)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert not any('"error"' in answer.text for answer in answers)
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("generate", *["def"] * 100), ("chat",)], ids=["generate", "chat"])
+def test_commands_whose_engine_dies_fail(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_LOG_LEVEL", "INFO")
+    process = subprocess.Popen(
+        [*LAMINA, *command, "--max-tokens", "900", "--max-num-seqs", "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write("def\n" * 100)  # to chat: each line is asked
+    process.stdin.flush()
+    while "compute0 and memory0 are linked" not in (line := process.stderr.readline()):
+        assert line, process.wait(END_S)
+    time.sleep(2.0)  # requests run
+    children = psutil.Process(process.pid).children()
+    next(child for child in children if "lamina.memory.worker" in child.cmdline()).kill()
+    _, said = process.communicate(timeout=END_S)
+    assert process.returncode == 1
+    assert "error: the engine has stopped: worker memory0 is gone" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -382,18 +491,6 @@ def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: s
     _, said = process.communicate(timeout=END_S)
     assert (process.returncode, said) == (status, b"")
     assert psutil.wait_procs(workers, END_S)[1] == []
-
-
-@pytest.mark.slow
-def test_a_server_whose_worker_died_says_so() -> None:
-    running = start()
-    next(worker for worker in running.workers() if "lamina.memory" in " ".join(worker.cmdline())).kill()
-    with httpx.Client(base_url=running.url, timeout=RUN_S) as http:
-        response = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1000, "ignore_eos": True})
-        assert response.status_code == 503 and "memory0" in response.json()["error"]["message"]
-        assert http.get("/health").status_code == 503
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(END_S) == 0
 
 
 def test_the_port_is_free_again_at_once() -> None:

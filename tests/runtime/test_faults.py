@@ -18,10 +18,11 @@ import torch
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cluster.local import launch
+from lamina.cluster.local import LocalWorkers, launch
 from lamina.config import EngineConfig
 from lamina.engine.updates import whole
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
+from lamina.transport import liveness
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, make_checkpoint
 
@@ -89,6 +90,68 @@ def test_a_killed_worker_ends_every_request_with_an_error(
     told = {event["args"]["name"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"}
     assert "engine" in told, "what those that are left did is known"
     assert not [process for process in workers.values() if process.is_running()]
+
+
+SLOW_MEMORY_WORKER = """
+import ctypes
+from lamina.memory import store, worker
+serve, holding_the_lock, calls = store.KvStore.serve, ctypes.PyDLL(None), []
+def slow(*arguments):
+    calls.append(1)
+    if len(calls) == 1:
+        holding_the_lock.sleep(5)
+    return serve(*arguments)
+store.KvStore.serve = slow
+worker.main()
+"""
+
+
+class SlowWorkers(LocalWorkers):
+    """Memory workers whose first attention takes 5 s of native code that holds Python's lock."""
+
+    def command(self, name: str, module: str) -> list[str]:
+        slow = [sys.executable, "-P", "-c", SLOW_MEMORY_WORKER]
+        return slow if name.startswith("memory") else super().command(name, module)
+
+    def stop(self, name: str) -> None:
+        self._processes[name].send_signal(signal.SIGSTOP)
+
+    def running(self) -> list[str]:
+        return [name for name, process in self._processes.items() if process.poll() is None]
+
+
+def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "PING_S", 0.2)
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
+    monkeypatch.setattr(liveness, "LOST_S", 3.0)
+    workers = SlowWorkers()
+    engine = launch(config(checkpoint), workers=workers)
+    finals: list[RequestOutput] = []
+    drawing = threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        drawing.set()
+        if output.finished:
+            finals.append(output)
+
+    engine.submit("slow", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True), on_output)
+    silent: set[str] = set()
+    wait_until(lambda: silent.update(engine.stats().silent) or finals, 60, "the slow step never ended")
+    assert finals.pop().error is None and not silent
+    drawing.clear()
+    for index in range(40):
+        engine.submit(str(index), [5, 6, 7], LONG, on_output)
+    assert drawing.wait(60)
+    workers.stop("memory0")
+    wait_until(lambda: "memory0" in engine.stats().silent, 20, "nobody noticed")
+    assert engine.stats().dead is None
+    wait_until(lambda: len(finals) == 40, 20, f"{len(finals)} of 40 requests ended")
+    failed = [output for output in finals if output.error]
+    assert failed and all("worker memory0 has not answered for 3 s" in str(output.error) for output in failed)
+    engine.close()
+    assert not workers.running()
 
 
 SCRIPT = """

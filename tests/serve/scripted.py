@@ -50,6 +50,7 @@ class FakeEngine:
     def forget(self) -> None:
         """Be as new for the next test."""
         self.dead: str | None = None
+        self.silent: dict[str, float] = {}
         self.submitted: list[tuple[str | list[int], SamplingParams]] = []
         self.running: set[str] = set()
         self.aborted: set[str] = set()
@@ -115,7 +116,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
-        return EngineStats(running=1, waiting=2, steps=3, moved=4, memory=memory, dead=self.dead)
+        return EngineStats(running=1, waiting=2, steps=3, moved=4, memory=memory, dead=self.dead, silent=self.silent)
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         with self.changed:

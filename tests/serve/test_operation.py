@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.cli import status
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, EngineDeadError, TransportError
 from lamina.serve import server as serving
 from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
 
@@ -23,6 +23,32 @@ def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
     for response in (server.http.get("/health"), server.post(COMPLETION, prompt="a")):
         message = refusal(response, 503)["message"]
         assert "memory0 was killed" in message and "its own business" not in message
+
+
+def test_health_and_status_name_workers_that_do_not_answer(server: Running) -> None:
+    server.engine.silent = {"memory0": 5.04}
+    response = server.http.get("/health")
+    assert response.status_code == 503
+    assert response.json() == {"status": "degraded", "running": 1, "waiting": 2, "silent_s": {"memory0": 5.0}}
+    with pytest.raises(EngineDeadError, match=r"worker memory0 has not answered for 5\.0 s"):
+        status.status(server.url)
+
+
+def test_status_and_metrics_say_that_the_engine_has_stopped(server: Running) -> None:
+    server.engine.dead = "worker memory0 is gone"
+    assert "lamina_up 0.0" in server.http.get("/metrics").text
+    with pytest.raises(EngineDeadError, match="the engine has stopped: worker memory0 is gone"):
+        status.status(server.url)
+
+
+def test_a_server_ends_with_its_engine_and_says_why() -> None:
+    engine, listener = FakeEngine(), socket.create_server(("127.0.0.1", 0))
+
+    def die() -> None:
+        engine.dead = "worker memory0 is gone\nTraceback: in the log"
+
+    with pytest.raises(EngineDeadError, match=r"^the engine has stopped: worker memory0 is gone\. Start [^\n]*$"):
+        serving.serve(engine, listener, die)  # type: ignore[arg-type]
 
 
 def test_the_interface_describes_itself(server: Running) -> None:
@@ -40,6 +66,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         for sample in family.samples
     }
     assert values == {
+        ("lamina_up",): 1,
         ("lamina_requests_running",): 1,
         ("lamina_requests_waiting",): 2,
         ("lamina_steps_total",): 3,
@@ -60,7 +87,7 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
     ]
     status.status(server.url)
     assert "1 running" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no server of Lamina answers at"):
+    with pytest.raises(TransportError, match="no server answers at"):
         status.status("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="is this a server of Lamina"):
         status.lines("python_info 1\n")

@@ -1,7 +1,12 @@
 """The control plane lets in only the workers it issued keys to, under their own names."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, TransportError, WorkerError
-from lamina.transport import secret
+from lamina.transport import control, liveness, secret
 from lamina.transport.control import ControlClient, ControlServer, decode
 from lamina.transport.messages import Hello, LoadProgress, Stop, ToEngine
 
@@ -54,7 +59,7 @@ def test_a_worker_cannot_speak_under_another_workers_name(server: ControlServer)
     impostor = ControlClient(msgspec.structs.replace(server.bootstraps["memory0"], name="compute0"))
     impostor.send(Hello("here"))
     assert received(server) == []
-    assert server.refused == {"NAME": 1}
+    assert set(server.refused) == {"NAME"}
     impostor.close()
 
 
@@ -73,6 +78,72 @@ def test_a_key_of_another_cluster_is_refused_and_logged_once(
     assert len([record for record in caplog.records if "not of this cluster" in record.message]) == 1
     for stranger in strangers:
         stranger.close()
+
+
+WORKER = """
+import ctypes, sys
+import msgspec
+from lamina.transport.control import Bootstrap, ControlClient
+from lamina.transport.messages import Hello
+client = ControlClient(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap))
+client.send(Hello("here"))
+holding = ctypes.PyDLL(None)  # its calls keep Python's lock
+holding.sleep(3)
+client.send(Hello("again"))
+client.receive(60.0)
+client.close()
+"""
+
+
+def test_a_worker_that_holds_pythons_lock_is_alive_and_a_stopped_one_is_not(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "PING_S", 0.1)
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE)
+    assert worker.stdin is not None
+    with worker.stdin as stdin:
+        stdin.write(msgspec.msgpack.encode(server.bootstraps["memory0"]))
+    got: list[ToEngine] = []
+    suspected: set[str] = set()
+
+    def listen_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < deadline and worker.poll() is None
+            got.extend(message for _, message in server.receive(0.1))
+            suspected.update(server.liveness.suspects())
+
+    listen_until(lambda: bool(got))
+    listen_until(lambda: len(got) == 2)
+    assert not suspected, "it was busy in native code, holding the lock, for twice as long as a suspect is silent"
+    time.sleep(2.0)  # the engine's own pause
+    listen_until(lambda: True)
+    got.extend(message for _, message in server.receive(0.1))
+    assert not server.liveness.suspects()
+    worker.send_signal(signal.SIGSTOP)
+    listen_until(lambda: set(server.liveness.suspects()) == {"memory0"})
+    worker.send_signal(signal.SIGCONT)
+    listen_until(lambda: not server.liveness.suspects())
+    server.send(["memory0"], Stop())
+    assert worker.wait(30.0) == 0
+
+
+def test_a_flood_leaves_the_engine_its_turns(server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_MESSAGES", 100)
+    flooding, other = (ControlClient(server.bootstraps[name]) for name in ("compute0", "memory0"))
+    for done in range(1000):
+        flooding.send(LoadProgress("weights", done, 1000))
+    time.sleep(0.5)
+    other.send(Hello("here"))
+    time.sleep(0.5)
+    rounds = [list(server.receive(0.1)) for _ in range(20)]
+    assert max(map(len, rounds)) <= 100
+    assert "memory0" in {worker for worker, _ in rounds[0] + rounds[1]}, "others are heard between"
+    numbers = [message.done for messages in rounds for worker, message in messages if worker == "compute0"]
+    assert numbers == list(range(1000))
+    flooding.close()
+    other.close()
 
 
 def test_a_message_of_another_release_names_its_worker(server: ControlServer) -> None:
