@@ -21,7 +21,7 @@ from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLos
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
-from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced
+from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
 from lamina.transport.timeline import Span, Timeline
 from lamina.types import FinishReason, Migration, Request, SamplingParams, StepPlan
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 OnTrace = Callable[[Mapping[str, list[Span]]], None]
 
-STEP_TIMEOUT_S = 600.0
+PROGRESS_TIMEOUT_S = 120.0  # without any worker getting on with a step; as long as one does, it may take any time
 MIGRATION_TIMEOUT_S = 600.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
@@ -101,7 +101,10 @@ class Engine:
         self._lanes = chooser(config.lanes, cluster.pipeline)
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._answers = Answers()
-        self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
+        self._in_flight: dict[int, StepPlan] = {}  # by step
+        self._progress: dict[
+            int, tuple[float, str]
+        ] = {}  # by lane: when a step of it last got on, and whose doing it was
         self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
@@ -243,7 +246,8 @@ class Engine:
         if plan is None:
             return False
         self._answers.expect(plan)
-        self._in_flight[plan.step] = plan, time.monotonic() + STEP_TIMEOUT_S
+        self._in_flight[plan.step] = plan
+        self._progress[lane] = time.monotonic(), "engine"
         self._moved += len(plan.moved)
         for migration in plan.migrations:
             self._migration = migration, time.monotonic() + MIGRATION_TIMEOUT_S
@@ -269,7 +273,8 @@ class Engine:
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
-            plan, _ = self._in_flight[message.step]
+            plan = self._in_flight[message.step]
+            self._progress[plan.lane] = time.monotonic(), worker
             for done in self._answers.take(plan, message):
                 self._complete(done)
         elif isinstance(message, SlabUsage):
@@ -277,6 +282,8 @@ class Engine:
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
             if self._lanes is not None:
                 self._lanes.note_attention(worker, message.busy_s)
+        elif isinstance(message, Working):
+            self._progress |= dict.fromkeys(message.lanes, (time.monotonic(), worker))
         elif isinstance(message, Migrated):
             self._scheduler.migrated(message.number)
         elif isinstance(message, Failed):
@@ -295,7 +302,7 @@ class Engine:
         return failure(name, first)
 
     def _complete(self, done: StepDone) -> None:
-        plan, _ = self._in_flight.pop(done.step)
+        plan = self._in_flight.pop(done.step)
         self._steps += 1
         drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
@@ -339,11 +346,12 @@ class Engine:
     def _watch(self) -> None:
         self._require_workers()
         now = time.monotonic()
-        for step, (plan, deadline) in self._in_flight.items():
-            if now > deadline:
+        for step, plan in self._in_flight.items():
+            since, worker = self._progress[plan.lane]
+            if now - since > PROGRESS_TIMEOUT_S:
                 raise TransportError(
-                    f"step {step} of lane {plan.lane} did not finish within {STEP_TIMEOUT_S:.0f} s; "
-                    f"lower max_num_batched_tokens if the compute workers' machines are that slow"
+                    f"no worker has got on with step {step} of lane {plan.lane} for {PROGRESS_TIMEOUT_S:.0f} s; the "
+                    f"last to was {worker}. Look at the load and the logs of the machines of the other workers"
                 )
         if self._migration is not None:
             migration, deadline = self._migration

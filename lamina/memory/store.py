@@ -1,16 +1,17 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lamina.config import Overlap
-from lamina.kernels.attention import append, partial
+from lamina.kernels.attention import append, partial, partial_tasks
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
+from lamina.memory.cuts import MOST_PRODUCTS, Cut, cuts
 from lamina.memory.slab import Slab
 from lamina.transport.wire import (
     NUMPY_DTYPE,
@@ -172,11 +173,14 @@ class KvStore:
         k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
         k[:], v[:] = cache.k[slots], cache.v[slots]
 
-    def serve(self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats) -> None:
+    def serve(
+        self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats
+    ) -> Iterator[None]:
         """Work on piece ``number`` of a request's bytes: keep its k and v, attend with its query rows.
 
         Writes their places in out float32 [Rq, Hq, Dv] and lse float32 [Rq, Hq], which hold all of the request's
-        rows after the last piece.
+        rows after the last piece. Yields where the work may pause, every few milliseconds (``lamina.memory.cuts``);
+        the request must stay as it is until the end.
         """
         cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
         if piece.keeps:
@@ -185,11 +189,22 @@ class KvStore:
         if table is not None:
             part = slice(piece.start, piece.stop)
             q = read_queries(request, cache.spec, self.dtype, rows, piece.start, piece.stop)
-            partial(q, cache.k, cache.v, table, cache.spec, self.threads, out[part], lse[part])
+            for place, cut in enumerate(cuts(table, cache.spec, self.threads, MOST_PRODUCTS)):
+                if place:
+                    yield
+                self._attend(cache, cut, q, out[part], lse[part])
         elif step.newest is not None:
             q = read_queries(request, cache.spec, self.dtype, rows, 0, len(rows.queries))
             newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads)
             merge([out, newest[0]], [lse, newest[1]], None, out, lse, self.threads)
+
+    def _attend(self, cache: LayerCache, cut: Cut, q: Array, out: Floats, lse: Floats) -> None:
+        part = slice(cut.start, cut.stop)
+        arrays = q[part], cache.k, cache.v, cut.table, cache.spec, self.threads, out[part], lse[part]
+        if cut.tasks is None:
+            partial(*arrays)
+        else:
+            partial_tasks(*arrays, cut.tasks, adds=cut.adds)
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

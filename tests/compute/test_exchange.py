@@ -75,7 +75,8 @@ class Memory:
                 for number in range(len(step.pieces)):
                     announced = request_number(plan.turn + layer, number)
                     self.endpoint.wait([(inbox.doorbell, announced)], TIMEOUT_S)
-                    self.store.serve(layer, step, number, inbox.view, out, lse)
+                    for _ in self.store.serve(layer, step, number, inbox.view, out, lse):
+                        pass
                 self.puller.add("compute0", layer, step)
                 turn = plan.turn + layer
                 self.pull(turn if layer == len(SPECS) - 1 else turn + 1 - BULK_SLOTS)
