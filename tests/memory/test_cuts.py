@@ -67,7 +67,7 @@ def test_a_long_chunk_is_cut_evenly_and_rows_that_decode_stay_whole(window: int,
     assert len(products) <= 2.5 * sum(products) / (most * threads) + 5
     whole = partial(case.q, case.k, case.v, case.segments, spec, threads)
     for got, expected in zip(attend(case, made, threads), whole, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=4e-6)  # as between numbers of threads
 
 
 def case_products(cut: Cut, spec: AttentionSpec) -> float:
