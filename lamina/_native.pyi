@@ -37,6 +37,30 @@ def attention_partial(
     threads: int,
     path: AttentionPath,
 ) -> None: ...
+def attention_partial_tasks(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    query_offsets: NDArray[Any],
+    query_start: NDArray[Any],
+    kv_offsets: NDArray[Any],
+    kv_start: NDArray[Any],
+    slots: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    *,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    alibi_slopes: NDArray[Any] | None,
+    threads: int,
+    path: AttentionPath,
+    first: int,
+    last: int,
+    adds: bool,
+) -> None: ...
+def attention_count_tasks(query_offsets: NDArray[Any], query_heads: int, kv_heads: int) -> int: ...
 def attention_append(slab: NDArray[Any], rows: NDArray[Any], slots: NDArray[Any], threads: int) -> None: ...
 def attention_merge(
     outs: list[NDArray[Any]],

@@ -162,6 +162,15 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
 
 
+REPORT_S = 1.0  # from one Working of a worker to the next, at least
+
+
+class Working(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine, now and then during long steps: it gets on with these lanes."""
+
+    lanes: list[int]
+
+
 class Migrated(msgspec.Struct, tag=True, frozen=True):
     """Memory worker to engine: all that migration ``number`` was to bring is here."""
 
@@ -194,6 +203,7 @@ ToEngine = (
     | Connected
     | StepDone
     | SlabUsage
+    | Working
     | Migrated
     | Traced
     | Failed

@@ -30,15 +30,16 @@ from lamina.errors import (
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
-from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced
+from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
 from lamina.transport.timeline import Span, Timeline
+from lamina.transport.wire import check_placements
 from lamina.types import FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
 OnTrace = Callable[[Mapping[str, list[Span]]], None]
 
-STEP_TIMEOUT_S = 600.0
+PROGRESS_TIMEOUT_S = 120.0  # without any worker getting on with a step; as long as one does, it may take any time
 MIGRATION_TIMEOUT_S = 600.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
@@ -101,20 +102,22 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
+        self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
         self._scheduler = Scheduler(
             limits,
             Placement(cluster.capacities),
             cluster.pipeline.lanes,
             attentions=len(cluster.attentions),
-            kv_heads=max(spec.kv_heads for spec in cluster.attentions),
+            kv_heads=self._kv_heads,
         )
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._lanes = chooser(config.lanes, cluster.pipeline)
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._answers = Answers()
-        # Deadlines are by ``awake_s`` of the control plane: a pause of this process is not held against workers.
-        self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
+        # Times are by ``awake_s`` of the control plane: a pause of this process is not held against workers.
+        self._in_flight: dict[int, StepPlan] = {}  # by step
+        self._progress: dict[int, tuple[float, str]] = {}  # by lane: when a step of it last got on, and on which worker
         self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
         self._silent: Mapping[str, float] = {}
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
@@ -259,8 +262,10 @@ class Engine:
         plan = self._scheduler.plan(lane)
         if plan is None:
             return False
+        check_placements(plan, self._kv_heads)
         self._answers.expect(plan)
-        self._in_flight[plan.step] = plan, self._control.liveness.awake_s + STEP_TIMEOUT_S
+        self._in_flight[plan.step] = plan
+        self._progress[lane] = self._control.liveness.awake_s, "engine"
         self._moved += len(plan.moved)
         for migration in plan.migrations:
             self._migration = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
@@ -286,7 +291,8 @@ class Engine:
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
-            plan, _ = self._in_flight[message.step]
+            plan = self._in_flight[message.step]
+            self._progress[plan.lane] = self._control.liveness.awake_s, worker
             for done in self._answers.take(plan, message):
                 self._complete(done)
         elif isinstance(message, SlabUsage):
@@ -294,6 +300,8 @@ class Engine:
             self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
             if self._lanes is not None:
                 self._lanes.note_attention(worker, message.busy_s)
+        elif isinstance(message, Working):
+            self._progress |= dict.fromkeys(message.lanes, (self._control.liveness.awake_s, worker))
         elif isinstance(message, Migrated):
             self._scheduler.migrated(message.number)
         elif isinstance(message, Failed):
@@ -315,7 +323,7 @@ class Engine:
         return failure(name, first)
 
     def _complete(self, done: StepDone) -> None:
-        plan, _ = self._in_flight.pop(done.step)
+        plan = self._in_flight.pop(done.step)
         self._steps += 1
         drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
@@ -358,11 +366,12 @@ class Engine:
         if lost := self._control.liveness.lost():
             raise silence(lost)
         now = self._control.liveness.awake_s
-        for step, (plan, deadline) in self._in_flight.items():
-            if now > deadline:
+        for step, plan in self._in_flight.items():
+            since, worker = self._progress[plan.lane]
+            if now - since > PROGRESS_TIMEOUT_S:
                 raise TransportError(
-                    f"step {step} of lane {plan.lane} did not finish within {STEP_TIMEOUT_S:.0f} s; "
-                    f"lower max_num_batched_tokens if the compute workers' machines are that slow"
+                    f"no worker has got on with step {step} of lane {plan.lane} for {PROGRESS_TIMEOUT_S:.0f} s; the "
+                    f"last to was {worker}. Look at the load and the logs of the machines of the other workers"
                 )
         if self._migration is not None:
             migration, deadline = self._migration

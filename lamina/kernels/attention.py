@@ -4,7 +4,7 @@ Arrays are C-contiguous numpy arrays; uint16 means bfloat16 bits. Shapes use R q
 key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module imports no torch.
 """
 
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,14 @@ Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
 
 BEST_PATH = _native.attention_paths()[-1]
+
+
+class _Scoring(TypedDict):
+    scale: float
+    window: int
+    chunk: int
+    softcap: float
+    alibi_slopes: FloatArray | None
 
 
 def partial(
@@ -57,27 +65,61 @@ def partial(
     _check_spec(q, k, v, spec)
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
     lse = np.empty(q.shape[:2], np.float32) if lse is None else lse
-    slopes = None if spec.alibi_slopes is None else np.asarray(spec.alibi_slopes, np.float32)
-    _native.attention_partial(
-        q,
-        k,
-        v,
-        segments.query_offsets,
-        segments.query_start,
-        segments.kv_offsets.astype(np.int64, copy=False),
-        segments.kv_start,
-        segments.slots,
-        out,
-        lse,
-        scale=spec.scale,
-        window=spec.window,
-        chunk=spec.chunk,
-        softcap=spec.softcap,
-        alibi_slopes=slopes,
-        threads=threads,
-        path=path,
-    )
+    _native.attention_partial(*_arrays(q, k, v, segments, out, lse), **_scoring(spec), threads=threads, path=path)
     return out, lse
+
+
+def partial_tasks(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: SegmentTable,
+    spec: AttentionSpec,
+    threads: int,
+    out: FloatArray,
+    lse: FloatArray,
+    tasks: tuple[int, int],
+    *,
+    adds: bool,
+    path: Path = BEST_PATH,
+) -> None:
+    """Tasks [first, last) of the ``count_tasks`` that ``partial`` consists of, for an attention in several calls.
+
+    Each task writes rows and heads of ``out`` and ``lse`` of its own. Calls for further tokens of the same rows merge
+    theirs into what is there (``adds``). What all calls leave is what ``partial`` of all tokens gives, up to rounding.
+    Raises ValueError as ``partial``, and for tasks that are not among those of this attention.
+    """
+    _check_spec(q, k, v, spec)
+    first, last = tasks
+    arrays = _arrays(q, k, v, segments, out, lse)
+    scoring = _scoring(spec)
+    _native.attention_partial_tasks(*arrays, **scoring, threads=threads, path=path, first=first, last=last, adds=adds)
+
+
+def count_tasks(query_offsets: IntArray, spec: AttentionSpec) -> int:
+    """Tasks of an attention of these query rows, see ``SegmentTable``: blocks of rows by key/value heads."""
+    return _native.attention_count_tasks(query_offsets, spec.query_heads, spec.kv_heads)
+
+
+def _arrays(
+    q: Array, k: Array, v: Array, segments: SegmentTable, out: FloatArray, lse: FloatArray
+) -> tuple[Array, Array, Array, IntArray, IntArray, Array, IntArray, IntArray, FloatArray, FloatArray]:
+    kv_offsets = segments.kv_offsets.astype(np.int64, copy=False)
+    return (
+        *(q, k, v, segments.query_offsets, segments.query_start, kv_offsets),
+        *(segments.kv_start, segments.slots, out, lse),
+    )
+
+
+def _scoring(spec: AttentionSpec) -> _Scoring:
+    slopes = None if spec.alibi_slopes is None else np.asarray(spec.alibi_slopes, np.float32)
+    return {
+        "scale": spec.scale,
+        "window": spec.window,
+        "chunk": spec.chunk,
+        "softcap": spec.softcap,
+        "alibi_slopes": slopes,
+    }
 
 
 def append(k_slab: Array, v_slab: Array, k: Array, v: Array, slots: IntArray, threads: int = 1) -> None:

@@ -1,13 +1,15 @@
 """The memory worker: holds KV in a slab, runs attention over it, answers compute workers. Runs without torch.
 
 One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks and of segments
-that move. Control messages are read when it is idle or when a message arrives whose plan is still on its way. Slab
-changes happen in the order the engine sent the plans.
+that move. The attention of a long chunk is served in cuts of a few milliseconds, messages of other lanes between them
+(``lamina.memory.cuts``). Control messages are read when it is idle, between cuts, or when a message arrives whose plan
+is still on its way. Slab changes happen in the order the engine sent the plans.
 """
 
 import collections
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,12 +17,13 @@ import numpy as np
 from lamina.engine.pipeline import Pipeline
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.migrations import Migrations
-from lamina.memory.pulls import Puller
+from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import Floats, KvStore, StepTables
 from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.transport.control import ControlClient, expect
 from lamina.transport.links import Links, set_up_links
 from lamina.transport.messages import (
+    REPORT_S,
     Connected,
     MemorySetup,
     Migrated,
@@ -30,6 +33,7 @@ from lamina.transport.messages import (
     Stop,
     ToWorker,
     Traced,
+    Working,
 )
 from lamina.transport.process import run_worker
 from lamina.transport.timeline import Timeline
@@ -40,6 +44,7 @@ log = logging.getLogger(__name__)
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may be waiting for the plan that says where it goes on
 PLAN_TIMEOUT_S = 30.0
+_DONE = object()
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Reply:
 class Lane:
     """The steps announced for one lane, and how far the first of them is.
 
-    ``awaited`` is what the lane's doorbell is rung with next, or more.
+    ``awaited`` is what the lane's doorbell is rung with next, or more; ``work`` what is left of a piece that was begun.
     """
 
     number: int
@@ -68,6 +73,7 @@ class Lane:
     awaited: int = 1
     out: Floats = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    work: Iterator[None] | None = None
     reply: Reply | None = None
 
 
@@ -81,6 +87,8 @@ class MemoryWorker:
         self._lanes: list[Lane] = []
         self._running = True
         self._busy_s = 0.0
+        self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
+        self._reported = 0.0
         self._timeline = Timeline()
 
     def run(self) -> None:
@@ -122,50 +130,90 @@ class MemoryWorker:
         if not self._peers:  # every compute worker is gone, and the engine ends without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
+        begun = next((lane for lane in self._order if lane.work is not None), None)
+        if begun is not None and self._in_a_row == MOST_IN_A_ROW:
+            self._go_on(begun)
+            return
         waiting = self._timeline.now()
-        requests = [(lane.request.doorbell, lane.awaited) for lane in self._order]
+        free = [lane for lane in self._order if lane.work is None]
+        requests = [(lane.request.doorbell, lane.awaited) for lane in free]
+        ready = pulled = None
         try:
             timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
+            timeout_s = timeout_s if begun is None else 0.0
             ready, pulled = self._puller.wait(self._wait, requests, timeout_s, self._migrations)
         except DeadlineError:
-            self._read_control()
-            return
+            if begun is None:
+                self._read_control()
+                return
         if pulled is not None:
             self._timeline.add("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
-        if ready is None:
-            return
-        lane = self._order.pop(ready)
-        self._timeline.add("wait", lane.number, waiting)
+        if ready is not None:
+            self._timeline.add("wait", free[ready].number, waiting)
+            self._in_a_row += begun is not None
+            self._begin(free[ready])
+        elif begun is not None:
+            self._go_on(begun)
+
+    def _begin(self, lane: Lane) -> None:
+        """Serve the piece of a request that has come, or its first cut."""
+        self._order.remove(lane)
         self._order.append(lane)  # others come first
         deadline = time.monotonic() + PLAN_TIMEOUT_S
         while self._running and not lane.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))
-        if self._running:
-            self._serve_piece(lane)
-
-    def _serve_piece(self, lane: Lane) -> None:
-        """Work on the next piece of a request; after the last one, answer."""
-        begun, span = time.monotonic(), self._timeline.now()
+        if not self._running:
+            return
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.layers[lane.layer].spec
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
             lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-        self._store.serve(lane.layer, step, lane.piece, lane.request.view, lane.out, lane.lse)
-        self._timeline.add("attention", step.plan.lane, span)
-        last = lane.piece == len(step.pieces) - 1
+        lane.work = self._store.serve(lane.layer, step, lane.piece, lane.request.view, lane.out, lane.lse)
+        self._serve_cut(lane)
+
+    def _go_on(self, lane: Lane) -> None:
+        """The next cut of a piece that was begun."""
+        self._in_a_row = 0
+        self._serve_cut(lane)
+        self._report()
+        self._read_control()
+
+    def _report(self) -> None:
+        """Say now and then which lanes would be answered, were there less to do."""
+        now = time.monotonic()
+        lanes = [lane.number for lane in self._lanes if lane.work is not None]
+        if lanes and now - self._reported >= REPORT_S:
+            self._reported = now
+            self._control.send(Working(lanes))
+
+    def _serve_cut(self, lane: Lane) -> None:
+        """Work on a piece of a request for a few milliseconds; after the request's last one, answer."""
+        assert lane.work is not None
+        start, span = time.monotonic(), self._timeline.now()
+        done = next(lane.work, _DONE) is _DONE
+        self._timeline.add("attention", lane.number, span)
+        last = done and lane.piece == len(lane.steps[0].pieces) - 1
         if last:
-            turn = step.plan.turn + lane.layer
-            if step.rows.pulled:
-                self._puller.add(self._computes[self._pipeline.replica(step.plan.lane, turn)], lane.layer, step)
-            outbox = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
-            ends = lane.layer == len(self._store.layers) - 1
-            pulled = turn if ends else turn + 1 - BULK_SLOTS
-            lane.reply = Reply(outbox, [lane.out, lane.lse] if queries else [], reply_number(turn), pulled)
-            self._answer(lane)
-        self._busy_s += time.monotonic() - begun
-        self._advance(lane, last)
+            self._finish(lane)
+        self._busy_s += time.monotonic() - start
+        if done:
+            lane.work = None
+            self._advance(lane, last)
+
+    def _finish(self, lane: Lane) -> None:
+        """A request is served: answer it, as soon as enough has been pulled."""
+        step = lane.steps[0]
+        turn = step.plan.turn + lane.layer
+        if step.rows.pulled:
+            self._puller.add(self._computes[self._pipeline.replica(step.plan.lane, turn)], lane.layer, step)
+        outbox = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
+        ends = lane.layer == len(self._store.layers) - 1
+        pulled = turn if ends else turn + 1 - BULK_SLOTS
+        parts = [lane.out, lane.lse] if len(step.rows.queries) else []
+        lane.reply = Reply(outbox, parts, reply_number(turn), pulled)
+        self._answer(lane)
 
     def _answer(self, lane: Lane) -> None:
         """Send the lane's reply, if there is one and it may be sent."""

@@ -3,6 +3,7 @@
 #include "lamina/thread_pool.h"
 #include "task.h"
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <new>
@@ -28,11 +29,22 @@ struct Plan {
     std::vector<Split> splits;
 };
 
+// Query rows of one task.
+int64_t rows_of_block(const Shape &shape) {
+    return std::max<int64_t>(1, kMaxQueries * shape.kv_heads / shape.query_heads);
+}
+
+// KV heads of one task. While reading memory is the limit, a token's heads are read together; once computing is, one
+// head at a time keeps its accumulators in the cache.
+int64_t heads_of_task(const Shape &shape, int64_t rows) {
+    return rows * (shape.query_heads / shape.kv_heads) > kMemoryBoundQueries ? 1 : shape.kv_heads;
+}
+
 class Planner {
 public:
     Planner(const Problem &problem, int threads)
         : problem_(problem), shape_(problem.shape), group_(shape_.query_heads / shape_.kv_heads),
-          block_rows_(std::max<int64_t>(1, kMaxQueries / group_)),
+          block_rows_(rows_of_block(shape_)),
           task_cost_(threads == 1 ? std::numeric_limits<int64_t>::max()
                                   : std::max<int64_t>(1, total_cost() / (threads * kTasksPerThread))) {}
 
@@ -100,10 +112,8 @@ private:
         plan.splits.push_back(std::move(split));
     }
 
-    // While reading memory is the limit, a token's heads are read together; once computing is, one head at a
-    // time keeps its accumulators in the cache.
     void add_heads(Plan &plan, Task task) const {
-        const int64_t heads = queries(task) > kMemoryBoundQueries ? 1 : shape_.kv_heads;
+        const int64_t heads = heads_of_task(shape_, task.row_end - task.row_begin);
         for (int64_t head = 0; head < shape_.kv_heads; head += heads) {
             task.head_begin = head;
             task.head_end = head + heads;
@@ -170,6 +180,36 @@ void merge_split(const Problem &problem, const Split &split) {
           1);
 }
 
+// Runs a task beside what its rows and heads of out and lse hold, and merges into that.
+void run_and_add(const Problem &problem, const Task &task, TaskKernel kernel) {
+    thread_local Scratch scratch;
+    if (task.token_begin == task.token_end)
+        return;
+    const Shape &shape = problem.shape;
+    const int64_t rows = task.row_end - task.row_begin, all = rows * shape.query_heads;
+    auto *out = reinterpret_cast<float *>(scratch.reserve(all * (shape.v_dim + 1) * int64_t{sizeof(float)}));
+    float *lse = out + all * shape.v_dim;
+    Task aside = task;
+    aside.out = out;
+    aside.lse = lse;
+    run_task(problem, aside, kernel);
+    const int64_t group = shape.query_heads / shape.kv_heads;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t head = task.head_begin * group; head < task.head_end * group; ++head) {
+            const int64_t at = row * shape.query_heads + head;
+            const float most = std::max(task.lse[at], lse[at]);
+            if (std::isinf(most))
+                continue; // neither has seen anything
+            const float old_weight = std::exp(task.lse[at] - most), new_weight = std::exp(lse[at] - most);
+            const float sum = old_weight + new_weight, kept = old_weight / sum, added = new_weight / sum;
+            float *to = task.out + at * shape.v_dim;
+            const float *from = out + at * shape.v_dim;
+            for (int64_t d = 0; d < shape.v_dim; ++d)
+                to[d] = to[d] * kept + from[d] * added;
+            task.lse[at] = most + std::log(sum);
+        }
+}
+
 TaskKernel kernel_for(Path path, ElementType kv_type) {
     switch (path) {
     case Path::Portable:
@@ -212,6 +252,27 @@ void partial(const Problem &problem, int threads, Path path) {
                  [&](int64_t i) { run_task(problem, plan.tasks[i], kernel); });
     parallel_for(threads, static_cast<int64_t>(plan.splits.size()),
                  [&](int64_t i) { merge_split(problem, plan.splits[i]); });
+}
+
+int64_t count_tasks(const Shape &shape, const Segments &segments) {
+    const int64_t block = rows_of_block(shape);
+    int64_t count = 0;
+    for (int64_t pair = 0; pair < segments.count; ++pair) {
+        const int64_t rows = segments.query_offsets[pair + 1] - segments.query_offsets[pair], rest = rows % block;
+        count += rows / block * (shape.kv_heads / heads_of_task(shape, block));
+        count += rest ? shape.kv_heads / heads_of_task(shape, rest) : 0;
+    }
+    return count;
+}
+
+void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool adds, int threads, Path path) {
+    std::vector<Task> tasks = Planner(problem, 1).plan().tasks; // planned for one thread, nothing is split
+    const TaskKernel kernel = kernel_for(path, problem.kv_type);
+    for (int64_t i = first; i + threads < last; ++i)
+        tasks[i].following = &tasks[i + threads];
+    parallel_for(threads, last - first, [&](int64_t i) {
+        (adds ? run_and_add : run_task)(problem, tasks[first + i], kernel);
+    });
 }
 
 } // namespace lamina::attention

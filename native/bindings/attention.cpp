@@ -129,7 +129,14 @@ Segments make_segments(const Array &query_offsets, const Array &query_start, con
             data<int32_t>(slots)};
 }
 
-void partial_binding(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
+void check_heads(int64_t query_heads, int64_t kv_heads) {
+    if (kv_heads <= 0 || query_heads <= 0 || query_heads % kv_heads != 0)
+        fail("q has ", query_heads, " heads; expected a positive multiple of the ", kv_heads,
+             " heads of k and v");
+}
+
+// What attention is told, checked.
+Problem make_problem(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
                      const Array &query_start, const Array &kv_offsets, const Array &kv_start,
                      const Array &slots, const OutArray &out, const OutArray &lse, float scale,
                      int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
@@ -140,9 +147,7 @@ void partial_binding(const Array &q, const Array &k, const Array &v, const Array
     const auto rows = static_cast<int64_t>(q.shape(0));
     const Shape shape{static_cast<int64_t>(q.shape(1)), static_cast<int64_t>(k.shape(1)),
                       static_cast<int64_t>(q.shape(2)), static_cast<int64_t>(v.shape(2))};
-    if (shape.kv_heads == 0 || shape.query_heads == 0 || shape.query_heads % shape.kv_heads != 0)
-        fail("q has ", shape.query_heads, " heads; expected a positive multiple of the ", shape.kv_heads,
-             " heads of k and v");
+    check_heads(shape.query_heads, shape.kv_heads);
     check_shape("out", out, {rows, shape.query_heads, shape.v_dim});
     check_shape("lse", lse, {rows, shape.query_heads});
     check_type<float>("out", out, "float32");
@@ -162,18 +167,52 @@ void partial_binding(const Array &q, const Array &k, const Array &v, const Array
     const Segments segments = make_segments(query_offsets, query_start, kv_offsets, kv_start, slots, rows,
                                             static_cast<int64_t>(k.shape(0)));
     const Scoring scoring{scale, window, chunk, softcap, alibi_slopes ? data<float>(*alibi_slopes) : nullptr};
-    const Problem problem{shape,
-                          scoring,
-                          segments,
-                          q_type,
-                          kv_type,
-                          q.data(),
-                          k.data(),
-                          v.data(),
-                          static_cast<float *>(out.data()),
-                          static_cast<float *>(lse.data())};
+    return {shape,
+            scoring,
+            segments,
+            q_type,
+            kv_type,
+            q.data(),
+            k.data(),
+            v.data(),
+            static_cast<float *>(out.data()),
+            static_cast<float *>(lse.data())};
+}
+
+void partial_binding(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
+                     const Array &query_start, const Array &kv_offsets, const Array &kv_start,
+                     const Array &slots, const OutArray &out, const OutArray &lse, float scale,
+                     int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
+                     int threads, Path path) {
+    const Problem problem = make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out,
+                                         lse, scale, window, chunk, softcap, alibi_slopes, threads, path);
     nb::gil_scoped_release release;
     partial(problem, threads, path);
+}
+
+void partial_tasks_binding(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
+                     const Array &query_start, const Array &kv_offsets, const Array &kv_start,
+                     const Array &slots, const OutArray &out, const OutArray &lse, float scale,
+                     int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
+                     int threads, Path path, int64_t first, int64_t last, bool adds) {
+    const Problem problem = make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out,
+                                         lse, scale, window, chunk, softcap, alibi_slopes, threads, path);
+    const int64_t count = count_tasks(problem.shape, problem.segments);
+    if (first < 0 || first > last || last > count)
+        fail("tasks ", first, " to ", last, " are not among the ", count, " of this attention");
+    nb::gil_scoped_release release;
+    partial_tasks(problem, first, last, adds, threads, path);
+}
+
+int64_t count_tasks_binding(const Array &query_offsets, int64_t query_heads, int64_t kv_heads) {
+    check_shape("query_offsets", query_offsets, {-1});
+    check_type<int32_t>("query_offsets", query_offsets, "int32");
+    if (query_offsets.shape(0) == 0)
+        fail("query_offsets is empty; give one more than there are pairs");
+    check_heads(query_heads, kv_heads);
+    const auto pairs = static_cast<int64_t>(query_offsets.shape(0)) - 1;
+    check_offsets("query_offsets", data<int32_t>(query_offsets), pairs, data<int32_t>(query_offsets)[pairs]);
+    return count_tasks({query_heads, kv_heads, 0, 0}, {pairs, data<int32_t>(query_offsets), nullptr, nullptr, nullptr, nullptr});
 }
 
 void append_binding(const OutArray &slab, const Array &rows, const Array &slots, int threads) {
@@ -268,6 +307,13 @@ void register_attention(nb::module_ &module) {
                nb::arg("slots"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("scale"),
                nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("alibi_slopes").none(),
                nb::arg("threads"), nb::arg("path"));
+    module.def("attention_partial_tasks", &partial_tasks_binding, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+               nb::arg("query_offsets"), nb::arg("query_start"), nb::arg("kv_offsets"), nb::arg("kv_start"),
+               nb::arg("slots"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("scale"),
+               nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("alibi_slopes").none(),
+               nb::arg("threads"), nb::arg("path"), nb::arg("first"), nb::arg("last"), nb::arg("adds"));
+    module.def("attention_count_tasks", &count_tasks_binding, nb::arg("query_offsets"), nb::arg("query_heads"),
+               nb::arg("kv_heads"));
     module.def("attention_append", &append_binding, nb::arg("slab"), nb::arg("rows"), nb::arg("slots"),
                nb::arg("threads"));
     module.def("attention_merge", &merge_binding, nb::arg("outs"), nb::arg("lses"), nb::arg("sinks").none(),

@@ -62,6 +62,13 @@ struct Problem {
 // Writes every row of out and lse. Offsets and slots must be valid. `path` must be available.
 void partial(const Problem &problem, int threads, Path path);
 
+// The tasks that the same consists of where no segment is split by tokens: blocks of query rows by KV heads.
+int64_t count_tasks(const Shape &shape, const Segments &segments);
+
+// Tasks [first, last) of them, for an attention that is computed in several calls: by tasks, whose rows and heads are
+// their own, and by tokens. Writes these rows and heads of out and lse, or, if `adds`, merges into what they hold.
+void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool adds, int threads, Path path);
+
 // Copies rows [count, row_elements] of `source_type` into slots of a slab of `slab_type`, rounding to nearest
 // even. source_type is Float32 or slab_type.
 void append(void *slab, ElementType slab_type, const void *source, ElementType source_type,
