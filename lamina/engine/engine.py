@@ -95,10 +95,11 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=max(spec.kv_heads for spec in cluster.attentions),
         )
+        self._scheduler.use_lanes(cluster.pipeline.start.lanes, cluster.pipeline.start.rotates)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._tracked: dict[str, TrackedRequest] = {}
-        self._lanes = chooser(config.lanes, cluster.pipeline)
+        self._lanes = chooser(cluster.pipeline)
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._answers = Answers()
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}  # by step, with its deadline
@@ -299,8 +300,9 @@ class Engine:
         self._steps += 1
         drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
-            self._lanes.note_slices(done.rows, done.busy_s)
-            self._scheduler.use_lanes(self._lanes.choose(len(drawn) * self._lanes.active))
+            self._lanes.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
+            chosen = self._lanes.choose(self._scheduler.sequences)
+            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran
                 continue

@@ -105,7 +105,7 @@ class MemoryWorker:
         self._control.send(SlabReady())
         arena, connect = set_up_links(self._links, self._control)
         self._wait = self._links.settle()
-        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
+        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes))
         self._puller = Puller(self._links.fetch, arena, connect.layout, self._store)
         outbox = self._links.outbox
         self._migrations = Migrations(self._store, self._puller, arena, connect, outbox, self._tell_migrated)
@@ -158,8 +158,9 @@ class MemoryWorker:
         if last:
             turn = step.plan.turn + lane.layer
             if step.rows.pulled:
-                self._puller.add(self._computes[self._pipeline.replica(step.plan.lane, turn)], lane.layer, step)
-            outbox = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
+                asking = self._pipeline.replica(step.plan.lane, turn, step.plan.rotates)
+                self._puller.add(self._computes[asking], lane.layer, step)
+            outbox = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1, step.plan.rotates)]
             ends = lane.layer == len(self._store.layers) - 1
             pulled = turn if ends else turn + 1 - BULK_SLOTS
             lane.reply = Reply(outbox, [lane.out, lane.lse] if queries else [], reply_number(turn), pulled)
