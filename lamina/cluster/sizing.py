@@ -20,7 +20,7 @@ from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.transport.messages import ComputeSetup
 
-LANES_PER_REPLICA = 4  # at most, where the engine chooses
+LANES_PER_REPLICA = 3  # at most, where the engine chooses
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 

@@ -298,10 +298,11 @@ class Engine:
     def _complete(self, done: StepDone) -> None:
         plan, _ = self._in_flight.pop(done.step)
         self._steps += 1
+        sequences = self._scheduler.sequences  # before what ends gives room back
         drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
             self._lanes.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
-            chosen = self._lanes.choose(self._scheduler.sequences)
+            chosen = self._lanes.choose(sequences)
             self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran

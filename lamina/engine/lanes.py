@@ -8,9 +8,9 @@ from lamina.engine.pipeline import Arrangement, Pipeline
 
 FORGET = 0.98  # weight of what was known before, per step
 LEARN = 0.2  # weight of a step in what is known of as many rows
-WORTH = 1.04  # the arrangement changes if another is predicted to be so many times as fast
-DOUBT = 1.06  # how much faster still where that was wrong the last time, and so on
-STEPS_BETWEEN_CHANGES = 10  # of each lane in use, at least
+WORTH = 1.04  # the arrangement changes if another is predicted to be so many times as fast, twice in a row
+ROTATION = 0.6  # of what unequal steps cost is lost even if steps are equal: their first and last slices are longer
+STEPS_BETWEEN_LOOKS = 8  # of each lane in use, at least
 
 
 def chooser(pipeline: Pipeline) -> "LaneChooser | None":
@@ -84,8 +84,7 @@ class LaneChooser:
         self._attention_before: Mapping[str, float] = {}
         self._steps = self._rows = self._decoding = 0
         self._seconds = self._squares = 0.0
-        self._doubts = dict.fromkeys(pipeline.choices, 1.0)
-        self._looks = 0  # since the arrangement changed
+        self._best = pipeline.start  # at the last look
 
     def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
         """A step of ``rows`` rows, of which so many decoded, was ``busy_s`` in slices. Between them it ``waited_s`` for
@@ -106,7 +105,7 @@ class LaneChooser:
     @property
     def due(self) -> bool:
         """True when ``choose`` looks at the times again."""
-        return self._steps >= STEPS_BETWEEN_CHANGES * self.active.lanes
+        return self._steps >= STEPS_BETWEEN_LOOKS * self.active.lanes
 
     def choose(self, sequences: int) -> Arrangement:
         """What to use where so many sequences would decode if all their prompts were done: looked at again every few
@@ -133,12 +132,9 @@ class LaneChooser:
             return progress * self._rate(one, each, attention * each / rows, unequal) / one.lanes
 
         allowed = [one for one in self._pipeline.choices if one.lanes <= max(sequences, self._pipeline.replicas)]
-        best = max(allowed, key=lambda one: speed(one) / (1.0 if one == self.active else self._doubts[one]))
-        self._looks += 1
-        if self.active not in allowed or speed(best) > WORTH * self._doubts[best] * speed(self.active):
-            if self._looks == 1:
-                self._doubts[self.active] *= DOUBT
-            self.active, self._looks = best, 0
+        before, self._best = self._best, max(allowed, key=speed)
+        if self._best == before and speed(before) > WORTH * speed(self.active):
+            self.active = before
         return self.active
 
     def _rate(self, one: Arrangement, rows: float, attention: float, unequal: float) -> float:
@@ -149,7 +145,8 @@ class LaneChooser:
         visited, customers, systems = (replicas, one.lanes, 1) if one.rotates else (1, one.lanes // replicas, replicas)
         equal = min(visited / slices, customers / (slices + wait))
         memoryless = _mean_value(customers, visited, slices / visited, wait)
-        rate = systems * (equal + unequal * (memoryless - equal))
+        share = max(unequal, ROTATION) if one.rotates else unequal
+        rate = systems * (equal + share * (memoryless - equal))
         return min(rate, 1 / attention) if attention else rate
 
 

@@ -114,9 +114,15 @@ class Scheduler:
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
+    def full(self) -> bool:
+        """True if the first request that waits was refused a place, and nothing has been given back since."""
+        return self._full
+
+    @property
     def sequences(self) -> int:
-        """Admitted and not released: those that decode, and those that will once their prompts are done."""
-        return self._seats.total
+        """Those that would decode if all prompts were done, of requests that have room or have not been refused it."""
+        waiting = 0 if self._full else len(self._waiting)
+        return min(self._seats.total + waiting, self.limits.max_num_seqs)
 
     @property
     def migrating(self) -> int | None:

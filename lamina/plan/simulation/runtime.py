@@ -86,7 +86,7 @@ class Simulation:
         self._rows: dict[int, tuple[int, int]] = {}  # by step in flight, and those that decode
         self._migration: tuple[float, int] | None = None  # when the latest is done, and its number
         self._steps = 0
-        self._queued_s = 0.0
+        self._queued_s = self._refused_s = 0.0
         self._next = 0  # of the arrivals
         self._next_fault = 0
         self._dead = False
@@ -121,7 +121,7 @@ class Simulation:
         """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
-            before, queued = now, self._scheduler.waiting > 0
+            before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
             self._clock = time.process_time if turns % TIMED == 0 else _stopped
             finished = self._cluster.advance(self._next_from_outside())
             if finished is not None:
@@ -132,6 +132,7 @@ class Simulation:
                 assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
                 self._happen(now)
             self._queued_s += now - before if queued else 0.0
+            self._refused_s += now - before if refused else 0.0
             self._launch(now)
             turns += 1
             if on_progress is not None and turns % 256 == 0:
@@ -201,12 +202,13 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _complete(self, now: float, lane: int, step: int, busy_s: float, waited_s: float) -> None:
+        sequences = self._scheduler.sequences  # before what ends gives room back
         begun = self._clock()
         drawn = self._scheduler.complete(lane, step)
         self._decisions.seconds["complete"] += self._clock() - begun
         rows = self._rows.pop(step)
         if self._lanes is not None:
-            self._choose_lanes(self._lanes, rows, busy_s, waited_s)
+            self._choose_lanes(self._lanes, sequences, rows, busy_s, waited_s)
         requests = self._requests[lane].of(drawn)
         if ended := self._log.draw(now, requests):
             owners = list(drawn.values())
@@ -215,12 +217,14 @@ class Simulation:
                 self._scheduler.finish(group, completion)
                 self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
 
-    def _choose_lanes(self, chooser: LaneChooser, rows: tuple[int, int], busy_s: float, waited_s: float) -> None:
+    def _choose_lanes(
+        self, chooser: LaneChooser, sequences: int, rows: tuple[int, int], busy_s: float, waited_s: float
+    ) -> None:
         chooser.note_step(*rows, busy_s, waited_s)
         if chooser.due:
             for index, name in enumerate(self._memories):
                 chooser.note_attention(name, self._cluster.memory_work(index)[0])
-            chosen = chooser.choose(self._scheduler.sequences)
+            chosen = chooser.choose(sequences)
             self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
 
     def _launch(self, now: float) -> None:
@@ -297,6 +301,7 @@ class Simulation:
             ),
             usd_per_hour=deployment.usd_per_hour,
             queued=self._queued_s / now if now else 0.0,
+            refused=self._refused_s / now if now else 0.0,
             steps=self._steps,
             decisions=self._decisions,
             spans=self._spans(),
