@@ -69,7 +69,7 @@ LAYOUT = Layout(
     landing_nbytes=LANDING_NBYTES,
     migrates=True,
 )
-CONNECT = Connect([COMPUTE], [MEMORY, OTHER], LAYOUT, rotates=False)
+CONNECT = Connect([COMPUTE], [MEMORY, OTHER], LAYOUT)
 BULKS = ("prompts", "migrations")
 
 

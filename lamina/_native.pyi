@@ -443,8 +443,11 @@ class VirtualCluster:
     ) -> None:
         """The lane's next step, behind those it has. Raises ValueError."""
 
-    def advance(self, until_s: float, /) -> tuple[float, int, int, float] | None:
-        """Play on until a step ends: (time, lane, number, busy_s); None if none ends up to ``until_s``."""
+    def advance(self, until_s: float, /) -> tuple[float, int, int, float, float] | None:
+        """Play on until a step ends: (time, lane, number, busy_s, waited_s); None if none ends up to ``until_s``.
+
+        ``waited_s``: between slices, by those that an idle replica was waiting for; 0 if there were none.
+        """
 
     def slow_replica(self, replica: int, factor: float, /) -> None:
         """Slices that begin from now on take ``factor`` times as long."""

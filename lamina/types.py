@@ -157,6 +157,11 @@ class SamplingParams:
         for token in self.stop_token_ids:
             self._require("stop_token_ids", token, 0, 2**31 - 1, integer=True)
 
+    @property
+    def penalizes(self) -> bool:
+        """True if tokens drawn before, or those of the prompt, change how likely others are."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     @staticmethod
     def _require_few(name: str, values: Any, most: int, what: str) -> None:
         """Look at the number of values before any of them is."""
@@ -325,7 +330,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, then ``sequences`` run: those
     that decode, and ``chunks`` of prompts. The same plan goes to the compute workers of its lane and to every memory
     worker; a memory worker ignores sequences without a segment on it. ``turn`` counts the attentions of the lane's
-    earlier steps: with it both ends number their messages alike, and know which compute worker runs which slice.
+    earlier steps: with it and ``rotates``, the order of the step's slices on replicas, both ends number their messages
+    alike and know which compute worker runs which slice. ``histories`` are the tokens that sequences with penalties
+    have been given back so far, where the lane's replicas may have missed some: those of other lanes or orders.
     """
 
     step: int
@@ -338,6 +345,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     decoding: DecodeRows
     moved: list[Segment] = []
     migrations: list[Migration] = []
+    rotates: bool = False
+    histories: dict[int, list[int]] = {}
 
     @property
     def runs(self) -> bool:

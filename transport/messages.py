@@ -62,14 +62,12 @@ class Link(msgspec.Struct, tag=True, frozen=True):
 class Connect(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: all links stand, this is what they are for; answered by Connected.
 
-    A worker's number is its place in ``computes`` or ``memories``, which name all of a pool. ``rotates`` says how lanes
-    move, see ``lamina.engine.pipeline``.
+    A worker's number is its place in ``computes`` or ``memories``, which name all of a pool.
     """
 
     computes: list[str]
     memories: list[str]
     layout: Layout
-    rotates: bool
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -140,7 +138,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan.
 
     ``undrawable`` sequences got none, since the model gave them no finite logits; ``error`` says so. ``rows`` went
-    through the slices, which took ``busy_s`` in all on this worker.
+    through the slices, which took ``busy_s`` in all on this worker. ``waited_s`` is how long slices waited for
+    attention in all, by those of which this worker ran the one before and was idle at the end; 0 if there were none.
     """
 
     step: int
@@ -149,6 +148,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
     rows: int = 0
     busy_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):

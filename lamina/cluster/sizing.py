@@ -14,12 +14,13 @@ from lamina.config import (
     check_writable,
 )
 from lamina.engine.bringup import ClusterPlan
-from lamina.engine.pipeline import Pipeline
+from lamina.engine.pipeline import Arrangement, Pipeline
 from lamina.engine.scheduler import Limits
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.transport.messages import ComputeSetup
 
+LANES_PER_REPLICA = 3  # at most, where the engine chooses
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 
@@ -131,13 +132,19 @@ def _parse_cores(text: str) -> set[int]:
 def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     """Lanes and their order for so many compute workers. ``shared``: both pools run on the same cores.
 
-    Without a number of lanes there is one more than compute workers, of which the engine uses as many as pay; on shared
-    cores nothing can overlap, and there is one for each. Raises ConfigError.
+    Without a number of lanes the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` for each compute worker, in
+    fixed order, or one more than compute workers, which rotate. It begins with two for each. On shared cores nothing
+    can overlap, and there is one for each. Raises ConfigError.
     """
-    lanes = config.lanes or (computes if shared else computes + 1)
-    rotational = lanes == computes + 1 if config.pipelining == "auto" else config.pipelining == "rotational"
     try:
-        return Pipeline(lanes, computes, rotational)
+        if config.lanes is None and not shared and config.pipelining != "rotational":
+            fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
+            rotates = config.pipelining == "auto" and computes > 1
+            rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()
+            return Pipeline(LANES_PER_REPLICA * computes, computes, choices=fixed + rotational)
+        lanes = config.lanes or (computes if shared else computes + 1)
+        rotates = lanes == computes + 1 if config.pipelining == "auto" else config.pipelining == "rotational"
+        return Pipeline(lanes, computes, rotates)
     except ValueError as error:
         raise ConfigError(f"{error}. Change lanes, pipelining or the compute pool") from error
 

@@ -48,8 +48,7 @@ class StepRun:
         self._room = room
         self._timeline = timeline
         slices = range(len(runner.attentions) + 1)
-        turns = slices if pipeline.moves else [0] * len(slices)
-        self._replicas = [pipeline.replica(plan.lane, plan.turn + turn) for turn in turns]
+        self._replicas = [pipeline.replica(plan.lane, plan.turn + index, plan.rotates) for index in slices]
         self._own = [index for index in slices if self._replicas[index] == replica]
         self._next = 0
         self._positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
@@ -86,7 +85,7 @@ class StepRun:
         if self.index <= 0:
             return []
         targets = self._exchange.replies(self.index - 1)
-        if self._moved_here():
+        if self.moved_here:
             assert self._links.context is not None
             targets.append((self._links.context.doorbell, self.plan.turn + self.index))
         return targets
@@ -96,7 +95,9 @@ class StepRun:
         news, self._news = self._news, False
         return news
 
-    def _moved_here(self) -> bool:
+    @property
+    def moved_here(self) -> bool:
+        """True if another replica ran the slice before the next one."""
         return self._replicas[self.index - 1] != self._replica
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
@@ -107,7 +108,7 @@ class StepRun:
         index = self.index
         if index == 0:
             self._begin(drawn)
-        elif self._moved_here():
+        elif self.moved_here:
             self._receive_context(index)
         assert self._rows is not None
         attention = None

@@ -72,6 +72,8 @@ class SequenceCopy:
 class Lane:
     """The steps of one lane that are not done here, and what the first of them still waits for.
 
+    ``watched`` is how many slices this worker had run when it last found that something had not come. ``waits`` had
+    their ends seen, ``waited_s`` long in all, between slices of the first step.
     ``room`` is the memory of the latest step, for the next one if it has as many rows; none once no sequence is left.
     """
 
@@ -79,8 +81,12 @@ class Lane:
     room: Room = field(default_factory=lambda: Room(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     awaited: list[tuple[int, int]] = field(default_factory=list)
+    since: float = 0.0
     reported: float = 0.0  # when the engine was last told that the lane gets on
     busy_s: float = 0.0  # in slices of the first step
+    watched: int = 0
+    waited_s: float = 0.0
+    waits: int = 0
 
 
 class ComputeWorker:
@@ -95,6 +101,7 @@ class ComputeWorker:
         self._sequences: dict[int, SequenceCopy] = {}
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
+        self._slices = 0  # run so far
         self._timeline = Timeline()
         self._running = True
 
@@ -115,7 +122,7 @@ class ComputeWorker:
         self._load(expect(self._control, ComputeSetup))
         arena, connect = set_up_links(self._links, self._control)
         self._wait = self._links.settle()
-        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
+        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes))
         self._replica = connect.computes.index(self.name)
         self._lanes = [Lane(links) for links in lane_links(self.name, self._links, arena, connect)]
         self._control.send(Connected())
@@ -182,10 +189,14 @@ class ComputeWorker:
         self._report(lane, now)
         if last:
             if done is not None:
-                whole = lane.busy_s * (len(self._runner.attentions) + 1) / step.own_slices
-                self._done.append(msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole))
+                attentions = len(self._runner.attentions)
+                whole = lane.busy_s * (attentions + 1) / step.own_slices
+                waited = lane.waited_s * attentions / max(lane.waits, 1)
+                done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
+                self._done.append(done)
             lane.steps.popleft()
-            lane.busy_s = 0.0
+            lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
+        self._slices += 1
         self._await(lane)
 
     def _report(self, lane: Lane, now: float) -> None:
@@ -196,14 +207,23 @@ class ComputeWorker:
 
     def _await(self, lane: Lane) -> None:
         lane.awaited = lane.steps[0].awaited() if lane.steps else []
+        lane.since, lane.watched = time.monotonic(), self._slices
 
     def _is_ready(self, lane: Lane) -> bool:
         while lane.awaited:
             try:
                 lane.awaited.pop(self._wait(lane.awaited, 0.0))
             except DeadlineError:
+                lane.watched = self._slices
                 return False
+            self._note_wait(lane)
         return True
+
+    def _note_wait(self, lane: Lane) -> None:
+        """Something has come: how long the slice waited, if that was all and no other slice hid when it came."""
+        if not lane.awaited and lane.watched == self._slices and not lane.steps[0].moved_here:
+            lane.waited_s += time.monotonic() - lane.since
+            lane.waits += 1
 
     def _answer(self) -> None:
         for done in self._done:
@@ -225,6 +245,7 @@ class ComputeWorker:
             lane, target = awaited[self._wait([target for _, target in awaited], IDLE_SLICE_S)]
             self._timeline.add("wait", lane.steps[0].plan.lane, begun)
             lane.awaited.remove(target)
+            self._note_wait(lane)
         except DeadlineError:
             return  # the engine, which hears from every worker, ends a step that nobody gets on with
 
@@ -250,11 +271,15 @@ class ComputeWorker:
                 sequence = admission.sequence + index
                 self._segments[sequence] = for_sequence(sequence, admission.segments)
                 self._sequences[sequence] = SequenceCopy(admission, index)
+        for sequence, tokens in plan.histories.items():
+            self._sequences[sequence].generated = list(tokens)
         if not plan.sequences:
             self._lanes[plan.lane].room = Room(0)  # a lane that has nothing to do needs no memory
-            if self._pipeline.replicas_of(plan.lane)[0] == self._replica:
+            if self._begins_here(plan):
                 self._done.append(StepDone(plan.step, []))
             return
+        if not plan.rotates and not self._begins_here(plan):
+            return  # another replica runs it all
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(plan, self._segments, lane.links, self._dtype, self._overlap, self._threads, rows)
@@ -266,6 +291,9 @@ class ComputeWorker:
         lane.steps.append(step)
         if len(lane.steps) == 1:
             self._await(lane)
+
+    def _begins_here(self, plan: StepPlan) -> bool:
+        return self._pipeline.replica(plan.lane, plan.turn, plan.rotates) == self._replica
 
     def _remember(self, step: StepRun) -> None:
         """Note the tokens that decoding sequences were given back: the penalties' history, on every replica alike."""

@@ -1,5 +1,6 @@
 """From started worker processes to a cluster that can run steps, over the control plane alone."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     greetings = gather.all(Hello, everyone, START_TIMEOUT_S)
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
-    _require_turns(plan, len(loaded.attentions) + 1)
+    plan = _with_turns(plan, len(loaded.attentions) + 1)
     capacity = _capacity(plan, loaded)
     asked = plan.compute_setup
     setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
@@ -91,13 +92,18 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     )
 
 
-def _require_turns(plan: ClusterPlan, slices: int) -> None:
-    """Every replica hears of every step by running a part of it."""
-    if plan.pipeline.moves and plan.pipeline.replicas > slices:
+def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+    """Where lanes rotate, every replica hears of every step by running a part of it. Without the choices that a model
+    of so many slices cannot have; raises ConfigError if the rotational order was asked for."""
+    if plan.pipeline.replicas <= slices:
+        return plan
+    if plan.pipeline.rotates:
         raise ConfigError(
             f"the model has {slices} slices, too few for {plan.pipeline.replicas} compute workers to take turns in "
             f"every step; give at most {slices} compute workers, or --pipelining fixed"
         )
+    choices = tuple(one for one in plan.pipeline.choices if not one.rotates)
+    return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, choices=choices))
 
 
 def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
@@ -141,6 +147,6 @@ def _connect(
     links = link(control, gather, plan.transport, offers, pairs)
     if layout.migrates:
         links |= link(control, gather, plan.transport, offers, list(itertools.combinations(memories, 2)), links)
-    control.send(everyone, Connect(computes, memories, layout, plan.pipeline.rotates))
+    control.send(everyone, Connect(computes, memories, layout))
     gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
     return links

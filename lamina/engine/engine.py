@@ -110,9 +110,10 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
         )
+        self._scheduler.use_lanes(cluster.pipeline.start.lanes, cluster.pipeline.start.rotates)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._lanes = chooser(config.lanes, cluster.pipeline)
+        self._lanes = chooser(cluster.pipeline)
         self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
         self._answers = Answers()
         # Times are by ``awake_s`` of the control plane: a pause of this process is not held against workers.
@@ -325,10 +326,12 @@ class Engine:
     def _complete(self, done: StepDone) -> None:
         plan = self._in_flight.pop(done.step)
         self._steps += 1
+        sequences = self._scheduler.sequences  # before what ends gives room back
         drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
-            self._lanes.note_slices(done.rows, done.busy_s)
-            self._scheduler.use_lanes(self._lanes.choose(len(drawn) * self._lanes.active))
+            self._lanes.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
+            chosen = self._lanes.choose(sequences)
+            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran
                 continue

@@ -69,6 +69,14 @@ class Group:
         """The completions that still draw tokens."""
         return [completion for completion in self.completions if not completion.finished]
 
+    @property
+    def histories(self) -> dict[int, list[int]]:
+        """By sequence, what a replica that is to draw under penalties must know: all tokens but the last, which its
+        next step runs."""
+        if not self.request.params.penalizes:
+            return {}
+        return {completion.sequence: completion.generated[:-1] for completion in self.alive}
+
     def kept(self, completion: Completion) -> int:
         """Tokens of a completion whose KV is on the memory worker, its prompt's included."""
         return self.cached + max(len(completion.generated) - 1, 0)

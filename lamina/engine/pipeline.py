@@ -16,17 +16,27 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """How a pipeline is used: the first ``lanes`` of its lanes, in rotational or fixed order."""
+
+    lanes: int
+    rotates: bool = False
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """Who runs which slice, and in which order.
 
     Attributes:
         lanes: batches in flight at most. replicas: compute workers with a copy of the weights.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
+        choices: arrangements to choose from while it runs, instead of all lanes in the order that ``rotates`` says.
     """
 
     lanes: int
     replicas: int
     rotates: bool = False
+    choices: tuple[Arrangement, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.lanes < self.replicas:
@@ -37,22 +47,28 @@ class Pipeline:
             )
 
     @property
+    def start(self) -> Arrangement:
+        """What it begins with."""
+        return self.choices[0] if self.choices else Arrangement(self.lanes, self.rotates)
+
+    @property
     def moves(self) -> bool:
-        """True if a lane's context travels from replica to replica."""
-        return self.rotates and self.replicas > 1
+        """True if a lane's context ever travels from replica to replica."""
+        return self.replicas > 1 and any(one.rotates for one in (self.start, *self.choices))
 
     @property
     def interchangeable(self) -> bool:
-        """True if every lane runs on the same replicas, so that sequences may change from one lane to another."""
-        return len({self.replicas_of(lane) for lane in range(self.lanes)}) == 1
+        """True if every replica knows the sequences of every lane, so that they may change from one to another."""
+        return self.replicas == 1 or self.moves or bool(self.choices)
 
-    def replica(self, lane: int, turn: int) -> int:
-        """The replica that runs slice ``turn`` of ``lane``."""
-        return (lane + turn) % self.replicas if self.rotates else lane % self.replicas
+    def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
+        """The replica that runs slice ``turn`` of ``lane``, in the order that a step has if it is another one."""
+        rotating = self.rotates if rotates is None else rotates
+        return (lane + turn) % self.replicas if rotating else lane % self.replicas
 
     def replicas_of(self, lane: int) -> tuple[int, ...]:
-        """Every replica that ever runs a slice of ``lane``."""
-        return tuple(range(self.replicas)) if self.moves else (lane % self.replicas,)
+        """Every replica that may ever run a slice of ``lane``."""
+        return tuple(range(self.replicas)) if self.interchangeable else (lane % self.replicas,)
 
     def tick(self, lane: int, turn: int) -> int:
         """When slice ``turn`` of ``lane`` is due: of several slices that could run, a replica takes the earliest."""

@@ -86,7 +86,7 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
 
 def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Penalties and minimum length, in a float32 copy; ``logits`` themselves if no row asks for either."""
-    penalized = [r for r, row in enumerate(rows) if _has_penalty(row.params)]
+    penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
     too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
     if not penalized and not too_short:
         return logits
@@ -98,10 +98,6 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         ends = {*rows[r].eos_token_ids, *rows[r].params.stop_token_ids}
         scores[r, [token for token in ends if token < vocabulary]] = -math.inf
     return scores
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None:

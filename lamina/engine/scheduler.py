@@ -63,6 +63,7 @@ class _Lane:
     in_flight: collections.deque[_Planned] = field(default_factory=collections.deque)
     completed: int = 0  # of the steps that ``decoding`` counts
     turn: int = 0
+    histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
 
 
 class Scheduler:
@@ -83,6 +84,7 @@ class Scheduler:
         self.limits = limits
         self.placement = placement
         self.active = lanes
+        self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
         self._waiting: collections.deque[Group] = collections.deque()
@@ -110,6 +112,17 @@ class Scheduler:
     def running(self) -> int:
         """Requests admitted and not finished."""
         return sum(len(lane.running) for lane in self._lanes)
+
+    @property
+    def full(self) -> bool:
+        """True if the first request that waits was refused a place, and nothing has been given back since."""
+        return self._full
+
+    @property
+    def sequences(self) -> int:
+        """Those that would decode if all prompts were done, of requests that have room or have not been refused it."""
+        waiting = 0 if self._full else len(self._waiting)
+        return min(self._seats.total + waiting, self.limits.max_num_seqs)
 
     @property
     def migrating(self) -> int | None:
@@ -160,10 +173,11 @@ class Scheduler:
         self._waiting.append(group)
         return group
 
-    def use_lanes(self, active: int) -> None:
-        """Spread all requests over the first ``active`` lanes, as soon as no step is in flight."""
-        if active != self.active:
-            self.active = active
+    def use_lanes(self, active: int, rotates: bool = False) -> None:
+        """Spread all requests over the first ``active`` lanes, in this order of their slices, as soon as no step is in
+        flight."""
+        if (active, rotates) != (self.active, self.rotates):
+            self.active, self.rotates = active, rotates
             self._moving = True
 
     def _move(self) -> None:
@@ -174,7 +188,7 @@ class Scheduler:
         before = [own.decoding for own in self._lanes]
         ending = [owner for own in self._lanes for owner in own.ending]
         for own in self._lanes:
-            for content in (own.running, own.prompts, own.prompted, own.ending):
+            for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
         self._seats, self._full = Seats(self.active), False
@@ -184,6 +198,7 @@ class Scheduler:
             self._seats.change(group.lane, len(group.completions))
             own = self._lanes[group.lane]
             own.running[group] = None
+            own.histories |= group.histories
             if not group.prompt_done:
                 own.prompts[group] = None
             elif not group.forked:
@@ -240,7 +255,21 @@ class Scheduler:
             self._changed.discard(lane)
             self._resting.add(lane)
             return None
-        plan = StepPlan(next(self._steps), lane, own.turn, forks, released, admitted, chunks, rows, moved, migrations)
+        histories, own.histories = own.histories, {}
+        plan = StepPlan(
+            next(self._steps),
+            lane,
+            own.turn,
+            forks,
+            released,
+            admitted,
+            chunks,
+            rows,
+            moved,
+            migrations,
+            self.rotates,
+            histories,
+        )
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1

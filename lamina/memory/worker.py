@@ -113,7 +113,7 @@ class MemoryWorker:
         self._control.send(SlabReady())
         arena, connect = set_up_links(self._links, self._control)
         self._wait = self._links.settle()
-        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes), connect.rotates)
+        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes))
         self._puller = Puller(self._links.fetch, arena, connect.layout, self._store)
         outbox = self._links.outbox
         self._migrations = Migrations(self._store, self._puller, arena, connect, outbox, self._tell_migrated)
@@ -205,10 +205,10 @@ class MemoryWorker:
     def _finish(self, lane: Lane) -> None:
         """A request is served: answer it, as soon as enough has been pulled."""
         step = lane.steps[0]
-        turn = step.plan.turn + lane.layer
+        number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
         if step.rows.pulled:
-            self._puller.add(self._computes[self._pipeline.replica(step.plan.lane, turn)], lane.layer, step)
-        outbox = lane.replies[self._pipeline.replica(step.plan.lane, turn + 1)]
+            self._puller.add(self._computes[self._pipeline.replica(number, turn, rotates)], lane.layer, step)
+        outbox = lane.replies[self._pipeline.replica(number, turn + 1, rotates)]
         ends = lane.layer == len(self._store.layers) - 1
         pulled = turn if ends else turn + 1 - BULK_SLOTS
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []

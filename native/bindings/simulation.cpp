@@ -73,7 +73,8 @@ nb::object advance(VirtualCluster &cluster, double until_s) {
     const auto finished = cluster.advance(until_s);
     if (!finished)
         return nb::none();
-    return nb::make_tuple(finished->time_s, finished->lane, finished->number, finished->busy_s);
+    return nb::make_tuple(finished->time_s, finished->lane, finished->number, finished->busy_s,
+                          finished->waited_s);
 }
 
 const char *name(Stage stage) {

@@ -31,7 +31,12 @@ std::optional<Finished> VirtualCluster::advance(double until_s) {
         events_.pop();
         switch (event.kind) {
         case Kind::Ready: {
-            const Lane &lane = lanes_[event.index];
+            Lane &lane = lanes_[event.index];
+            const std::vector<std::size_t> &order = lane.steps.front().replicas;
+            if (lane.slice > 0 && order[lane.slice - 1] == order[lane.slice] && !replicas_[order[lane.slice]].busy) {
+                lane.waited_s += event.time_s - lane.since_s;
+                lane.waits += 1;
+            }
             ready(event.index);
             begin_slice(lane.steps.front().replicas[lane.slice], event.time_s);
             break;
@@ -88,10 +93,13 @@ std::optional<Finished> VirtualCluster::end_slice(std::size_t index, double now_
         send(lane, index, now_s);
         return std::nullopt;
     }
-    const Finished finished{now_s, index, step.number, lane.busy_s};
+    const double attentions = static_cast<double>(step.replicas.size() - 1);
+    const double waited_s = lane.waits ? attentions * lane.waited_s / static_cast<double>(lane.waits) : 0.0;
+    const Finished finished{now_s, index, step.number, lane.busy_s, waited_s};
     lane.steps.pop_front();
     lane.slice = 0;
-    lane.busy_s = 0;
+    lane.busy_s = lane.waited_s = 0;
+    lane.waits = 0;
     if (!lane.steps.empty()) // the same slice, as the pipeline counts them: no attention lies between
         ready(index);
     push(now_s, Kind::Free, replica);
@@ -115,7 +123,7 @@ void VirtualCluster::send(Lane &lane, std::size_t index, double now_s) {
         lane.busy_s += chunks_s;
         record(Stage::ChunkAttention, number, index, now_s, free_s);
     }
-    lane.context_s = free_s;
+    lane.context_s = lane.since_s = free_s;
     if (step.replicas[lane.slice + 1] != number) {
         replica.sent_s = std::max(replica.sent_s, free_s) + step.context_s;
         replica.work.send_s += step.context_s;

@@ -35,7 +35,7 @@ SPECS = [
     AttentionSpec(layer=1, query_heads=2, kv_heads=1, qk_dim=8, v_dim=2, scale=1.0),  # other sizes, as in MLA
 ]
 LAYOUT = Layout(lanes=1, memories=3, request_nbytes=64, reply_nbytes=64, landing_nbytes=200, migrates=True)
-CONNECT = Connect(["compute0"], NAMES, LAYOUT, rotates=False)
+CONNECT = Connect(["compute0"], NAMES, LAYOUT)
 CAPACITY = 40
 
 

@@ -239,6 +239,7 @@ class BaselineSimulation:
             ),
             usd_per_hour=deployment.usd_per_hour,
             queued=self._queued_s / now if now else 0.0,
+            refused=self._queued_s / now if now else 0.0,
             steps=self._steps,
             preempted=sum(instance.preempted for instance in (*self._first, *self._decode)),
         )

@@ -135,7 +135,8 @@ class Result:
     Attributes:
         system: what was simulated. log: what became of every request.
         seconds: from the first arrival to the last end. pools: how busy they were.
-        usd_per_hour: of all pools. queued: share of the time in which requests waited to be admitted.
+        usd_per_hour: of all pools. queued: share of the time in which requests waited to be admitted; refused: in which
+            they did since the first of them had no room, in KV slots or among ``max_num_seqs``.
         decisions: of the engine, in CPU time: the one part that differs from run to run.
         preempted: sequences that lost their KV and were computed anew.
         spans: what workers did when, by worker, as far as recorded.
@@ -147,6 +148,7 @@ class Result:
     pools: tuple[PoolUse, ...]
     usd_per_hour: float
     queued: float
+    refused: float
     steps: int
     preempted: int = 0
     decisions: Decisions | None = field(default=None, compare=False)
@@ -191,13 +193,16 @@ class Result:
 
     @property
     def bottleneck(self) -> str:
-        """The pool whose workers or network cards are busiest, if any worked, or that none is and requests wait to be
-        admitted all the same: for KV slots, or for one of ``max_num_seqs`` places."""
+        """The pool whose workers or network cards are busiest, if any worked. Where none is busy and requests wait to
+        be admitted all the same: KV slots or ``max_num_seqs`` if there was no room, else the lanes, each of which waits
+        for one pool and then for the other."""
         uses = [(pool.busiest, f"{pool.name} workers") for pool in self.pools]
         uses += [(pool.network, f"network of {pool.name} workers") for pool in self.pools]
         share, what = max(uses)
-        if share < BUSY and self.queued > BUSY:
+        if share < BUSY and self.refused > BUSY:
             return "room to admit requests (KV slots or max_num_seqs)"
+        if share < BUSY and self.queued > BUSY:
+            return "steps of a lane, which wait for one pool and then for the other"
         return what if share else "nothing"
 
     def summary(self) -> dict[str, Any]:
@@ -214,6 +219,7 @@ class Result:
             "pools": [vars(pool) for pool in self.pools],
             "bottleneck": self.bottleneck,
             "queued": self.queued,
+            "refused": self.refused,
             "usd_per_hour": self.usd_per_hour,
             "usd_per_million_out": _finite(self.usd_per_million_out),
             "steps": self.steps,

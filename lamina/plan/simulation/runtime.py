@@ -72,21 +72,21 @@ class Simulation:
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._numbers = {name: index for index, name in enumerate(self._memories)}
         self._scheduler = self._make_scheduler()
-        self._lanes = chooser(deployment.lanes, self._pipeline)
+        self._lanes = chooser(self._pipeline)
         self._cluster = _native.VirtualCluster(
             deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
         )
-        self._replicas = self._orders()
+        self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
         self._log = RequestLog(arrivals)
         self._live: dict[int, int] = {}  # requests with the scheduler, by sequence
         self._homes: dict[int, int] = {}
         lanes = range(self._pipeline.lanes)
         self._requests = [_Numbers(self._live) for _ in lanes]
         self._decoding = [_Numbers(self._homes) for _ in lanes]
-        self._rows: dict[int, int] = {}  # by step in flight
+        self._rows: dict[int, tuple[int, int]] = {}  # by step in flight, and those that decode
         self._migration: tuple[float, int] | None = None  # when the latest is done, and its number
         self._steps = 0
-        self._queued_s = 0.0
+        self._queued_s = self._refused_s = 0.0
         self._next = 0  # of the arrivals
         self._next_fault = 0
         self._dead = False
@@ -98,20 +98,22 @@ class Simulation:
         longest = int((self._arrivals.prompt + self._asked).max(initial=2))
         capacity = deployment.memory_cost.kv_tokens
         sequences = sizing.most_sequences(self._config, self._pipeline)
-        return Scheduler(
+        scheduler = Scheduler(
             Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
             Placement(dict.fromkeys(self._memories, capacity)),
             self._pipeline.lanes,
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
         )
+        scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
+        return scheduler
 
-    def _orders(self) -> list[list[list[int]]]:
+    def _orders(self, rotates: bool) -> list[list[list[int]]]:
         """By lane and by the turn a step begins with: the replicas of its slices, in order, as the Pipeline says."""
         pipeline, slices = self._pipeline, self._deployment.model.layers + 1
-        period = pipeline.replicas if pipeline.moves else 1
+        period = pipeline.replicas if rotates else 1
         return [
-            [[pipeline.replica(lane, turn + k) for k in range(slices)] for turn in range(period)]
+            [[pipeline.replica(lane, turn + k, rotates) for k in range(slices)] for turn in range(period)]
             for lane in range(pipeline.lanes)
         ]
 
@@ -119,17 +121,18 @@ class Simulation:
         """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
-            before, waited = now, self._scheduler.waiting > 0
+            before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
             self._clock = time.process_time if turns % TIMED == 0 else _stopped
             finished = self._cluster.advance(self._next_from_outside())
             if finished is not None:
-                now, lane, step, busy = finished
-                self._complete(now, lane, step, busy)
+                now, lane, step, busy, waited = finished
+                self._complete(now, lane, step, busy, waited)
             else:
                 now = self._next_from_outside()
                 assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
                 self._happen(now)
-            self._queued_s += now - before if waited else 0.0
+            self._queued_s += now - before if queued else 0.0
+            self._refused_s += now - before if refused else 0.0
             self._launch(now)
             turns += 1
             if on_progress is not None and turns % 256 == 0:
@@ -198,13 +201,14 @@ class Simulation:
 
     # -- the engine's turn --------------------------------------------------------------------------------------
 
-    def _complete(self, now: float, lane: int, step: int, busy_s: float) -> None:
+    def _complete(self, now: float, lane: int, step: int, busy_s: float, waited_s: float) -> None:
+        sequences = self._scheduler.sequences  # before what ends gives room back
         begun = self._clock()
         drawn = self._scheduler.complete(lane, step)
         self._decisions.seconds["complete"] += self._clock() - begun
         rows = self._rows.pop(step)
         if self._lanes is not None:
-            self._choose_lanes(self._lanes, rows, len(drawn), busy_s)
+            self._choose_lanes(self._lanes, sequences, rows, busy_s, waited_s)
         requests = self._requests[lane].of(drawn)
         if ended := self._log.draw(now, requests):
             owners = list(drawn.values())
@@ -213,12 +217,15 @@ class Simulation:
                 self._scheduler.finish(group, completion)
                 self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
 
-    def _choose_lanes(self, chooser: LaneChooser, rows: int, drawn: int, busy_s: float) -> None:
-        chooser.note_slices(rows, busy_s)
+    def _choose_lanes(
+        self, chooser: LaneChooser, sequences: int, rows: tuple[int, int], busy_s: float, waited_s: float
+    ) -> None:
+        chooser.note_step(*rows, busy_s, waited_s)
         if chooser.due:
             for index, name in enumerate(self._memories):
                 chooser.note_attention(name, self._cluster.memory_work(index)[0])
-        self._scheduler.use_lanes(chooser.choose(drawn * chooser.active))
+            chosen = chooser.choose(sequences)
+            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
 
     def _launch(self, now: float) -> None:
         """All the steps that lanes may have in flight begin; those without sequences are done at once."""
@@ -255,8 +262,8 @@ class Simulation:
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
         decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
         times = self._model.times(plan, decoding, [self._homes[chunk.sequence] for chunk in plan.chunks])
-        self._rows[plan.step] = times.rows
-        orders = self._replicas[plan.lane]
+        self._rows[plan.step] = times.rows, len(plan.decoding.sequences)
+        orders = self._replicas[plan.rotates][plan.lane]
         tick = self._pipeline.tick(plan.lane, plan.turn)
         self._cluster.submit(
             plan.lane,
@@ -294,6 +301,7 @@ class Simulation:
             ),
             usd_per_hour=deployment.usd_per_hour,
             queued=self._queued_s / now if now else 0.0,
+            refused=self._refused_s / now if now else 0.0,
             steps=self._steps,
             decisions=self._decisions,
             spans=self._spans(),

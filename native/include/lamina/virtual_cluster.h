@@ -35,7 +35,9 @@ struct Finished {
     double time_s;
     std::size_t lane;
     std::int64_t number;
-    double busy_s; // in its slices
+    double busy_s;   // in its slices
+    double waited_s; // between slices of one replica, as far as that was idle when all was there: their mean,
+                     // times the attentions; 0 if it never was
 };
 
 enum class Stage { Slice, ChunkAttention, Attention };
@@ -114,6 +116,9 @@ private:
         std::size_t slice = 0;
         double context_s = 0; // when the context of the next slice is where it is needed
         double busy_s = 0;
+        double since_s = 0;  // when the latest slice's replica had nothing more to do for it
+        double waited_s = 0; // between slices, where the replica was idle when the next one could begin
+        std::size_t waits = 0;
     };
 
     void push(double time_s, Kind kind, std::size_t index);
