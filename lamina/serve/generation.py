@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +13,13 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from lamina.engine.engine import MAX_WAITING, Engine
+from lamina.engine.engine import Engine
 from lamina.engine.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
 from lamina.errors import LaminaError
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
-from lamina.serve.responses import Body, Piece, Sent, envelope, usage
+from lamina.serve.responses import Body, Piece, Sent, envelope, finish_reason, usage
 from lamina.types import RequestOutput, SamplingParams
 
 
@@ -101,6 +102,13 @@ class Generation:
             chunk["usage"] = counts
         return _event(chunk)
 
+    def figures(self) -> str:
+        """Tokens and finish reasons, for the log."""
+        counts = self._usage()
+        ends = Counter(finish_reason(choice) or "left" for out in self._newest.values() for choice in out.outputs)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(ends.items())) or "left"
+        return f"{counts['prompt_tokens']} prompt tokens, {counts['completion_tokens']} drawn, {reasons}"
+
     def _usage(self) -> Body:
         return usage(self._newest.values())
 
@@ -119,10 +127,9 @@ async def respond(
     Raises:
         APIError, RequestError, OverloadedError, EngineDeadError: before anything is answered; nothing is left running.
     """
-    if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would be in vain
-        raise APIError(400, f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once", param="prompt")
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts))
     generation = Generation(engine, form, body, outputs, Sent(params.n, echo))
+    request.state.figures = generation.figures
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import functools
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -11,6 +13,9 @@ import uvicorn
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
 from lamina.serve.app import create_app
+from lamina.serve.connections import Connection, Connections, accept, connection_limit, raise_file_limit
+from lamina.serve.connections import logger as connections_logger
+from lamina.serve.logs import OncePer
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections (OpenAI's 5 s): who closes first loses no request
 GRACE_S = 5  # open answers may end by themselves so long once the server is told to stop
@@ -22,6 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is in use or may not be opened, or the host is not an address of this machine.
     """
+    raise_file_limit()  # before workers start, which inherit it
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, OverflowError, UnicodeError) as error:
@@ -57,13 +63,20 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._engine = engine
         self._on_ready = on_ready
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])  # none: its way to accept connections has no bounds
+        connections, most = Connections(), connection_limit()
+        make = functools.partial(Connection, connections, self.config, self.server_state, self.lifespan.state)
+        for listener in sockets or []:
+            self._accepting.append(asyncio.create_task(accept(listener, make, connections, most)))
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Answers that go on are ended by the engine, so that their clients are told why; uvicorn would cut them off.
+        for task in self._accepting:
+            task.cancel()
         loop = asyncio.get_running_loop()
         end = loop.call_later(GRACE_S, lambda: loop.run_in_executor(None, self._engine.close))
         await super().shutdown(sockets)
@@ -75,12 +88,23 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
 
     Those that have not after ``GRACE_S`` end in an error, with the engine, which is closed then.
     """
+    make_server(engine, on_ready).run(sockets=[listener])
+
+
+def make_server(engine: Engine, on_ready: Callable[[], None]) -> uvicorn.Server:
+    """The server that ``serve`` runs."""
     config = uvicorn.Config(
         create_app(engine),
         log_config=None,
         access_log=False,
+        http="h11",
+        ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=2 * GRACE_S,
         lifespan="off",
     )
-    _Server(config, engine, on_ready).run(sockets=[listener])
+    for name in ("uvicorn.error", connections_logger.name):  # clients can cause their lines in any number
+        target = logging.getLogger(name)
+        if not any(isinstance(each, OncePer) for each in target.filters):
+            target.addFilter(OncePer())
+    return _Server(config, engine, on_ready)
