@@ -100,6 +100,7 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._connections = connections
+        self._refused = False
         self._deadline: asyncio.TimerHandle | None = None
         self._phase: str | None = None
 
@@ -112,6 +113,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come."""
+        if self._refused:
+            return
         super().data_received(data)
         self._look()
 
@@ -143,6 +146,8 @@ class Connection(H11Protocol):
 
     def _look(self) -> None:
         """What the client owes by now, from where the two sides of HTTP stand."""
+        if self._refused:
+            return
         theirs = self.conn.their_state
         if theirs is h11.IDLE:
             begun = bool(self.conn.trailing_data[0]) or self._phase == "drain"  # uvicorn's own timer has ended by then
@@ -178,7 +183,9 @@ class Connection(H11Protocol):
         response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._refused = True
+        self._enter("drain")  # to close at once would reset what is unread, and with it the answer
+        self.transport.write_eof()
 
 
 async def accept(listener: socket.socket, make: Callable[[], Connection], connections: Connections, most: int) -> None:
@@ -187,12 +194,6 @@ async def accept(listener: socket.socket, make: Callable[[], Connection], connec
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     while True:
-        if len(connections.open) >= most:
-            if not connections.close_one():
-                logger.warning("all of %d connections are at work; new ones wait", most)
-                await asyncio.sleep(WAIT_S)
-            await asyncio.sleep(0)  # one that is closed is forgotten in the loop's next turn
-            continue
         try:
             accepted, _ = await loop.sock_accept(listener)
         except OSError as error:
@@ -201,4 +202,10 @@ async def accept(listener: socket.socket, make: Callable[[], Connection], connec
                 connections.close_one()
                 await asyncio.sleep(WAIT_S)
             continue  # else it was gone before it was accepted
+        while len(connections.open) >= most:
+            if connections.close_one():
+                await asyncio.sleep(0)  # it is forgotten in the loop's next turn
+            else:
+                logger.warning("all of %d connections are at work; new ones wait", most)
+                await asyncio.sleep(WAIT_S)
         await loop.connect_accepted_socket(make, accepted)

@@ -7,6 +7,7 @@ no longer than a few tens of milliseconds for a body of ``serve.intake``'s limit
 """
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -283,7 +284,7 @@ def _fields(kind: type[GenerationRequest], body: bytes) -> dict[str, bytes]:
             raise APIError(400, _NO_OBJECT) from None
         raise _unknown_field(unknown.rpartition("`")[0], decoder.type.__struct_fields__) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise APIError(400, f"the body is not JSON: {_why(error)}") from None
+        raise APIError(400, f"the body is not JSON: {_why(error)}{_surrogates(body)}") from None
     given = {name: getattr(cut, name) for name in cut.__struct_fields__}
     return {name: bytes(raw) for name, raw in given.items() if raw is not None}
 
@@ -310,6 +311,12 @@ def _why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return str(error).removeprefix("JSON is malformed: ")
+
+
+def _surrogates(body: bytes) -> str:
+    """What msgspec does not say of half a surrogate pair, which JSON can write and Unicode does not have."""
+    found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", body)
+    return f"; is {found[0].decode()} half of a surrogate pair?" if found else ""
 
 
 _TEXT = msgspec.json.Decoder(str)
