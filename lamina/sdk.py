@@ -152,7 +152,10 @@ class Lamina:
             RequestError: also when the model has no chat template or the template refuses the messages.
         """
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [chat_prompt(self.tokenizer, cast(Sequence[Message], turns)) for turns in conversations]
+        prompts = [
+            chat_prompt(self.tokenizer, cast(Sequence[Message], turns), self.engine.max_model_len)
+            for turns in conversations
+        ]
         if sampling_params is None:
             sampling_params = SamplingParams(max_tokens=self.engine.default_max_tokens)
         return self.generate(prompts, sampling_params, use_tqdm)

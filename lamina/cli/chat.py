@@ -70,7 +70,9 @@ class _Conversation:
         from lamina.engine.prompts import chat_prompt
 
         text = ""
-        answer = self._lamina.stream(chat_prompt(self._lamina.tokenizer, messages), self._params)
+        answer = self._lamina.stream(
+            chat_prompt(self._lamina.tokenizer, messages, self._lamina.engine.max_model_len), self._params
+        )
         try:
             for output in answer:
                 print_text(output.outputs[0].text[len(text) :])

@@ -15,6 +15,7 @@ from lamina.engine.bringup import Cluster
 from lamina.engine.gather import Workers, failure, silence
 from lamina.engine.lanes import chooser
 from lamina.engine.placement import Placement
+from lamina.engine.prompts import encode_prompt
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
@@ -142,7 +143,7 @@ class Engine:
         EngineDeadError when the engine has stopped.
         """
         text = prompt if isinstance(prompt, str) else None
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(tokens)
         self._scheduler.check(len(tokens), params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamina.errors import RequestError
-from lamina.models.tokenizer import Tokenizer
+from lamina.models.tokenizer import Tokenizer, check_unicode
 
 Prompt = str | list[int]
 """Text or token ids."""
@@ -28,14 +28,31 @@ def as_prompts(value: Any) -> list[Prompt]:
     return list(value)
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt, which other threads need not wait for.
+
+    Raises:
+        RequestError: the text is not valid Unicode, or so long that it is refused without being tokenised.
+    """
+    size, per_token = check_unicode(text), tokenizer.most_bytes_per_token
+    if per_token is not None and size > per_token * (max_model_len - 1):
+        raise RequestError(
+            f"the prompt has {size} bytes, which are {-(-size // per_token)} tokens or more; at most "
+            f"{max_model_len - 1} fit (max_model_len {max_model_len}, one left for the answer). Shorten the prompt or "
+            f"raise max_model_len"
+        )
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_model_len: int) -> list[int]:
     """Token ids of a conversation by the model's chat template, up to where the answer begins.
 
     Raises:
-        RequestError: there is no message, or the template refuses them.
+        RequestError: there is no message, or the template refuses them, or the prompt as in ``encode_prompt``.
     """
     # The template writes the special tokens itself.
-    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    text = tokenizer.apply_chat_template(messages)
+    return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)
 
 
 def _is_tokens(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP application over one engine."""
 
-import asyncio
+import functools
 import time
 
 from fastapi import FastAPI, Request
@@ -8,13 +8,17 @@ from starlette.responses import JSONResponse, Response
 
 import lamina
 from lamina.engine.engine import Engine
-from lamina.engine.prompts import chat_prompt
+from lamina.engine.prompts import Prompt, chat_prompt, encode_prompt
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import errors
 from lamina.serve.errors import APIError, first_line
 from lamina.serve.generation import Form, check_model, respond
-from lamina.serve.protocol import ChatRequest, CompletionRequest
+from lamina.serve.intake import BoundedBodies, Intake, body_limit
+from lamina.serve.interface import CHAT_PATH, COMPLETIONS_PATH, interface
+from lamina.serve.logs import RequestLog
+from lamina.serve.protocol import ChatRequest, CompletionRequest, parse
 from lamina.serve.responses import chat_choice, completion_choice
+from lamina.types import SamplingParams
 
 COMPLETION = Form("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
 CHAT = Form(
@@ -29,37 +33,39 @@ CHAT = Form(
 
 def create_app(engine: Engine) -> FastAPI:
     """The application. It uses ``engine`` and leaves closing it to the caller."""
-    app = FastAPI(title="Lamina", version=lamina.__version__)
+    app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)  # they load from a CDN
     errors.install(app)
+    app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
+    app.add_middleware(RequestLog)
     started = int(time.time())
+    intake = Intake()
 
-    @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionRequest) -> Response:
+    @app.post(COMPLETIONS_PATH)
+    async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        check_model(engine, body.model)
-        texts = [p if isinstance(p, str) else engine.tokenizer.decode(p) for p in body.prompt] if body.echo else []
-        return await respond(request, engine, COMPLETION, body, body.prompt, body.sampling_params(), texts)
+        taken = await intake.take(request, functools.partial(completion, engine))
+        return await respond(request, engine, COMPLETION, *taken)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    @app.post(CHAT_PATH)
+    async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        check_model(engine, body.model)
-        params = body.sampling_params(engine.default_max_tokens)
-        messages = [message.model_dump() for message in body.messages]
-        prompt = await asyncio.to_thread(chat_prompt, engine.tokenizer, messages)
-        return await respond(request, engine, CHAT, body, [prompt], params)
+        taken = await intake.take(request, functools.partial(conversation, engine))
+        return await respond(request, engine, CHAT, *taken)
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
         """The one model served."""
         return JSONResponse({"object": "list", "data": [_model(engine, started)]})
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """The model served, if ``name`` is its name."""
         check_model(engine, name)
         return JSONResponse(_model(engine, started))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while all workers answer, else 503: "degraded", naming the silent ones, or the reason of the end."""
@@ -74,12 +80,33 @@ def create_app(engine: Engine) -> FastAPI:
 
     metrics = Metrics(engine)
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics_text() -> Response:
         """The engine's figures for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
     return app
+
+
+def completion(engine: Engine, raw: bytes) -> tuple[CompletionRequest, list[Prompt], SamplingParams, list[str]]:
+    """A completion's request, its prompts in tokens, its parameters and what to echo. Raises APIError, RequestError."""
+    body = parse(CompletionRequest, raw)
+    check_model(engine, body.model)
+    params = body.sampling_params()
+    tokenizer, limit = engine.tokenizer, engine.max_model_len
+    prompts: list[Prompt] = [encode_prompt(tokenizer, p, limit) if isinstance(p, str) else p for p in body.prompt]
+    echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+    return body, prompts, params, echo
+
+
+def conversation(engine: Engine, raw: bytes) -> tuple[ChatRequest, list[Prompt], SamplingParams]:
+    """A chat's request, its prompt in tokens and its parameters. Raises APIError, RequestError."""
+    body = parse(ChatRequest, raw)
+    check_model(engine, body.model)
+    params = body.sampling_params(engine.default_max_tokens)
+    return body, [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)], params
 
 
 def _model(engine: Engine, created: int) -> dict[str, object]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -75,14 +74,10 @@ def install(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         return _from_http(request, cast(HTTPException, error)).response()
 
-    async def invalid(_: Request, error: Exception) -> Response:
-        return _from_validation(cast(RequestValidationError, error).errors()).response()
-
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
     for kind in (APIError, UserError, OverloadedError, EngineDeadError, Exception):
         app.add_exception_handler(kind, known)
@@ -91,20 +86,16 @@ def install(app: FastAPI) -> None:
 def _from_http(request: Request, error: HTTPException) -> APIError:
     where = f"{request.method} {request.url.path}"
     if error.status_code == http.HTTPStatus.NOT_FOUND:
-        return APIError(404, f"{where} does not exist; the routes are listed at /docs", code="not_found")
+        return APIError(404, f"{where} does not exist; the routes are listed at /openapi.json", code="not_found")
     if error.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "another method")
         return APIError(405, f"{where} is not allowed; use {allowed}", code="method_not_allowed", headers=error.headers)
     return APIError(error.status_code, str(error.detail), headers=error.headers)
 
 
-def _from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
+    """The first of pydantic's findings."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
-    loc = [str(part) for part in first["loc"][1:]]
-    if not loc and first["type"] in ("model_attributes_type", "dict_type", "missing"):
-        return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    param = first.get("ctx", {}).get("param") or ".".join(loc) or None
+    param = first.get("ctx", {}).get("param") or ".".join(map(str, first["loc"])) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     return APIError(400, message if param is None or message.startswith(param) else f"{param}: {message}", param=param)

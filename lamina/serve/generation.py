@@ -13,7 +13,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from lamina.engine.engine import MAX_WAITING, Engine
+from lamina.engine.engine import Engine
 from lamina.engine.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
 from lamina.engine.updates import RequestUpdate
@@ -130,6 +130,10 @@ class Generation:
             chunk["usage"] = counts
         return _event(chunk)
 
+    def figures(self) -> str:
+        """Tokens and finish reasons, for the log."""
+        return self._usage.figures()
+
 
 async def respond(
     request: Request,
@@ -145,11 +149,10 @@ async def respond(
     Raises:
         APIError, RequestError, OverloadedError, EngineDeadError: before anything is answered; nothing is left running.
     """
-    if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would be in vain
-        raise APIError(400, f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once", param="prompt")
     most_unread = MOST_UNREAD if body.stream else None  # else all of it is kept until the end, and read at once
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts), most_unread)
     generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo))
+    request.state.figures = generation.figures
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
 
 

@@ -1,17 +1,31 @@
-"""Request bodies: OpenAI's fields, and sampling fields beyond them as vLLM names them."""
+"""Request bodies: OpenAI's fields, and sampling fields beyond them as vLLM names them.
 
-from typing import Annotated, Any, Self
+A body may be megabytes of whatever a client likes. So it is first cut into its fields without making an object of
+anything inside (``msgspec.Raw``), and each field is then decoded as the type it must have: one that is not known ends
+the reading, and no list is built of what no list of that field may hold. Decoding holds Python's lock, so it takes
+no longer than a few tens of milliseconds for a body of ``serve.intake``'s limit.
+"""
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SkipValidation, ValidationError, WithJsonSchema
+from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
+from lamina.engine.engine import MAX_WAITING
 from lamina.engine.prompts import Prompt, as_prompts
+from lamina.errors import RequestError
 from lamina.models.chat import joined_text
-from lamina.serve.errors import APIError
+from lamina.serve import fields
+from lamina.serve.errors import APIError, from_validation
 from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
-# Fields that clients send for bookkeeping of their own; they change nothing about the answer.
-_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+MOST_BYTES_BESIDES = 64 * 1024
+"""Of all fields but the prompt or the messages, together; and of all that messages hold besides their content."""
 
 _SAMPLING = (
     "n",
@@ -46,15 +60,23 @@ def _few(name: str, most: int) -> BeforeValidator:
 class StreamOptions(BaseModel):
     """``include_usage``: one more chunk at the end, with the token counts."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+
+    @validator(mode="after")
+    def _refuse_unsupported(self) -> Self:
+        _refuse_unsupported(self.model_extra or {}, fields.STREAM_OPTIONS, "stream_options.")
+        return self
 
 
 class GenerationRequest(BaseModel):
     """What both endpoints take. A field left out or null has its default; one that is not known is refused."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    unused: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    large: ClassVar[str]  # the field that may hold more than MOST_BYTES_BESIDES
 
     model: str | None = None
     stream: bool | None = None
@@ -79,76 +101,299 @@ class GenerationRequest(BaseModel):
     min_tokens: int | None = None
     max_tokens: int | None = None
 
-    @model_validator(mode="after")
-    def _refuse_unknown(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            neutral = not value or value == {"type": "text"}  # an empty list of tools, say, asks for nothing
-            if not neutral and name not in _WITHOUT_EFFECT:
-                raise PydanticCustomError("unsupported", "{param} is not supported; leave it out", {"param": name})
+    @validator(mode="after")
+    def _refuse_unsupported(self) -> Self:
+        _refuse_unsupported(self.model_extra or {}, self.unused)
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "stream_options", "stream_options needs stream to be true", {"param": "stream_options"}
             )
         return self
 
+    @classmethod
+    def large_value(cls, raw: msgspec.Raw) -> Any:
+        """The value of the field ``large``. Raises RequestError or what msgspec raises."""
+        raise NotImplementedError
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _sampling_params(self, **given: Any) -> SamplingParams:
+    def _sampling_params(self, said: Mapping[str, str], **given: Any) -> SamplingParams:
+        """``said``: what the client calls a parameter, where that is something else."""
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(**given)
-        except ValueError as error:  # its messages begin with the field's name
-            raise APIError(400, str(error), param=str(error).split(maxsplit=1)[0]) from error
+        except ValueError as error:  # its messages begin with the parameter's name
+            name, rest = str(error).split(maxsplit=1)
+            name = said.get(name, name)
+            raise APIError(400, f"{name} {rest}", param=name) from error
 
 
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
+    unused = fields.COMPLETION
+    large = "prompt"
+
     prompt: Annotated[
-        list[Prompt], PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+        SkipValidation[list[Prompt]],
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}},
+                    {"type": "array", "items": {"type": "integer"}},
+                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                ]
+            }
+        ),
     ]
     echo: bool | None = None
     logprobs: int | None = None
+
+    @classmethod
+    def large_value(cls, raw: msgspec.Raw) -> list[Prompt]:
+        """One or several texts, or lists of token ids."""
+        prompts = as_prompts(_decode_prompt(bytes(raw)))
+        if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would not help
+            raise RequestError(f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once")
+        return prompts
 
     def sampling_params(self) -> SamplingParams:
         """The parameters asked for. Raises APIError 400 for values out of range."""
         if self.echo and self.logprobs is not None:
             raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
         limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return self._sampling_params(logprobs=self.logprobs, **limit)
+        return self._sampling_params({}, logprobs=self.logprobs, **limit)
 
 
-def _text_of(content: Any) -> Any:
-    """A list of text parts as one text; anything else is left to validation."""
-    return joined_text(content) if isinstance(content, list) else content
+_NULL = msgspec.Raw(b"null")
 
 
-class ChatMessage(BaseModel):
-    """One turn; fields beyond role and content are handed to the chat template."""
+class _Part(msgspec.Struct, gc=False):
+    type: str
+    text: str | None = None
 
-    model_config = ConfigDict(strict=True, extra="allow")
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn; what it holds beyond role and content is handed to the chat template."""
 
     role: str
-    content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | list[dict[str, str]])]
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: msgspec.Raw = _NULL
+    function_call: msgspec.Raw = _NULL
+    reasoning_content: msgspec.Raw = _NULL
+    reasoning: msgspec.Raw = _NULL
+    refusal: msgspec.Raw = _NULL
+    audio: msgspec.Raw = _NULL
+    annotations: msgspec.Raw = _NULL
 
 
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    unused = fields.CHAT
+    large = "messages"
+
+    messages: Annotated[
+        SkipValidation[list[dict[str, Any]]],
+        WithJsonSchema(
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "type": "object",
+                    "required": ["role", "content"],
+                    "properties": {
+                        "role": {"type": "string"},
+                        "content": {
+                            "anyOf": [
+                                {"type": "string"},
+                                {
+                                    "type": "array",
+                                    "items": {
+                                        "type": "object",
+                                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                                    },
+                                },
+                            ]
+                        },
+                    },
+                },
+            }
+        ),
+    ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @classmethod
+    def large_value(cls, raw: msgspec.Raw) -> list[dict[str, Any]]:
+        """The messages as chat templates take them: null fields left out, text parts joined."""
+        messages = _MESSAGES.decode(raw)
+        if not messages:
+            raise RequestError("messages is empty; give at least one message")
+        besides = 0
+        plain = []
+        for index, message in enumerate(messages):
+            plain.append(_plain_message(index, message))
+            besides += sum(len(bytes(v)) for v in _raw_fields(message).values())
+            if besides > MOST_BYTES_BESIDES:
+                raise _too_much("messages hold, besides their content,", besides)
+        return plain
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """The parameters asked for, with a limit on tokens for those that give none. Raises APIError 400."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        said, limit = {"logprobs": "top_logprobs"}, self.max_tokens
+        if self.max_completion_tokens is not None:
+            said["max_tokens"], limit = "max_completion_tokens", self.max_completion_tokens
         if limit is None:
             limit = max(default_max_tokens, self.min_tokens or 0)
-        return self._sampling_params(logprobs=logprobs, max_tokens=limit)
+        return self._sampling_params(said, logprobs=logprobs, max_tokens=limit)
+
+
+_NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """The request that ``body`` holds. Raises APIError 400."""
+    values = _fields(kind, body)
+    large = values.pop(kind.large, None)
+    besides = sum(map(len, values.values()))
+    if besides > MOST_BYTES_BESIDES:
+        raise APIError(400, str(_too_much(f"the fields besides {kind.large} have", besides)))
+    decoded: dict[str, Any] = {}
+    for name, raw in values.items():
+        decoded[name] = _decoded(name, msgspec.json.decode, raw)
+    if large is not None:
+        decoded[kind.large] = _decoded(kind.large, kind.large_value, msgspec.Raw(large))
+    try:
+        return kind.model_validate(decoded)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_input=False, include_url=False)) from None
+
+
+@functools.cache
+def _decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
+    names = dict.fromkeys((*kind.model_fields, *kind.unused, *sorted(fields.WITHOUT_EFFECT)))
+    cut = msgspec.defstruct(kind.__name__, [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=True)
+    return msgspec.json.Decoder(cut)
+
+
+def _fields(kind: type[GenerationRequest], body: bytes) -> dict[str, bytes]:
+    """The undecoded value of every field that is given."""
+    if not body:
+        raise APIError(400, _NO_OBJECT)
+    decoder = _decoder(kind)
+    try:
+        cut = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        _, _, unknown = str(error).partition("unknown field `")
+        if not unknown:
+            raise APIError(400, _NO_OBJECT) from None
+        raise _unknown_field(unknown.rpartition("`")[0], decoder.type.__struct_fields__) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise APIError(400, f"the body is not JSON: {_why(error)}{_surrogates(body)}") from None
+    given = {name: getattr(cut, name) for name in cut.__struct_fields__}
+    return {name: bytes(raw) for name, raw in given.items() if raw is not None}
+
+
+def _unknown_field(name: str, known: Sequence[str]) -> APIError:
+    name = name if len(name) <= 64 else f"{name[:64]}..."
+    hint = f"; did you mean {name.lower()}?" if name.lower() in known else "; leave it out"
+    return APIError(400, f"{name} is not a field of this request{hint}", param=name)
+
+
+def _decoded(name: str, decode: Any, raw: Any) -> Any:
+    try:
+        return decode(raw)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        raise APIError(400, f"{name}{path.rstrip('`')}: {text}", param=name) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise APIError(400, f"the body is not JSON: {name}: {_why(error)}", param=name) from None
+    except RequestError as error:
+        raise APIError(400, str(error), param=name) from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error).removeprefix("JSON is malformed: ")
+
+
+def _surrogates(body: bytes) -> str:
+    """What msgspec does not say of half a surrogate pair, which JSON can write and Unicode does not have."""
+    found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", body)
+    return f"; is {found[0].decode()} half of a surrogate pair?" if found else ""
+
+
+_TEXT = msgspec.json.Decoder(str)
+_TOKENS = msgspec.json.Decoder(list[int])
+_TEXTS = msgspec.json.Decoder(list[str])
+_TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
+_MESSAGES = msgspec.json.Decoder(list[ChatMessage])
+
+
+def _decode_prompt(raw: bytes) -> Any:
+    """The prompt by the type that its first characters promise."""
+    first, second = raw[:1], raw[1:].lstrip()[:1]
+    if first == b'"':
+        return _TEXT.decode(raw)
+    if first != b"[":
+        return None  # nothing that a prompt can be: as_prompts says what it can
+    if second == b"[":
+        if (lists := raw.count(b"[") - 1) > MAX_WAITING:
+            raise RequestError(f"prompt holds {lists} prompts; give at most {MAX_WAITING} at once")
+        return _TOKEN_LISTS.decode(raw)
+    return (_TEXTS if second == b'"' else _TOKENS).decode(raw)
+
+
+def _raw_fields(message: ChatMessage) -> dict[str, msgspec.Raw]:
+    given = {name: getattr(message, name) for name in message.__struct_fields__}
+    return {name: v for name, v in given.items() if isinstance(v, msgspec.Raw) and v is not _NULL}
+
+
+def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role}
+    if isinstance(message.content, list):
+        parts = [{"type": part.type, "text": part.text} for part in message.content]
+        plain["content"] = joined_text(parts)
+    elif message.content is not None:
+        plain["content"] = message.content
+    elif message.tool_calls is _NULL and message.function_call is _NULL:
+        raise APIError(400, f"messages[{index}] has no content; give a text", param=f"messages.{index}.content")
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    for name, raw in _raw_fields(message).items():
+        if len(bytes(raw)) > MOST_BYTES_BESIDES:
+            raise _too_much(f"messages[{index}].{name} has", len(bytes(raw)))
+        if (value := msgspec.json.decode(raw)) is not None:
+            plain[name] = value
+    return plain
+
+
+def _too_much(what: str, size: int) -> RequestError:
+    return RequestError(f"{what} {size} bytes; give at most {MOST_BYTES_BESIDES}")
+
+
+def _refuse_unsupported(given: Mapping[str, Any], unused: Mapping[str, Sequence[Any]], prefix: str = "") -> None:
+    for name, value in given.items():
+        if name in fields.WITHOUT_EFFECT and not prefix:
+            continue
+        if name not in unused:
+            raise PydanticCustomError(
+                "unknown", "{param} is not a field of this request; leave it out", {"param": prefix + name}
+            )
+        if not fields.asks_for_nothing(value, unused[name]):
+            raise PydanticCustomError("unsupported", "{param} is not supported; leave it out", {"param": prefix + name})

@@ -1,6 +1,7 @@
 """Answers and stream chunks in OpenAI's form, from the engine's updates."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,20 +72,30 @@ class Sent:
 
 @dataclass
 class Usage:
-    """Token counts of one HTTP request."""
+    """Token counts and finish reasons of one HTTP request."""
 
     prompts: dict[int, int] = field(default_factory=dict)
     drawn: int = 0
+    ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
 
     def add(self, prompt: int, update: RequestUpdate) -> None:
         """Count what is new of a prompt."""
         self.prompts[prompt] = len(update.request.prompt_token_ids)
         self.drawn += update.tokens
+        for completion in update.completions:
+            if completion.finish_reason is not None:
+                self.ends[prompt, completion.index] = completion.finish_reason.value
 
     def body(self) -> Body:
         """As OpenAI has it."""
         prompt = sum(self.prompts.values())
         return {"prompt_tokens": prompt, "completion_tokens": self.drawn, "total_tokens": prompt + self.drawn}
+
+    def figures(self) -> str:
+        """Tokens and finish reasons, for a log."""
+        reasons = Counter(self.ends.values())
+        ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "left"
+        return f"{sum(self.prompts.values())} prompt tokens, {self.drawn} drawn, {ends}"
 
 
 def envelope(

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import functools
 import logging
 import os
 import socket
@@ -13,7 +14,10 @@ import uvicorn
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError, EngineDeadError
 from lamina.serve.app import create_app
+from lamina.serve.connections import Connection, Connections, accept, connection_limit, raise_file_limit
+from lamina.serve.connections import logger as connections_logger
 from lamina.serve.errors import first_line
+from lamina.serve.logs import OncePer
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is in use or may not be opened, or the host is not an address of this machine.
     """
+    raise_file_limit()  # before workers start, which inherit it
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, OverflowError, UnicodeError) as error:
@@ -71,9 +76,14 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._hurry = False
         self.died: str | None = None
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])  # none: its way to accept connections has no bounds
+        connections, most = Connections(), connection_limit()
+        make = functools.partial(Connection, connections, self.config, self.server_state, self.lifespan.state)
+        for listener in sockets or []:
+            self._accepting.append(asyncio.create_task(accept(listener, make, connections, most)))
         self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
@@ -90,6 +100,8 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
         ending = asyncio.create_task(self._end_answers())
         try:
             await super().shutdown(sockets)
@@ -125,15 +137,26 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
     Raises:
         EngineDeadError: the engine has stopped by itself; clients have been told.
     """
+    server = make_server(engine, on_ready)
+    server.run(sockets=[listener])
+    if server.died is not None:
+        raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
+
+
+def make_server(engine: Engine, on_ready: Callable[[], None]) -> _Server:
+    """The server that ``serve`` runs."""
     config = uvicorn.Config(
         create_app(engine),
         log_config=None,
         access_log=False,
+        http="h11",
+        ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S + 2 * TELL_S,
         lifespan="off",
     )
-    server = _Server(config, engine, on_ready)
-    server.run(sockets=[listener])
-    if server.died is not None:
-        raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
+    for name in ("uvicorn.error", connections_logger.name):  # clients can cause their lines in any number
+        target = logging.getLogger(name)
+        if not any(isinstance(each, OncePer) for each in target.filters):
+            target.addFilter(OncePer())
+    return _Server(config, engine, on_ready)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-import uvicorn
 
-from lamina.serve.app import create_app
+from lamina.serve.server import make_server
 from tests.serve.scripted import TIMEOUT_S, FakeEngine, Running
 
 
@@ -17,8 +16,7 @@ from tests.serve.scripted import TIMEOUT_S, FakeEngine, Running
 def shared_server() -> Iterator[Running]:
     engine = FakeEngine()
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(engine), log_config=None, lifespan="off")  # type: ignore[arg-type]
-    uvicorn_server = uvicorn.Server(config)
+    uvicorn_server = make_server(engine, lambda: None)  # type: ignore[arg-type]
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -22,6 +22,8 @@ WORDS = [" one", " two", " three"]
 class FakeTokenizer:
     """One token per character."""
 
+    most_bytes_per_token = 4
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 

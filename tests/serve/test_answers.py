@@ -22,11 +22,10 @@ def test_a_completion(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("prompt", "submitted"),
     [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
+        ("a", [[97]]),
+        (["a", "b"], [[97], [98]]),
         ([97, 98], [[97, 98]]),
         ([[97], [98, 99]], [[97], [98, 99]]),
-        (["a", [98]], ["a", [98]]),
     ],
 )
 def test_every_form_of_prompt_reaches_the_engine(server: Running, prompt: Any, submitted: list[Any]) -> None:

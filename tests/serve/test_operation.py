@@ -1,6 +1,8 @@
 """What an operator asks a server: health, models, metrics, its interface."""
 
+import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -14,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lamina.cli import status
 from lamina.errors import ConfigError, EngineDeadError, TransportError
 from lamina.serve import server as serving
+from lamina.serve.logs import OncePer
 from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
 
 
@@ -54,7 +57,53 @@ def test_a_server_ends_with_its_engine_and_says_why() -> None:
 def test_the_interface_describes_itself(server: Running) -> None:
     schema = server.http.get("/openapi.json").json()
     assert {COMPLETION, CHAT, "/v1/models", "/health"} <= set(schema["paths"])
-    assert "min_p" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    schemas = schema["components"]["schemas"]
+    assert "min_p" in schemas["CompletionRequest"]["properties"]
+    assert schemas.keys() == {"CompletionRequest", "ChatRequest", "StreamOptions", "Error"}
+    statuses = {
+        path: {*operation["responses"]} for path in schema["paths"] for operation in schema["paths"][path].values()
+    }
+    assert statuses[COMPLETION] == statuses[CHAT] == {"200", "400", "404", "408", "413", "429", "503"}
+    assert statuses["/health"] == {"200", "503"} and statuses["/v1/models/{name}"] == {"200", "404"}
+    assert "/openapi.json" in refusal(server.http.get("/docs"), 404)["message"]  # a page of scripts from elsewhere
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/fake"])
+def test_what_can_be_read_can_be_asked_for_its_head(server: Running, path: str) -> None:
+    response = server.http.head(path)
+    assert response.status_code == 200 and response.content == b""
+    assert response.headers["content-type"] == server.http.get(path).headers["content-type"]
+
+
+def test_a_line_per_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    def lines(path: str, **body: Any) -> list[str]:
+        caplog.clear()
+        server.post(path, **body)
+        server.http.get("/health")  # on the same connection: by now the line is written
+        return [record.getMessage() for record in caplog.records if record.name == "lamina.serve.logs"]
+
+    assert lines(COMPLETION, prompt="abc") == []
+    with caplog.at_level(logging.INFO, "lamina.serve.logs"):
+        line = lines(COMPLETION, prompt=["abc", "d"], n=2, stream=True)[0]
+        assert re.fullmatch(
+            r"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d\.\d{3} s: 4 prompt tokens, 12 drawn, 4 length", line
+        )
+        assert re.search(r"POST /v1/completions 400 in \d\.\d{3} s$", lines(COMPLETION, prompt="too long")[0])
+        assert "POST /%0Anew?a=%0A 404" in lines("/%0Anew?a=%0A")[0] or "POST /%0Anew 404" in lines("/%0Anew")[0]
+
+
+def test_lines_that_clients_can_cause_are_not_written_each_time() -> None:
+    now = 0.0
+    once = OncePer(10, clock=lambda: now)
+
+    def line(text: str, *args: object) -> logging.LogRecord:
+        return logging.LogRecord("a", logging.WARNING, "", 0, text, args, None)
+
+    assert once.filter(line("no %s", "files")) and once.filter(line("other"))
+    assert not any(once.filter(line("no %s", number)) for number in range(1000))
+    now = 11.0
+    last = line("no %s", "files")
+    assert once.filter(last) and last.getMessage() == "no files (1000 more such lines left out)"
 
 
 def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> None:

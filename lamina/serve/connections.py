@@ -1,0 +1,211 @@
+"""Connections within bounds: how many, how long until a request has come, and what happens when files run out.
+
+uvicorn and asyncio have no such bounds: a client that sends nothing, or half a header, keeps its connection for ever,
+and where no file is left asyncio tries to accept again as fast as it can, with a log line each time.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from lamina.errors import ConfigError
+from lamina.serve.errors import APIError
+
+logger = logging.getLogger(__name__)
+
+HEADER_S = 10.0
+"""From a connection's start, or a request's first byte, until its header is there."""
+
+DRAIN_S = 5.0
+"""How long the rest of a body is read and thrown away once its request has been answered."""
+
+MOST_CONNECTIONS = 4096
+RESERVED_FILES = 64
+"""Files kept for the workers' channels, logs and whatever else is opened while serving."""
+
+LEAST_CONNECTIONS = 16
+WAIT_S = 0.05
+
+_OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those it starts, open as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: then the soft limit holds
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connection_limit() -> int:
+    """Connections that may be open at once, by the files that this process may still open.
+
+    Raises:
+        ConfigError: too few are left to serve anybody.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    used = len(os.listdir("/proc/self/fd"))
+    left = soft - used - RESERVED_FILES
+    if left < LEAST_CONNECTIONS:
+        raise ConfigError(
+            f"{left} connections could be open: this process may open {soft} files, has {used} open and keeps "
+            f"{RESERVED_FILES} back. Raise the limit (ulimit -n {used + RESERVED_FILES + MOST_CONNECTIONS})"
+        )
+    return min(left, MOST_CONNECTIONS)
+
+
+class Connections:
+    """Those that are open, and of them those that wait for a request, oldest first. Used in the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.open: set[Connection] = set()
+        self._silent: dict[Connection, None] = {}  # have never sent a request
+        self._idle: dict[Connection, None] = {}  # have been answered
+
+    def waits(self, connection: "Connection", *, answered: bool) -> None:
+        """It waits for a request from now on."""
+        (self._idle if answered else self._silent)[connection] = None
+
+    def works(self, connection: "Connection") -> None:
+        """It waits for none any more."""
+        self._silent.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def close_one(self) -> bool:
+        """Close the one that has waited longest, of those that have never sent a request first; False if none waits."""
+        for waiting in (self._silent, self._idle):
+            for connection in waiting:
+                self.works(connection)
+                connection.transport.abort()
+                return True
+        return False
+
+
+class Connection(H11Protocol):
+    """One client's connection: uvicorn's, with times by which it must send a header, and errors in OpenAI's form."""
+
+    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._connections = connections
+        self._refused = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._phase: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time for the first request."""
+        super().connection_made(transport)
+        self._connections.open.add(self)
+        self._connections.waits(self, answered=False)
+        self._enter("header")
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has come."""
+        if self._refused:
+            return
+        super().data_received(data)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._enter(None)
+        self._connections.works(self)
+        self._connections.open.discard(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """An answer has been sent; the next request may begin, or what is left of a body be thrown away."""
+        super().on_response_complete()
+        self._look()
+        if self._phase is None and self.conn.their_state is h11.IDLE:
+            self._connections.waits(self, answered=True)
+
+    def send_400_response(self, msg: str) -> None:
+        """Say what is wrong with a header, by the error being handled, and close."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(
+                status,
+                f"this is not an HTTP request: {error}" if status != 431 else f"the header is too large: {error}",
+            )
+        else:
+            self.transport.close()
+
+    def _look(self) -> None:
+        """What the client owes by now, from where the two sides of HTTP stand."""
+        if self._refused:
+            return
+        theirs = self.conn.their_state
+        if theirs is h11.IDLE:
+            begun = bool(self.conn.trailing_data[0]) or self._phase == "drain"  # uvicorn's own timer has ended by then
+            if self._phase != "header":
+                self._enter("header" if begun else None)
+        elif theirs is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
+            if self._phase != "drain":
+                self._enter("drain")
+        else:
+            self._connections.works(self)
+            self._enter(None)
+
+    def _enter(self, phase: str | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._phase = phase
+        if phase is not None:
+            self._deadline = self.loop.call_later(HEADER_S if phase == "header" else DRAIN_S, self._too_late)
+
+    def _too_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._phase == "header" and self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+            self._refuse(408, f"no whole header came within {HEADER_S:.0f} s; send it sooner")
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = json.dumps(APIError(status, message).body()).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers.append((b"content-length", str(len(body)).encode()))
+        response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self._refused = True
+        self._enter("drain")  # to close at once would reset what is unread, and with it the answer
+        self.transport.write_eof()
+
+
+async def accept(listener: socket.socket, make: Callable[[], Connection], connections: Connections, most: int) -> None:
+    """Accept for ever. At ``most`` connections the one that has waited longest for a request makes room; while all are
+    at work, new ones wait in the system's queue."""
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    while True:
+        try:
+            accepted, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            if error.errno in _OUT_OF_FILES:
+                logger.warning("no connection can be accepted: %s; idle ones are closed to make room", error.strerror)
+                connections.close_one()
+                await asyncio.sleep(WAIT_S)
+            continue  # else it was gone before it was accepted
+        while len(connections.open) >= most:
+            if connections.close_one():
+                await asyncio.sleep(0)  # it is forgotten in the loop's next turn
+            else:
+                logger.warning("all of %d connections are at work; new ones wait", most)
+                await asyncio.sleep(WAIT_S)
+        await loop.connect_accepted_socket(make, accepted)

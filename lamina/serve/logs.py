@@ -1,0 +1,73 @@
+"""One line per request, at level INFO; and a bound on lines that clients can cause in any number."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S = 10.0
+
+
+class RequestLog:
+    """ASGI middleware: logs method, path, status, time and, of a generation, tokens and finish reasons.
+
+    The line is written when the answer has been sent or its client has left; LAMINA_LOG_LEVEL=INFO shows it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application and log how the request went."""
+        if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        status = 0
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            figures: Callable[[], str] | None = scope.get("state", {}).get("figures")
+            host, port = scope.get("client") or ("-", 0)
+            path = scope["raw_path"].decode("ascii", "backslashreplace")
+            logger.info(
+                "%s:%d %s %s %s in %.3f s%s",
+                host,
+                port,
+                scope["method"],
+                path,
+                status or "unanswered",
+                time.perf_counter() - begun,
+                f": {figures()}" if figures else "",
+            )
+
+
+class OncePer(logging.Filter):
+    """Lets one line of each kind (its format) pass in ``seconds``, with the number of those left out before it."""
+
+    def __init__(self, seconds: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for a line that comes too soon after one of its kind."""
+        kind, now = str(record.msg), self._clock()
+        if now - self._last.get(kind, -self._seconds) < self._seconds:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return False
+        self._last[kind] = now
+        if count := self._left_out.pop(kind, 0):
+            record.msg, record.args = f"{record.getMessage()} ({count} more such lines left out)", ()
+        return True
