@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 
 from lamina.engine.engine import Engine
-from lamina.engine.tracking import OnOutput
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import DeadlineError, LaminaError
 from lamina.observe.decoding import decode_batch, decode_window
-from lamina.types import CompletionOutput, RequestOutput, SamplingParams
+from lamina.types import Request, SamplingParams
 
 
 class FakeEngine:
@@ -19,12 +19,12 @@ class FakeEngine:
         self.counts, self.error = counts, error
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    def submit(self, name: str, prompt: list[int], params: SamplingParams, tell: OnOutput) -> None:
+    def submit(self, name: str, prompt: list[int], params: SamplingParams, tell: OnUpdate) -> None:
         self.asked.append((prompt, params))
         for number, count in enumerate(self.counts[name]):
             last = number == len(self.counts[name]) - 1
-            output = CompletionOutput(0, token_ids=[7] * count)
-            tell(RequestOutput(name, None, prompt, [output], last, self.error if last else None))
+            news = CompletionUpdate(0, [7] * count, ["x"] * count)
+            tell(RequestUpdate(Request(name, None, prompt, params), [news], last, self.error if last else None))
 
 
 def decode(engine: FakeEngine, timeout_s: float = 0.01) -> list[list[int]]:
@@ -33,7 +33,7 @@ def decode(engine: FakeEngine, timeout_s: float = 0.01) -> list[list[int]]:
 
 
 def test_every_token_has_its_time_even_if_several_came_at_once() -> None:
-    engine = FakeEngine({"0": [1, 3], "1": [1, 2, 2, 3]})
+    engine = FakeEngine({"0": [1, 2], "1": [1, 1, 0, 1]})
     arrivals = decode(engine)
     assert [len(times) for times in arrivals] == [3, 3]
     assert arrivals[0][1] == arrivals[0][2] and all(times == sorted(times) for times in arrivals)
