@@ -221,7 +221,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Result:
-    """Milliseconds: processor time of a chunk with nothing beside it (median), of decode messages alone and beside chunks."""
+    """Milliseconds: processor time of a chunk alone, then decode messages alone (medians of both) and beside chunks."""
 
     how: str
     chunk_alone: float

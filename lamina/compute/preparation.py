@@ -10,8 +10,10 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import platform
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
+from lamina import _native
 from lamina.env import environment
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.models.tensors import Recipe, WeightPlan
@@ -32,7 +35,9 @@ logger = logging.getLogger(__name__)
 KEPT_FILES = 64
 """Older ones are removed: every new version of torch, transformers or Lamina leaves those of the last behind."""
 
-_CODE = tuple(Path(__file__).parents[1] / room for room in ("compute", "models", "splitter"))
+_CODE = Path(__file__).parents[1]  # all of the package: a list of what takes part would be one import behind some day
+_NATIVE = Path(_native.__file__)
+_PACKAGES = ("lamina", "torch", "transformers", "networkx", "sympy", "safetensors")
 _DIGEST_BYTES = 32
 
 
@@ -84,15 +89,25 @@ def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], N
 def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
     """All that decides what becomes of a model before its weights are read."""
     packings = [packing(each) for each in ([dtype] if dtype else DType)]
-    code = [file for folder in _CODE for file in folder.glob("*.py")]
+    paths = [path.name for path in _native.attention_paths()]
     return {
         "config": (place.path / CONFIG).read_bytes(),
         "dtype": str(dtype and dtype.value).encode(),
         "tensors": "\n".join(sorted(place.tensors)).encode(),
         "packing": str([each and (each.linear.__name__, each.inputs_multiple) for each in packings]).encode(),
-        **{name: importlib.metadata.version(name).encode() for name in ("lamina", "torch", "transformers")},
-        **{f"{file.parent.name}/{file.name}": file.read_bytes() for file in code},
+        "python": sys.version.encode(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {paths}".encode(),
+        "native": _NATIVE.read_bytes(),
+        "torch build": torch.__version__.encode(),
+        **{name: importlib.metadata.version(name).encode() for name in _PACKAGES},
+        **{str(file.relative_to(_CODE)): file.read_bytes() for file in _sources(_CODE)},
     }
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """All Python files of a package; in a checkout, some of its rooms are links."""
+    for path, _, names in os.walk(folder, followlinks=True):
+        yield from (Path(path, name) for name in names if name.endswith(".py"))
 
 
 def cache_key(ingredients: Mapping[str, bytes]) -> str:

@@ -5,7 +5,9 @@ import errno
 import importlib.metadata
 import logging
 import os
+import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+import lamina
 from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
 from lamina.compute.runner import Rows, SliceRunner
@@ -144,21 +147,72 @@ def _version(package: str) -> Change:
     return change
 
 
-def _code(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
-    (folder / "fuse.py").write_text("# another splitter")
-    monkeypatch.setattr(preparation, "_CODE", (folder,))
+def _code(name: str) -> Change:
+    """One file of the package is another."""
+
+    def change(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+        shutil.copytree(PACKAGE, folder / "lamina", ignore=shutil.ignore_patterns("__pycache__"))
+        monkeypatch.setattr(preparation, "_CODE", folder / "lamina")
+        key = cache_key(ingredients(place, None))
+        with (folder / "lamina" / name).open("a") as file:
+            file.write("# another\n")
+        assert cache_key(ingredients(place, None)) != key
+        return place
+
+    return change
+
+
+def _native(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+    (folder / "_native.so").write_bytes(preparation._NATIVE.read_bytes() + b"\0")
+    monkeypatch.setattr(preparation, "_NATIVE", folder / "_native.so")
     return place
 
 
-@pytest.mark.parametrize(
-    "change", [_config, _tensors, _packing, _code, *map(_version, ("lamina", "torch", "transformers"))]
-)
+def _set(where: object, name: str, value: object) -> Change:
+    def change(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
+        monkeypatch.setattr(where, name, value)
+        return place
+
+    return change
+
+
+PACKAGE = Path(lamina.__file__).parent
+CHANGES = {
+    "config": _config,
+    "tensors": _tensors,
+    "packing": _packing,
+    "native": _native,
+    "python": _set(sys, "version", "3.99"),
+    "machine": _set(platform, "machine", lambda: "vax"),
+    "torch build": _set(torch, "__version__", "0.0+other"),
+    "processor's vectors": _set(torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
+    "processor's paths": _set(preparation._native, "attention_paths", lambda: []),
+    **{name: _code(name) for name in ("types.py", "splitter/fuse.py", "kernels/memory.py", "models/weights.py")},
+    **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_key_holds_everything_that_matters(
     bundled: ModelDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Change
 ) -> None:
     before = cache_key(ingredients(bundled, None))
     assert cache_key(ingredients(bundled, None)) == before
     assert cache_key(ingredients(change(bundled, monkeypatch, tmp_path), None)) != before
+
+
+def test_all_code_that_takes_part_is_in_the_key(bundled: ModelDirectory) -> None:
+    """What a process has imported once it has split a model, against what the key was made of."""
+    code = (
+        f"{PREPARE}\nfor name, module in sys.modules.items():\n    if name.startswith('lamina'): print(module.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    files = [Path(line) for line in done.stdout.split() if line.startswith("/")]
+    made_of = ingredients(bundled, None)
+    ours = {file for file in files if file.suffix == ".py"}
+    assert len(ours) > 40
+    assert {str(file.relative_to(PACKAGE)) for file in ours} <= made_of.keys()
+    assert [file for file in files if file.suffix != ".py"] == [preparation._NATIVE]
 
 
 def test_the_key_holds_the_element_type(bundled: ModelDirectory) -> None:
