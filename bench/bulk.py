@@ -115,7 +115,7 @@ def plan(
 
 def begun(worker: str, tokens: int) -> StepPlan:
     """A sequence that lives on ``worker``, and so many tokens of it."""
-    segment = Segment(SEQUENCE, worker, (0, SPECS[0].query_heads), (0, None))
+    segment = Segment(SEQUENCE, worker, (0, SPECS[0].kv_heads), (0, None))
     admission = Admission(SEQUENCE, 1, tokens, [segment], SamplingParams(), 0)
     return plan([admission], [SequenceStep(SEQUENCE, 0, [0] * tokens, [])], [], [])
 

@@ -13,6 +13,7 @@
     │   ├── RefusedError              an endpoint turned a connection down
     │   └── DeadlineError (TimeoutError)  a wait passed its deadline
     ├── CapacityError                 a slab has too few free token slots
+    ├── PlacementError                segments that no worker can serve: a fault of the engine
     ├── LogitsError                   a model's output that no token can be drawn from
     ├── WorkerError                   a worker failed; carries the worker's name and its own message
     ├── OverloadedError               too many requests wait; HTTP 429
@@ -81,6 +82,13 @@ class CapacityError(LaminaError):
         self.needed = needed
         self.free = free
         self.capacity = capacity
+
+
+class PlacementError(LaminaError):
+    """The segments of a sequence cannot be served as they are: a fault of the engine, found before it does harm."""
+
+    def __init__(self, placed: str, why: str) -> None:
+        super().__init__(f"{placed}: {why}. This is a fault in Lamina; please report it with this message")
 
 
 class LogitsError(LaminaError):

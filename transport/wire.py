@@ -11,6 +11,7 @@ A request may travel in pieces, each announced by its own ring, so that the memo
 batches of query rows, and q before k and v (Lamina, section 4.2.2).
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.config import MOST_MINI_BATCHES, Overlap
+from lamina.errors import PlacementError
 from lamina.types import AttentionSpec, DType, Segment, SequenceStep, StepPlan
 
 Array = npt.NDArray[np.generic]
@@ -75,6 +77,42 @@ def attends_locally(step: SequenceStep) -> bool:
     """A chunk of several tokens attends to itself on the compute worker; a single token's new k and v are read back
     from the memory worker with all the others."""
     return len(step.tokens) > 1
+
+
+def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) -> None:
+    """Refuse segments that messages and page tables could not serve, whose partials would be wrong or lost.
+
+    Those of a sequence name it, hold all ``kv_heads`` key/value heads (the most that an attention has), are on
+    different workers, and their token ranges follow one another from 0 on without an end. Raises PlacementError.
+    """
+    ordered = sorted(segments, key=lambda segment: segment.tokens[0])
+    starts = [segment.tokens[0] for segment in ordered]
+    stops = [segment.tokens[1] for segment in ordered]
+    if any(segment.sequence != sequence for segment in segments):
+        why = "a segment names another sequence"
+    elif any(segment.heads != (0, kv_heads) for segment in segments):
+        why = f"a segment must hold all heads, 0 to {kv_heads}"
+    elif len({segment.worker for segment in segments}) < len(segments):
+        why = "a memory worker can hold one segment of a sequence"
+    elif [0, *stops] != [*starts, None] or any(start == stop for start, stop in zip(starts, stops, strict=True)):
+        why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
+    else:
+        return
+    places = ", ".join(f"{each.worker} heads {each.heads} tokens {each.tokens}" for each in segments)
+    raise PlacementError(f"sequence {sequence} is placed on {places or 'no worker'}", why)
+
+
+def check_placements(plan: StepPlan, kv_heads: int) -> None:
+    """``check_segments`` of all that a plan places. Raises PlacementError."""
+    for admission in plan.admitted:
+        check_segments(admission.sequence, admission.segments, kv_heads)
+    for segment in plan.moved:
+        check_segments(segment.sequence, [segment], kv_heads)
+
+
+def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
+    """The same places for another completion of a request."""
+    return [dataclasses.replace(segment, sequence=sequence) for segment in segments]
 
 
 def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:

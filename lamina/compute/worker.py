@@ -40,6 +40,7 @@ from lamina.transport.messages import (
 )
 from lamina.transport.process import run_worker
 from lamina.transport.timeline import Timeline
+from lamina.transport.wire import check_placements, for_sequence
 from lamina.types import Admission, Segment, StepPlan
 
 IDLE_SLICE_S = 1.0
@@ -236,7 +237,8 @@ class ComputeWorker:
             raise WorkerError(self.name, f"a compute worker that serves cannot take a {type(message).__name__}")
 
     def _take_in(self, plan: StepPlan) -> None:
-        """Apply the plan's deltas and prepare its step."""
+        """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
+        check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
         for sequence in plan.released:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
@@ -245,8 +247,9 @@ class ComputeWorker:
             self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
             for index in range(admission.count):
-                self._segments[admission.sequence + index] = admission.segments
-                self._sequences[admission.sequence + index] = SequenceCopy(admission, index)
+                sequence = admission.sequence + index
+                self._segments[sequence] = for_sequence(sequence, admission.segments)
+                self._sequences[sequence] = SequenceCopy(admission, index)
         if not plan.sequences:
             self._lanes[plan.lane].room = Room(0)  # a lane that has nothing to do needs no memory
             if self._pipeline.replicas_of(plan.lane)[0] == self._replica:

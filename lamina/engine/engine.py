@@ -23,6 +23,7 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
 from lamina.transport.timeline import Span, Timeline
+from lamina.transport.wire import check_placements
 from lamina.types import FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
@@ -88,12 +89,13 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
+        self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
         self._scheduler = Scheduler(
             limits,
             Placement(cluster.capacities),
             cluster.pipeline.lanes,
             attentions=len(cluster.attentions),
-            kv_heads=max(spec.kv_heads for spec in cluster.attentions),
+            kv_heads=self._kv_heads,
         )
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
@@ -245,6 +247,7 @@ class Engine:
         plan = self._scheduler.plan(lane)
         if plan is None:
             return False
+        check_placements(plan, self._kv_heads)
         self._answers.expect(plan)
         self._in_flight[plan.step] = plan
         self._progress[lane] = time.monotonic(), "engine"

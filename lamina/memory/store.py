@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.config import Overlap
+from lamina.errors import PlacementError
 from lamina.kernels.attention import append, partial, partial_tasks
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
@@ -19,12 +20,14 @@ from lamina.transport.wire import (
     MessageRows,
     Piece,
     SegmentRows,
+    check_placements,
+    for_sequence,
     keys_values,
     message_rows,
     pieces,
     read_queries,
 )
-from lamina.types import AttentionSpec, DType, Migration, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Fork, Migration, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
 
@@ -74,6 +77,7 @@ class KvStore:
         self.dtype = dtype
         self._overlap = overlap
         self.slab = Slab(capacity)
+        self._kv_heads = max(spec.kv_heads for spec in attentions)
         self._segments: dict[int, list[Segment]] = {}
         element = NUMPY_DTYPE[dtype]
 
@@ -92,12 +96,13 @@ class KvStore:
     def apply(self, plan: StepPlan) -> StepTables:
         """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step.
 
-        Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit.
+        Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
+        PlacementError, having changed nothing at all, for segments that cannot be served.
         """
+        check_placements(plan, self._kv_heads)
         for fork in plan.forks:
             if fork.parent in self._segments:
-                self.slab.fork(fork.parent, fork.child, fork.tokens)
-                self._segments[fork.child] = self._segments[fork.parent]
+                self._fork(fork)
         for sequence in plan.released:
             self._forget(sequence)
         for segment in plan.moved:
@@ -108,11 +113,25 @@ class KvStore:
         for migration in plan.migrations:
             if migration.target == self.worker:
                 self._make_slots(migration)
+            elif migration.source == self.worker:
+                self._check_source(migration)
         for admission in plan.admitted:
             if any(segment.worker == self.worker for segment in admission.segments):
                 self._segments[admission.sequence] = admission.segments
                 self.slab.open(admission.sequence)
         return self._plan_step(plan)
+
+    def _fork(self, fork: Fork) -> None:
+        """Let a child share what its parent has here of the first tokens."""
+        segments = self._segments[fork.parent]
+        start, stop = self._range(segments)
+        shared = max(0, fork.tokens - start) if stop is None else max(0, min(fork.tokens, stop) - start)
+        self.slab.fork(fork.parent, fork.child, shared)
+        self._segments[fork.child] = for_sequence(fork.child, segments)
+
+    def _range(self, segments: Sequence[Segment]) -> tuple[int, int | None]:
+        """The tokens of the one segment that is here."""
+        return next(segment.tokens for segment in segments if segment.worker == self.worker)
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is on its way here."""
@@ -124,7 +143,22 @@ class KvStore:
         """For tokens that are to come; nobody attends to them before the plan that says that their segment is here."""
         if migration.sequence not in self.slab:
             self.slab.open(migration.sequence)
+        held = len(self.slab.slots(migration.sequence))
+        if held != migration.start:
+            raise PlacementError(
+                f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} are to move to "
+                f"{self.worker}",
+                f"it has {held}, and what comes must follow",
+            )
         self.slab.append(migration.sequence, migration.stop - migration.start)
+
+    def _check_source(self, migration: Migration) -> None:
+        segments = self._segments.get(migration.sequence, [])
+        if [segment.tokens for segment in segments] != [(0, None)]:
+            raise PlacementError(
+                f"sequence {migration.sequence} is to move from {self.worker}",
+                "only a sequence that is there as a whole can",
+            )
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import LaneLinks
 from lamina.config import Overlap
-from lamina.errors import DeadlineError
+from lamina.errors import DeadlineError, PlacementError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.pulls import Puller
@@ -26,13 +26,25 @@ from lamina.transport.shm import ShmEndpoint
 from lamina.transport.wire import (
     MessageRows,
     SegmentRows,
+    for_sequence,
     pieces,
     reply_nbytes,
     reply_number,
     request_nbytes,
     request_number,
 )
-from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    Fork,
+    Migration,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
 
 ROWS = 24
 TIMEOUT_S = 20.0
@@ -268,3 +280,71 @@ def test_a_prompt_alone_is_answered_too() -> None:
         store = cluster.memories["memory0"].store
         slots = store.slab.slots(0)
         assert all((layer.k[slots] == 1).all() for layer in store.layers)
+
+
+@pytest.mark.parametrize("boundary", [2, 5, 6, 9])
+def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary: int) -> None:
+    """A prompt of 6 tokens, wherever it is cut; then both completions decode a token of their own."""
+    random = np.random.default_rng(boundary)
+    names = ("memory0", "memory1")
+    placed = [Segment(0, names[0], (0, 4), (0, boundary)), Segment(0, names[1], (0, 4), (boundary, None))]
+    segments = {sequence: for_sequence(sequence, placed) for sequence in (0, 1)}
+    plans = [
+        StepPlan(
+            0,
+            0,
+            0,
+            [],
+            [],
+            [Admission(0, 2, 6, placed, SamplingParams(), 0)],
+            [SequenceStep(0, 0, [0] * 6, [])],
+            NOBODY,
+        ),
+        StepPlan(1, 0, 2, [Fork(0, 1, 6)], [], [], [], DecodeRows([0, 1], [6, 6], [])),
+    ]
+    history = []
+    with connected(names, Overlap()) as cluster:
+        for plan in plans:
+            threads = [
+                memory.serve(cluster.inboxes[name], cluster.outboxes[name], plan)
+                for name, memory in cluster.memories.items()
+            ]
+            rows = sum(len(step.tokens) for step in plan.sequences)
+            exchange = StepExchange(plan, segments, cluster.links, DType.FLOAT32, Overlap(), threads=1, rows=rows)
+            for layer, spec in enumerate(SPECS):
+                shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
+                q, k, v = (random.standard_normal((rows, *shape)).astype(np.float32) for shape in shapes)
+                got = attend(cluster, exchange, layer, (q, k, v), None)
+                if plan.step == 0:
+                    history.append((k, v))
+                    continue
+                for row in range(2):
+                    keys, values = (
+                        np.concatenate([old, new[row : row + 1]])
+                        for old, new in zip(history[layer], (k, v), strict=True)
+                    )
+                    out, _ = expected(spec, q[row : row + 1], keys, values, 6)
+                    np.testing.assert_allclose(got[row : row + 1], out, atol=2e-5)
+            for thread in threads:
+                thread.join(TIMEOUT_S)
+                assert not thread.is_alive()
+        for memory in cluster.memories.values():
+            assert memory.store._segments[1] == segments[1]
+
+
+def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing() -> None:
+    store = KvStore("memory0", SPECS, DType.FLOAT32, 20, 1, Overlap())
+
+    def apply(**deltas: list) -> None:
+        fields = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": NOBODY} | deltas
+        store.apply(StepPlan(0, 0, 0, **fields))
+
+    cut = [Segment(0, "memory0", (0, 4), (0, 3)), Segment(0, "memory0", (0, 4), (3, None))]
+    with pytest.raises(PlacementError, match="hold one segment"):
+        apply(admitted=[Admission(0, 1, 5, cut, SamplingParams(), 0)], chunks=[SequenceStep(0, 0, [0] * 5, [])])
+    assert (store.slab.used, store.sequences) == (0, 0)
+    apply(admitted=[Admission(0, 1, 5, [*cut[:1], Segment(0, "memory1", (0, 4), (3, None))], SamplingParams(), 0)])
+    with pytest.raises(PlacementError, match="as a whole"):
+        apply(migrations=[Migration(1, 0, "memory0", "memory2", 0, 3)])
+    with pytest.raises(PlacementError, match="what comes must follow"):
+        apply(migrations=[Migration(1, 7, "memory2", "memory0", 2, 5)])

@@ -2,8 +2,9 @@
 
 import pytest
 
-from lamina.transport.wire import nbytes_per_token, paper_nbytes_per_token
-from lamina.types import AttentionSpec, DType
+from lamina.errors import PlacementError
+from lamina.transport.wire import check_placements, check_segments, nbytes_per_token, paper_nbytes_per_token
+from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, StepPlan
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,45 @@ def test_bytes_per_token(layers: int, query_heads: int, kv_heads: int, dim: int,
     spec = AttentionSpec(layer=0, query_heads=query_heads, kv_heads=kv_heads, qk_dim=dim, v_dim=dim, scale=dim**-0.5)
     assert paper_nbytes_per_token([spec] * layers, DType.BFLOAT16) == paper
     assert nbytes_per_token([spec] * layers, DType.BFLOAT16) == ours
+
+
+ALL, WHOLE = (0, 8), (0, None)
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        [Segment(3, "memory0", ALL, WHOLE)],
+        [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory1", ALL, (7, None))],
+        [Segment(3, "memory1", ALL, (7, None)), Segment(3, "memory0", ALL, (0, 7))],
+    ],
+)
+def test_whole_sequences_and_ranges_on_different_workers_are_served(placed: list[Segment]) -> None:
+    check_segments(3, placed, 8)
+
+
+REFUSED = {
+    "another sequence": [Segment(4, "memory0", ALL, WHOLE)],
+    "all heads": [Segment(3, "memory0", (0, 4), WHOLE), Segment(3, "memory1", (4, 8), WHOLE)],
+    "hold one segment": [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory0", ALL, (7, None))],
+    "from 0 on": [Segment(3, "memory0", ALL, (1, None))],
+    "follow one another": [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory1", ALL, (6, None))],
+    "no end": [Segment(3, "memory0", ALL, (0, 7))],
+    "must follow": [Segment(3, "memory0", ALL, (0, 0)), Segment(3, "memory1", ALL, (0, None))],
+    "no worker": [],
+}
+
+
+@pytest.mark.parametrize(("why", "placed"), REFUSED.items(), ids=REFUSED)
+def test_what_would_be_served_wrongly_is_refused(why: str, placed: list[Segment]) -> None:
+    with pytest.raises(PlacementError, match=f"sequence 3 .*{why}"):
+        check_segments(3, placed, 8)
+    plan = StepPlan(0, 0, 0, [], [], [Admission(3, 1, 5, placed, SamplingParams(), 0)], [], DecodeRows([], [], []))
+    with pytest.raises(PlacementError):
+        check_placements(plan, 8)
+
+
+def test_a_sequence_that_moves_does_so_as_a_whole() -> None:
+    moved = [Segment(3, "memory0", ALL, (5, None))]
+    with pytest.raises(PlacementError, match="from 0 on"):
+        check_placements(StepPlan(0, 0, 0, [], [], [], [], DecodeRows([], [], []), moved=moved), 8)
