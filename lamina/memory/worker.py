@@ -183,9 +183,10 @@ class MemoryWorker:
     def _report(self) -> None:
         """Say now and then which lanes would be answered, were there less to do."""
         now = time.monotonic()
-        if now - self._reported >= REPORT_S:
+        lanes = [lane.number for lane in self._lanes if lane.work is not None]
+        if lanes and now - self._reported >= REPORT_S:
             self._reported = now
-            self._control.send(Working([lane.number for lane in self._lanes if lane.work is not None]))
+            self._control.send(Working(lanes))
 
     def _serve_cut(self, lane: Lane) -> None:
         """Work on a piece of a request for a few milliseconds; after the request's last one, answer."""
