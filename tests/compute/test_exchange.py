@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from lamina.config import Overlap
 from lamina.errors import DeadlineError, PlacementError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
+from lamina.memory import store
+from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.splitter import SliceOutput
@@ -181,12 +184,16 @@ overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1,
     boundary=st.one_of(st.none(), st.integers(1, 12)),
     overlap=overlaps,
     padding=st.integers(0, 3),
+    most_products=st.sampled_from([1, MOST_PRODUCTS]),
     seed=st.integers(0, 9),
 )
 def test_steps_of_any_mix_equal_whole_attention(
-    steps: list[list[int]], boundary: int | None, overlap: Overlap, padding: int, seed: int
+    steps: list[list[int]], boundary: int | None, overlap: Overlap, padding: int, most_products: int, seed: int
 ) -> None:
-    """Two sequences take any numbers of tokens in turn; their KV is on one worker or cut at any token between two."""
+    """Two sequences take any numbers of tokens in turn; their KV is on one worker or cut at any token between two.
+
+    Their attention is served whole or in cuts.
+    """
     random = np.random.default_rng(seed)
     names = ("memory0", "memory1")
     last = (names[1], (boundary, None)) if boundary else None
@@ -203,7 +210,7 @@ def test_steps_of_any_mix_equal_whole_attention(
     lengths = [0, 0]
     turn = 0
     sinks = random.standard_normal(4).astype(np.float32)
-    with connected(names, overlap) as cluster:
+    with mock.patch.object(store, "MOST_PRODUCTS", most_products), connected(names, overlap) as cluster:
         for number, counts in enumerate(steps):
             taken = [SequenceStep(s, lengths[s], [0] * count, []) for s, count in enumerate(counts) if count]
             plan = StepPlan(number, 0, turn, [], [], admitted if number == 0 else [], taken, NOBODY)
