@@ -331,7 +331,7 @@ class Engine:
         drawn = self._scheduler.complete(plan.lane, plan.step)
         if self._lanes is not None and done.rows:
             self._lanes.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
-            chosen = self._lanes.choose(sequences)
+            chosen = self._lanes.choose(sequences, time.monotonic())
             self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from lamina.engine.pipeline import Arrangement, Pipeline
 
 FORGET = 0.98  # weight of what was known before, per step
+CONSTANT = 0.2  # share of a wait that does not grow with its rows
 LEARN = 0.2  # weight of a step in what is known of as many rows
 WORTH = 1.04  # the arrangement changes if another is predicted to be so many times as fast, twice in a row
+SATURATED = 0.9  # share of the time from which replicas are taken never to be idle
 ROTATION = 0.6  # of what unequal steps cost is lost even if steps are equal: their first and last slices are longer
 STEPS_BETWEEN_LOOKS = 8  # of each lane in use, at least
 
@@ -18,27 +20,24 @@ def chooser(pipeline: Pipeline) -> "LaneChooser | None":
     return LaneChooser(pipeline) if len(pipeline.choices) > 1 else None
 
 
-class _Line:
-    """Seconds by rows, constant + slope x rows: least squares over steps, of which old ones count less and less."""
+class _Waits:
+    """Seconds by rows: in proportion to their mean, but for a part that messages take whatever is in them."""
 
     def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (0.0,) * 5  # weights, rows, rows^2, seconds, rows x seconds
+        self._weight = self._rows = self._seconds = 0.0
 
     @property
     def known(self) -> bool:
-        return self._sums[0] > 0
+        return self._weight > 0
 
     def note(self, rows: int, seconds: float) -> None:
-        terms = (1.0, rows, rows * rows, seconds, rows * seconds)
-        self._sums = tuple(FORGET * old + new for old, new in zip(self._sums, terms, strict=True))
+        self._weight = FORGET * self._weight + 1
+        self._rows = FORGET * self._rows + rows
+        self._seconds = FORGET * self._seconds + seconds
 
     def at(self, rows: float) -> float:
-        """No slope or constant below zero."""
-        weight, x, xx, y, xy = self._sums
-        spread = weight * xx - x * x
-        slope = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else 0.0
-        slope = min(max(slope, 0.0), y / x)
-        return (y - slope * x) / weight + slope * rows
+        mean = self._seconds / self._weight
+        return mean * (CONSTANT + (1 - CONSTANT) * rows * self._weight / self._rows)
 
 
 class _Table:
@@ -79,11 +78,13 @@ class LaneChooser:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.active = pipeline.start
-        self._slices, self._waits = _Table(), _Line()
+        self._slices, self._waits = _Table(), _Waits()
         self._attention: dict[str, float] = {}  # seconds so far, by memory worker
         self._attention_before: Mapping[str, float] = {}
         self._steps = self._rows = self._decoding = 0
         self._seconds = self._squares = 0.0
+        self._seen: list[tuple[int, float]] = []  # waits
+        self._since: float | None = None
         self._best = pipeline.start  # at the last look
 
     def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
@@ -93,7 +94,7 @@ class LaneChooser:
         self._seconds += busy_s
         self._squares += busy_s * busy_s
         if waited_s > 0:
-            self._waits.note(rows, waited_s)
+            self._seen.append((rows, waited_s))
         self._steps += 1
         self._rows += rows
         self._decoding += decoding
@@ -107,9 +108,9 @@ class LaneChooser:
         """True when ``choose`` looks at the times again."""
         return self._steps >= STEPS_BETWEEN_LOOKS * self.active.lanes
 
-    def choose(self, sequences: int) -> Arrangement:
+    def choose(self, sequences: int, now: float) -> Arrangement:
         """What to use where so many sequences would decode if all their prompts were done: looked at again every few
-        steps, else what is in use."""
+        steps, else what is in use. ``now`` in seconds, of any clock."""
         if not self.due or not sequences:
             return self.active
         lanes, steps = self.active.lanes, self._steps
@@ -118,6 +119,7 @@ class LaneChooser:
         rows, decoding = self._rows / steps, self._decoding / steps
         prompts = max(0.0, 1.0 - decoding * lanes / sequences)
         unequal = min(1.0, max(0.0, steps * self._squares / self._seconds**2 - 1)) if self._seconds else 0.0
+        self._note_waits(now)
         self._steps = self._rows = self._decoding = 0
         self._seconds = self._squares = 0.0
         self._attention_before = dict(self._attention)
@@ -132,10 +134,20 @@ class LaneChooser:
             return progress * self._rate(one, each, attention * each / rows, unequal) / one.lanes
 
         allowed = [one for one in self._pipeline.choices if one.lanes <= max(sequences, self._pipeline.replicas)]
-        before, self._best = self._best, max(allowed, key=speed)
-        if self._best == before and speed(before) > WORTH * speed(self.active):
-            self.active = before
+        best_before, self._best = self._best, max(allowed, key=speed)
+        if self._best == best_before and speed(self._best) > WORTH * speed(self.active):
+            self.active = self._best
         return self.active
+
+    def _note_waits(self, now: float) -> None:
+        """Believe the waits seen. Where replicas were hardly idle only long ones are: what it is at most."""
+        elapsed = now - self._since if self._since is not None else math.inf
+        idle = self._seconds < SATURATED * elapsed * self._pipeline.replicas
+        for rows, seconds in self._seen:
+            if idle or not self._waits.known or seconds < self._waits.at(rows):
+                self._waits.note(rows, seconds)
+        self._seen.clear()
+        self._since = now
 
     def _rate(self, one: Arrangement, rows: float, attention: float, unequal: float) -> float:
         """Steps a second of all lanes together, each of so many rows, with so much attention of the busiest worker and

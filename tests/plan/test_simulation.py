@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lamina.config import Pipelining
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Scheduler
 from lamina.errors import ConfigError
@@ -438,3 +439,23 @@ def test_what_is_asked_for_is_reserved_and_not_drawn() -> None:
     alone, asks = simulate(pools(), one), simulate(pools(), replace(one, max_tokens=1000))
     assert (alone.log.first_s[0], alone.log.end_s[0]) == (asks.log.first_s[0], asks.log.end_s[0])
     assert gaps_of(alone) == gaps_of(asks)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "count"), [(2048, 1, 100), (64, 48, 500)], ids=["prompts alone", "mostly decoding"]
+)
+def test_chosen_lanes_are_near_the_best_that_can_be_asked_for(prompt: int, output: int, count: int) -> None:
+    arrivals = Arrivals(np.zeros(count), np.full(count, prompt), np.full(count, output))
+    asked: list[tuple[int, Pipelining]] = [(2, "fixed"), (4, "fixed"), (6, "fixed"), (3, "rotational")]
+    two = pools(compute_workers=2, memory_workers=4)
+    best = min(simulate(replace(two, lanes=lanes, pipelining=order), arrivals).seconds for lanes, order in asked)
+    assert simulate(replace(two, lanes=None), arrivals).seconds <= 1.1 * best
+
+
+def test_lanes_that_wait_for_one_pool_after_the_other_are_not_taken_for_missing_room() -> None:
+    """Prompts in one lane on each replica: requests queue beside free slots while both pools are half idle."""
+    arrivals = Arrivals(np.zeros(60), np.full(60, 2048), np.full(60, 1))
+    waiting = simulate(pools(lanes=1), arrivals)
+    assert waiting.queued > 0.8 and waiting.refused == 0
+    assert waiting.bottleneck.startswith("steps of a lane")
+    assert simulate(pools(lanes=2, pipelining="fixed"), arrivals).bottleneck == "compute workers"

@@ -1,5 +1,6 @@
 """The whole runtime against Hugging Face: processes, two memory workers, more requests than fit in one batch."""
 
+import itertools
 import os
 import random
 import threading
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
+from lamina.engine.lanes import LaneChooser
+from lamina.engine.pipeline import Arrangement
 from lamina.engine.updates import whole
 from lamina.types import DType, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
@@ -141,6 +144,25 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> Switched:
 def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches: dict[str, Any]) -> None:
     """Greedy ones equal Hugging Face; drawn ones, with penalties, depend on the seed alone, whichever replica draws."""
     outputs = switched.run(switches)
+    assert outputs[: len(switched.prompts)] == switched.greedy
+    assert outputs[len(switched.prompts) :] == switched.drawn
+
+
+def test_lanes_that_change_replicas_and_order_leave_the_tokens_alone(
+    switched: Switched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every few steps another arrangement: sequences go to replicas that have not run them, and back."""
+    steps = itertools.count(1)
+    seen = set()
+
+    def choose(chooser: LaneChooser, sequences: int, now: float) -> Arrangement:
+        choices = [Arrangement(4), Arrangement(3, rotates=True), Arrangement(2), Arrangement(6)]
+        seen.add(chosen := choices[next(steps) // 6 % len(choices)])
+        return chosen
+
+    monkeypatch.setattr(LaneChooser, "choose", choose)
+    outputs = switched.run({"compute": "cpu:2", "compute_cores": CORES[0], "memory_cores": CORES[-1]})
+    assert len(seen) == 4
     assert outputs[: len(switched.prompts)] == switched.greedy
     assert outputs[len(switched.prompts) :] == switched.drawn
 

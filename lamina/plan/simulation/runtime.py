@@ -208,7 +208,7 @@ class Simulation:
         self._decisions.seconds["complete"] += self._clock() - begun
         rows = self._rows.pop(step)
         if self._lanes is not None:
-            self._choose_lanes(self._lanes, sequences, rows, busy_s, waited_s)
+            self._choose_lanes(self._lanes, now, sequences, rows, busy_s, waited_s)
         requests = self._requests[lane].of(drawn)
         if ended := self._log.draw(now, requests):
             owners = list(drawn.values())
@@ -218,13 +218,13 @@ class Simulation:
                 self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
 
     def _choose_lanes(
-        self, chooser: LaneChooser, sequences: int, rows: tuple[int, int], busy_s: float, waited_s: float
+        self, chooser: LaneChooser, now: float, sequences: int, rows: tuple[int, int], busy_s: float, waited_s: float
     ) -> None:
         chooser.note_step(*rows, busy_s, waited_s)
         if chooser.due:
             for index, name in enumerate(self._memories):
                 chooser.note_attention(name, self._cluster.memory_work(index)[0])
-            chosen = chooser.choose(sequences)
+            chosen = chooser.choose(sequences, now)
             self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
 
     def _launch(self, now: float) -> None:
