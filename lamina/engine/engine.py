@@ -144,8 +144,8 @@ class Engine:
         """
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
-        self._check_tokens(tokens)
         self._scheduler.check(len(tokens), params)
+        self._check_tokens(tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_update)
         with self._lock:

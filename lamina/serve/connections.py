@@ -208,4 +208,7 @@ async def accept(listener: socket.socket, make: Callable[[], Connection], connec
             else:
                 logger.warning("all of %d connections are at work; new ones wait", most)
                 await asyncio.sleep(WAIT_S)
-        await loop.connect_accepted_socket(make, accepted)
+        try:
+            await loop.connect_accepted_socket(make, accepted)
+        except OSError:
+            accepted.close()  # its client is gone

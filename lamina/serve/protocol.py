@@ -27,6 +27,9 @@ from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 MOST_BYTES_BESIDES = 64 * 1024
 """Of all fields but the prompt or the messages, together; and of all that messages hold besides their content."""
 
+MOST_MESSAGES = 16_384
+"""Of one conversation."""
+
 _SAMPLING = (
     "n",
     "temperature",
@@ -234,6 +237,10 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def large_value(cls, raw: msgspec.Raw) -> list[dict[str, Any]]:
         """The messages as chat templates take them: null fields left out, text parts joined."""
+        if (
+            count := bytes(raw).count(b'"role"')
+        ) > MOST_MESSAGES:  # before they are decoded: see the module's docstring
+            raise RequestError(f"messages holds about {count} messages; give at most {MOST_MESSAGES}")
         messages = _MESSAGES.decode(raw)
         if not messages:
             raise RequestError("messages is empty; give at least one message")

@@ -83,8 +83,15 @@ class _Server(uvicorn.Server):
         connections, most = Connections(), connection_limit()
         make = functools.partial(Connection, connections, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or []:
-            self._accepting.append(asyncio.create_task(accept(listener, make, connections, most)))
+            task = asyncio.create_task(accept(listener, make, connections, most))
+            task.add_done_callback(self._accepting_ended)
+            self._accepting.append(task)
         self._on_ready()
+
+    def _accepting_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            connections_logger.error("no more connections are accepted; the server ends", exc_info=error)
+            self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         if not self.should_exit and (dead := self._engine.stats().dead) is not None:

@@ -148,6 +148,8 @@ def test_messages_carry_little_besides_their_content(server: Running) -> None:
     message = {"role": "user", "content": "a", "reasoning": "x" * 1000}
     error = refusal(server.post(CHAT, messages=[message] * 100), 400)
     assert f"give at most {MOST_BYTES_BESIDES}" in error["message"] and error["param"] == "messages"
+    many = refusal(server.post(CHAT, messages=[{"role": "user", "content": "a"}] * 16_385), 400)
+    assert many["message"] == "messages holds about 16385 messages; give at most 16384"
     unknown = refusal(server.post(CHAT, messages=[{"role": "user", "content": "a", "Content": "b"}]), 400)
     assert unknown["message"] == "messages[0]: Object contains unknown field `Content`"
 

@@ -1,0 +1,112 @@
+"""How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
+
+    python bench/intake.py            # the prompt as text, as a chat and as token ids; gaps in milliseconds
+
+The engine is scripted (a word every 5 ms); HTTP, decoding, the chat template and the tokenizer are the server's own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+
+from lamina.models.directory import find
+from lamina.models.tokenizer import Tokenizer
+from lamina.serve.server import make_server, url
+from lamina.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+
+WORD_S = 0.005
+STREAM_S = 12.0
+
+
+class Scripted:
+    """An engine that answers "stream" with a word every 5 ms for ``STREAM_S``, and anything else at once."""
+
+    model_name = "scripted"
+    max_model_len = 1_000_000
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer(find(None))
+
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams, on_output: Any) -> None:
+        """As the engine's."""
+        long = len(prompt) < 8
+        arguments = (request_id, prompt, round(STREAM_S / WORD_S) if long else 1, on_output)
+        threading.Thread(target=self._answer, args=arguments, daemon=True).start()
+
+    def _answer(self, request_id: str, prompt: list[int], words: int, on_output: Any) -> None:
+        for count in range(1, words + 1):
+            time.sleep(WORD_S)
+            reason = FinishReason.LENGTH if count == words else None
+            out = CompletionOutput(0, " w" * count, [0] * count, None, reason)
+            on_output(RequestOutput(request_id, None, prompt, [out], reason is not None))
+
+    def abort(self, request_id: str) -> None:
+        """Nothing runs that would have to end."""
+
+    def stats(self) -> Any:
+        """Nobody asks."""
+        raise NotImplementedError
+
+
+def gaps(base: str, begin: Any, results: Any) -> None:
+    """Times between the events of a stream, in a process of its own."""
+    with httpx.stream(
+        "POST", f"{base}/v1/completions", json={"prompt": "stream", "stream": True}, timeout=60
+    ) as response:
+        last, found = None, []
+        for line in response.iter_lines():
+            if line.startswith("data:"):
+                now = time.monotonic()
+                found += [] if last is None else [(last, now - last)]
+                last = now
+                begin.set()
+    results.put(found)
+
+
+def main() -> None:
+    """Print the worst gap alone and beside each kind of prompt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=1.0)
+    size = int(parser.parse_args().megabytes * 1e6)
+    source = (find(None).path / "tokenizer.json").read_text()
+    text = (source * (size // len(source) + 1))[:size]
+    bodies = {
+        "text": ("/v1/completions", {"prompt": text}),
+        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        "ids": ("/v1/completions", {"prompt": [1234] * (size // 6)}),
+    }
+    listener = socket.create_server(("127.0.0.1", 0))
+    base = url(listener)
+    server = make_server(Scripted(), lambda: None)  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    context = multiprocessing.get_context("spawn")
+    begin, results = context.Event(), context.Queue()
+    reader = context.Process(target=gaps, args=(base, begin, results))
+    reader.start()
+    begin.wait()
+    spans = {"alone": (time.monotonic(), time.monotonic() + 2)}
+    time.sleep(2)
+    for name, (path, body) in bodies.items():
+        content = json.dumps(body).encode()
+        begun = time.monotonic()
+        answer = httpx.post(base + path, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+        spans[name] = begun, time.monotonic()
+        print(f"{name}: {len(content)} bytes, status {answer.status_code}, {spans[name][1] - begun:.2f} s")
+    found = results.get()
+    reader.join()
+    for name, (begun, ended) in spans.items():
+        inside = sorted(gap for at, gap in found if begun <= at + gap and at <= ended) or [float("nan")]
+        print(f"beside {name}: worst gap {inside[-1] * 1e3:.0f} ms, median {inside[len(inside) // 2] * 1e3:.1f} ms")
+    server.should_exit = server.force_exit = True
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()
