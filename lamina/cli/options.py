@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from lamina.types import SamplingParams
 MaxTokens = Annotated[int, typer.Option(help="At most so many tokens per completion.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share of probability.")]
-Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable.")]
+Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable. Default: another one each time.")]
 
 Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
@@ -100,7 +101,9 @@ def as_lanes(text: str | None) -> int | None:
 
 
 def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:
-    """The parameters of the options above. Raises RequestError for values out of range."""
+    """The parameters of the options above, with a fresh seed where none is given. Raises RequestError for values out
+    of range."""
+    seed = secrets.randbits(31) if seed is None else seed
     try:
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
