@@ -31,6 +31,7 @@ def bench(
     """Decode a batch of random prompts and say where the time went. Or measure something else, see the commands."""
     if invocation.invoked_subcommand is not None:
         return
+    options.check_model(config)
     from lamina.cluster.local import launch
     from lamina.observe.decoding import decode_batch, decode_window
     from lamina.observe.progress import loading_progress

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import options
-from lamina.cli.console import notes, print_error, print_table, print_text
+from lamina.cli.console import notes, output, print_error, print_table, print_text
 from lamina.config import EngineConfig
 from lamina.errors import RequestError
 from lamina.types import RequestOutput, SamplingParams
@@ -31,6 +31,7 @@ def generate(
     if not all(texts):
         raise RequestError(f"prompt {texts.index('')} is empty; give it some text")
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
+    options.check_model(config)
     from lamina.sdk import Lamina
 
     start = time.perf_counter()
@@ -52,14 +53,14 @@ def _print_texts(updates: Iterable[tuple[int, RequestOutput]], prompts: list[str
     for index, update in updates:
         newest[index] = update
         while shown in newest:
-            output = newest[shown]
-            text = output.outputs[0].text
-            print_text(text[printed:], end="\n" if output.finished else "")
+            request = newest[shown]
+            text = request.outputs[0].text
+            print_text(text[printed:], end="\n" if request.finished else "")
             printed = len(text)
-            if not output.finished:
+            if not request.finished:
                 break
-            if output.error:
-                print_error(output.error)
+            if request.error:
+                print_error(request.error)
             shown, printed = shown + 1, 0
             if shown < len(prompts):
                 _print_heading(shown, prompts[shown])
@@ -68,7 +69,8 @@ def _print_texts(updates: Iterable[tuple[int, RequestOutput]], prompts: list[str
 
 def _print_heading(number: int, prompt: str) -> None:
     notes().rule(f"request {number}", align="left", style="dim")
-    print_text(prompt, "bold", console=notes())
+    # Where both are the terminal, the text follows its prompt.
+    print_text(prompt, "bold", end="" if output().is_terminal else "\n", console=notes())
 
 
 def _standard_input() -> str:

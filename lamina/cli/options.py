@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import resource
 import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -19,6 +20,9 @@ Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable. Defaul
 
 Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
+
+LEAST_FILES = 64
+"""Open files with which one compute and one memory worker can be started."""
 
 ENGINE: dict[str, Any] = {
     "model": Annotated[
@@ -84,11 +88,28 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         settings = {name: values.pop(name) for name in ENGINE}
+        _require_files()
         settings |= {"lanes": as_lanes(settings["lanes"]), "dtype": as_dtype(settings["dtype"])}
         command(EngineConfig(**settings), **values)
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     return run
+
+
+def _require_files() -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+        raise ConfigError(
+            f"{files} files may be open at once, and sockets count as files; two workers need {LEAST_FILES}. Raise the "
+            "limit and run it again: ulimit -n 1024"
+        )
+
+
+def check_model(config: EngineConfig) -> None:
+    """Refuse what is mistyped most often before anything slow is imported. Raises ModelError."""
+    from lamina.models.directory import find
+
+    find(config.model, weights=False, tokenizer=False)
 
 
 def as_lanes(text: str | None) -> int | None:

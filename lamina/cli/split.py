@@ -11,7 +11,7 @@ import typer
 from lamina.config import DTypeName, as_dtype
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
 
     from lamina.splitter import SplitModel
 
@@ -59,7 +59,7 @@ def split(
         output.write_text(text)
 
 
-def render_table(model: "SplitModel") -> "RenderableType":
+def render_table(model: "SplitModel") -> "Table":
     """The split as a rich table, one row per kind of slice, with totals in the caption."""
     from rich.table import Table
 
