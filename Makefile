@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu')
-PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+# Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
+TORCH_INDEX ?=
 
 .PHONY: run test test-all test-gpu test-rdma soak check native venv clean
 
@@ -43,15 +45,15 @@ venv: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt CMakeLists.txt $(CPP)
 	@command -v c++ >/dev/null || { echo "error: no C++ compiler. Install one (Debian: apt-get install g++) and run again."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed. Debian: apt-get install python3-venv"; exit 1; }
-	@echo "Installing PyTorch and build tools into $(VENV) ..."
-	$(PIP) torch numpy scikit-build-core nanobind cmake ninja
+	@echo "Installing PyTorch and build tools into $(VENV) (2.8 GB; 0.2 GB with TORCH_INDEX, see README.md) ..."
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch numpy scikit-build-core nanobind cmake ninja
 	@echo "Building Lamina ..."
-	$(PIP) --no-build-isolation -e ".[dev]"
+	$(PIP) --quiet --quiet --no-build-isolation -e ".[dev]"
 	@touch $@
 
 # Rebuild the native module alone, after a change under native/.
 native:
-	$(PIP) --no-build-isolation --no-deps -e .
+	$(PIP) --quiet --quiet --no-build-isolation --no-deps -e .
 
 clean:
 	rm -rf $(VENV) build dist

@@ -173,6 +173,17 @@ class Lamina:
                 whole.add(update)
                 yield whole.output()
 
+    def stream_batch(
+        self, prompts: Sequence[str] | Sequence[list[int]], sampling_params: SamplingParams | None = None
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """As :meth:`stream`, for several prompts that run together: yields (index of the prompt, its output so far)."""
+        wanted = as_prompts(prompts)
+        params = _params_of(sampling_params, len(wanted))
+        for part in _parts(len(wanted)):
+            with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
+                for index, output in outputs:
+                    yield part.start + index, output
+
     async def generate_async(
         self,
         prompts: str | list[int] | Sequence[str] | Sequence[list[int]],

@@ -1,5 +1,6 @@
 """The `lamina` command. Commands import what they need when they run, so that help and errors come at once."""
 
+import errno
 import logging
 import signal
 import sys
@@ -21,15 +22,18 @@ from lamina.cli import (
     split,
     status,
 )
-from lamina.cli.console import print_error
+from lamina.cli.console import discard_output, machine_trouble, print_error
 from lamina.env import LOG_FORMAT, environment
 from lamina.errors import LaminaError, UserError
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="lamina",
     help="LLM inference that cuts the model at its attention operators.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long option names off in a terminal of 80 columns
 )
@@ -64,12 +68,30 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Run the command line. Exit status: 0, 1 (it failed), 2 (the caller can mend it), 128 + signal (Ctrl-C: 130)."""
-    # As an exception, so that workers are stopped on the way out.
+    """Run the command line. Exit status: 0, 1 (it failed), 2 (the caller can fix it), 128 + signal (Ctrl-C: 130)."""
+    # As exceptions, so that workers are stopped on the way out.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    status = _run()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to stop
+    sys.exit(status)
+
+
+def _run() -> int | str | None:
     try:
         app()
+        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
+    except SystemExit as ended:
+        return ended.code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except LaminaError as error:
         print_error(error)
-        sys.exit(2 if isinstance(error, UserError) else 1)
-    sys.exit(0)
+        return 2 if isinstance(error, UserError) else 1
+    except OSError as error:  # from the machine: a full disk, no permission, too many open files
+        discard_output()
+        if error.errno != errno.EPIPE:  # the reader has what it wanted
+            logger.debug("where it came from:", exc_info=error)
+            print_error(machine_trouble(error))
+        return 1
+    return 0

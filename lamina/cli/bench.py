@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,7 @@ from lamina.config import EngineConfig
 if TYPE_CHECKING:
     from lamina.engine.bringup import Cluster
     from lamina.observe.decoding import Window
+    from lamina.observe.trace import Share
     from lamina.transport.timeline import Span
 
 TIMEOUT_S = 900.0
@@ -30,6 +31,7 @@ def bench(
     """Decode a batch of random prompts and say where the time went. Or measure something else, see the commands."""
     if invocation.invoked_subcommand is not None:
         return
+    options.check_model(config)
     from lamina.cluster.local import launch
     from lamina.observe.decoding import decode_batch, decode_window
     from lamina.observe.progress import loading_progress
@@ -51,8 +53,8 @@ def bench(
 def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
     from rich.table import Table
 
-    from lamina.cli.console import output
-    from lamina.observe.trace import bottleneck, shares, turnarounds
+    from lamina.cli.console import output, print_table
+    from lamina.observe.trace import shares, turnarounds
 
     parts = shares(spans, window.begin_ns, window.end_ns)
     table = Table(title=f"Where {window.seconds:.2f} s of decoding went", title_justify="left", title_style="bold")
@@ -62,17 +64,26 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
         table.add_column(name, justify="right")
     for part in parts:
         table.add_row(part.worker, part.stage, f"{part.seconds:.3f}", f"{part.share:.0%}")
-    output().print(table)
-    worst = bottleneck(parts)
-    output().print(
-        f"[bold]{window.tokens_per_s:.1f} tokens/s[/]. The bottleneck is [bold]{worst.stage}[/] on {worst.worker}: "
-        f"{worst.share:.0%} of the time.",
-        soft_wrap=True,
-    )
+    print_table(table)
+    output().print(f"[bold]{window.tokens_per_s:.1f} tokens/s[/]. {verdict(parts)}", soft_wrap=True)
     between = turnarounds(spans, window.begin_ns, window.end_ns)
     if between:
         microseconds = statistics.median(between) / 1000
         output().print(f"From a lane's draw to its next slice: {microseconds:.0f} us (median).", soft_wrap=True)
+
+
+def verdict(parts: "Sequence[Share]") -> str:
+    """What would have to become faster first: a stage, or what its worker does outside all stages if that is longer."""
+    from lamina.observe.trace import OTHER, bottleneck
+
+    worst = bottleneck(parts)
+    other = next((part for part in parts if (part.worker, part.stage) == (worst.worker, OTHER)), None)
+    if other is None or other.share <= worst.share:
+        return f"The bottleneck is {worst.stage} on {worst.worker}: {worst.share:.0%} of the time."
+    return (
+        f"No stage is the bottleneck: {worst.worker} spends {other.share:.0%} of the time outside all of them (plans, "
+        f"answers, waiting for a core). Its longest stage is {worst.stage}: {worst.share:.0%}."
+    )
 
 
 def _show_network(cluster: "Cluster") -> None:

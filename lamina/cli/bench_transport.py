@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lamina.transport.measure import Near, Result
 
 END_S = 10.0
+CONNECT_S = 5.0
 MAX_PORT = 65535
 
 
@@ -109,7 +110,15 @@ def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
     from lamina.transport.secret import from_file
 
     host, port = _host_and_port(where)
-    with contextlib.closing(Near(from_file(_named(secret_file)), host, port)) as near:
+    secret = from_file(_named(secret_file))
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise TransportError(
+            f"nobody answers at {host}:{port} ({error.strerror or error}); start the far side there first: "
+            f"lamina bench transport --listen {host}:{port} --secret-file F"
+        ) from error
+    with contextlib.closing(Near(secret, host, port)) as near:
         yield near
 
 
@@ -168,7 +177,7 @@ def show(results: "Sequence[Result]") -> None:
     """Print one row per measurement."""
     from rich.table import Table
 
-    from lamina.cli.console import output
+    from lamina.cli.console import print_table
 
     table = Table("transport", "wait", "bytes", "p50 us", "p90 us", "p99 us", "GB/s", title="between two processes")
     for result in results:
@@ -176,7 +185,7 @@ def show(results: "Sequence[Result]") -> None:
         times = [f"{trips[name]:.1f}" if name in trips else "" for name in ("p50", "p90", "p99")]
         rate = "" if result.gigabytes_per_s is None else f"{result.gigabytes_per_s:.2f}"
         table.add_row(result.transport, result.wait, str(result.nbytes), *times, rate)
-    output().print(table)
+    print_table(table)
 
 
 def plot(results: "Sequence[Result]", file: str) -> None:

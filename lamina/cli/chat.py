@@ -27,6 +27,7 @@ def chat(
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input ends it."""
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
+    options.check_model(config)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 

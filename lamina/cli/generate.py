@@ -2,14 +2,16 @@
 
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lamina.cli import options
+from lamina.cli.console import notes, output, print_error, print_table, print_text
 from lamina.config import EngineConfig
 from lamina.errors import RequestError
-from lamina.types import RequestOutput
+from lamina.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
@@ -24,23 +26,51 @@ def generate(
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
 ) -> None:
-    """Continue one or several texts."""
+    """Continue one or several texts. Standard output gets the new text alone, as it is drawn."""
     texts = prompts or [_standard_input()]
     if not all(texts):
         raise RequestError(f"prompt {texts.index('')} is empty; give it some text")
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
+    options.check_model(config)
     from lamina.sdk import Lamina
 
     start = time.perf_counter()
     with Lamina(**vars(config)) as lamina:
         loaded = time.perf_counter()
-        outputs = lamina.generate(texts, params)
+        outputs = _print_texts(lamina.stream_batch(texts, params), texts)
         ended = time.perf_counter()
-        _show_texts(outputs)
-        _show_figures(outputs, load_s=loaded - start, generate_s=ended - loaded)
+        _show_figures(outputs, params, load_s=loaded - start, generate_s=ended - loaded)
         _show_placement(lamina.engine, outputs)
     if any(output.error for output in outputs):
         raise typer.Exit(1)
+
+
+def _print_texts(updates: Iterable[tuple[int, RequestOutput]], prompts: list[str]) -> list[RequestOutput]:
+    """Print each text as it grows, one after the other in the order of the prompts; returns the final outputs."""
+    newest: dict[int, RequestOutput] = {}
+    shown, printed = 0, 0  # the request that is printed, and the characters of it that have been
+    _print_heading(0, prompts[0])
+    for index, update in updates:
+        newest[index] = update
+        while shown in newest:
+            request = newest[shown]
+            text = request.outputs[0].text
+            print_text(text[printed:], end="\n" if request.finished else "")
+            printed = len(text)
+            if not request.finished:
+                break
+            if request.error:
+                print_error(request.error)
+            shown, printed = shown + 1, 0
+            if shown < len(prompts):
+                _print_heading(shown, prompts[shown])
+    return [newest[index] for index in sorted(newest)]
+
+
+def _print_heading(number: int, prompt: str) -> None:
+    notes().rule(f"request {number}", align="left", style="dim")
+    # Where both are the terminal, the text follows its prompt.
+    print_text(prompt, "bold", end="" if output().is_terminal else "\n", console=notes())
 
 
 def _standard_input() -> str:
@@ -51,35 +81,22 @@ def _standard_input() -> str:
     return text
 
 
-def _show_texts(outputs: list[RequestOutput]) -> None:
-    from lamina.cli.console import output, print_error, print_text
-
-    for number, request in enumerate(outputs):
-        output().rule(f"request {number}", align="left", style="dim")
-        print_text(request.prompt or "", "bold")
-        print_text(request.outputs[0].text, end="\n")
-        if request.error:
-            print_error(request.error)
-
-
-def _show_figures(outputs: list[RequestOutput], *, load_s: float, generate_s: float) -> None:
-    from lamina.cli.console import output
-
+def _show_figures(outputs: list[RequestOutput], params: SamplingParams, *, load_s: float, generate_s: float) -> None:
     prompt = sum(len(request.prompt_token_ids) for request in outputs)
     drawn = sum(len(completion.token_ids) for request in outputs for completion in request.outputs)
-    output().rule(style="dim")
-    output().print(
+    notes().rule(style="dim")
+    notes().print(
         f"[bold]{drawn / generate_s:.1f} tokens/s[/]: {drawn} tokens drawn after {prompt} prompt tokens "
         f"in {generate_s:.2f} s. Workers and model were up after {load_s:.1f} s.",
         soft_wrap=True,
     )
+    if params.temperature > 0:
+        notes().print(f"Drawn with seed {params.seed}; --seed {params.seed} draws the same again.", soft_wrap=True)
 
 
 def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
     """Every segment of every request: which worker kept which tokens of which heads."""
     from rich.table import Table
-
-    from lamina.cli.console import output
 
     cluster = engine.cluster
     per_token = sum(spec.kv_bytes_per_token(cluster.dtype) for spec in cluster.attentions)
@@ -97,7 +114,7 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
             tokens = f"{start} to {stop - 1}" if start < stop else "none"
             row = (str(number), segment.worker, f"{low} to {high - 1}", tokens, _size(nbytes))
             table.add_row(*row)
-    output().print(table)
+    print_table(table, notes())
 
 
 def _size(nbytes: float) -> str:

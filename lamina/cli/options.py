@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import resource
+import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,10 +16,13 @@ from lamina.types import SamplingParams
 MaxTokens = Annotated[int, typer.Option(help="At most so many tokens per completion.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share of probability.")]
-Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable.")]
+Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable. Default: another one each time.")]
 
 Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
+
+LEAST_FILES = 64
+"""Open files with which one compute and one memory worker can be started."""
 
 ENGINE: dict[str, Any] = {
     "model": Annotated[
@@ -90,11 +95,28 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         settings = {name: values.pop(name) for name in ENGINE}
+        _require_files()
         settings |= {"lanes": as_lanes(settings["lanes"]), "dtype": as_dtype(settings["dtype"])}
         command(EngineConfig(**settings), **values)
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     return run
+
+
+def _require_files() -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+        raise ConfigError(
+            f"{files} files may be open at once, and sockets count as files; two workers need {LEAST_FILES}. Raise the "
+            "limit and run it again: ulimit -n 1024"
+        )
+
+
+def check_model(config: EngineConfig) -> None:
+    """Refuse what is mistyped most often before anything slow is imported. Raises ModelError."""
+    from lamina.models.directory import find
+
+    find(config.model, weights=False, tokenizer=False)
 
 
 def as_lanes(text: str | None) -> int | None:
@@ -107,7 +129,9 @@ def as_lanes(text: str | None) -> int | None:
 
 
 def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:
-    """The parameters of the options above. Raises RequestError for values out of range."""
+    """The parameters of the options above, with a fresh seed where none is given. Raises RequestError for values out
+    of range."""
+    seed = secrets.randbits(31) if seed is None else seed
     try:
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:

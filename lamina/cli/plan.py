@@ -25,6 +25,15 @@ SHOWN = 12
 
 DEFAULT_CONTEXT = 4096
 
+_HEADINGS = (
+    *("compute", "memory", "split by", "waits for"),
+    *("lanes", "batch", "TBT ms", "tokens/s", "$/h", "GB/s", "$/M in", "$/M out"),
+)
+_TEXTS = 4  # the first so many columns hold no numbers
+
+ONE_LINE_COLUMNS = 120
+"""Narrower terminals show a plan in two lines."""
+
 _DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>ms|s|us)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -150,13 +159,10 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
     if as_json:
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
-    from rich.console import Console
+    from lamina.cli.console import output, print_table, print_text
 
-    from lamina.cli.console import output, print_text
-
-    # A pipe has no width of its own: give the table what it needs.
-    wide = output() if output().is_terminal else Console(width=120, highlight=False)
-    wide.print(_table(planner, front, best, len(plans)))
+    narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
+    print_table(_table(planner, front, best, len(plans), two_lines=narrow))
     print_text("Recommended\n", style="bold")
     print_text(f"  {launch_line(best, model)}\n")
     if missing := _not_launched(best):
@@ -220,41 +226,44 @@ def _typed_kinds(plan: "Plan") -> tuple[str, str]:
     return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.memory.kind, pools.memory.kind)
 
 
-def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int) -> "Table":
+def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
+    """The front; for a narrow terminal a plan takes ``two_lines``, in every column one figure above another."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     served = planner.workload
     table = Table(
         title=f"{planner.shape.name}, {served.name}: {len(front)} of {count} plans are worth having",
-        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: a million tokens of\n"
+        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: a million tokens of "
         "prompt (in) or answer (out). GB/s: the least network bandwidth between the pools. Bold: recommended.",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for heading in ("compute", "memory", "split by"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("lanes", "batch", "TBT ms", "tokens/s", "$/h", "$/M in", "$/M out", "GB/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("waits for", no_wrap=True)
+    lines = 2 if two_lines else 1
+
+    def joined(values: tuple[str, ...]) -> list[str]:
+        return ["\n".join(values[at : at + lines]) for at in range(0, len(values), lines)]
+
+    for place, heading in enumerate(joined(_HEADINGS)):
+        table.add_column(heading, justify="left" if place * lines < _TEXTS else "right", no_wrap=True)
     for one in _spread(front, best):
         pools = one.pools
-        table.add_row(
+        row = (
             f"{pools.compute.kind}:{pools.compute_workers} tp{pools.tensor_parallel}",
             f"{pools.memory.kind}:{pools.memory_workers}",
             pools.partition.value,
+            one.bottleneck.value,
             str(pools.lanes),
             str(one.batch),
             f"{one.tbt_s * 1e3:.1f}",
             f"{one.tokens_s:.0f}",
             f"{one.usd_per_hour:.2f}",
+            f"{one.network_bytes_s / 1e9:.0f}",
             f"{one.usd_per_million_in:.2f}",
             f"{one.usd_per_million_out:.2f}",
-            f"{one.network_bytes_s / 1e9:.0f}",
-            one.bottleneck.value,
-            style="bold green" if one is best else None,
         )
+        table.add_row(*joined(row), style="bold green" if one is best else None)
     return table
 
 
@@ -298,7 +307,7 @@ def _plan_dict(plan: "Plan", model: str) -> dict[str, Any]:
 def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") -> None:
     from rich.table import Table
 
-    from lamina.cli.console import output
+    from lamina.cli.console import print_table
     from lamina.plan import models
     from lamina.plan.cost import CostModel, Fits
     from lamina.plan.store import ProfileStore
@@ -328,7 +337,7 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
             style="bold" if row.is_total else None,
             end_section=row.is_total,
         )
-    output().print(table)
+    print_table(table)
 
 
 def _measure(file: Path) -> None:

@@ -120,18 +120,14 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, 
     if as_json:
         print(json.dumps(_as_dict(result, deployment, trace), indent=2))
         return
-    from rich.console import Console
+    from lamina.cli.console import output, print_table
 
-    from lamina.cli.console import output
-
-    # A pipe has no width of its own: give the table what it needs.
-    wide = output() if output().is_terminal else Console(width=120, highlight=False)
-    wide.print(_summary(result, deployment, trace, lost))
+    print_table(_summary(result, deployment, trace, lost))
     if result.tokens:
-        wide.print(_pools(result))
+        print_table(_pools(result))
     if (decisions := result.decisions) is not None and decisions.steps:
         seconds = sum(decisions.seconds.values())
-        wide.print(
+        output().print(
             f"The engine's decisions took {seconds / decisions.steps * 1e6:.0f} us a step of "
             f"{decisions.rows / decisions.steps:.0f} sequences on this machine: {seconds / result.seconds:.1%} of one "
             "core, were it to serve this.",

@@ -2,6 +2,7 @@
 
 import enum
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from lamina.config import DTypeName, as_dtype
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
 
     from lamina.splitter import SplitModel
 
@@ -35,20 +36,21 @@ def split(
     dtype: Annotated[DTypeName, typer.Option(help="Element type; auto takes the configuration's.")] = "auto",
 ) -> None:
     """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
-    from rich.console import Console
-
+    from lamina.cli.console import notes, print_table
     from lamina.config import check_writable
-    from lamina.models.config import load_config, resolve_dtype
-    from lamina.models.directory import CONFIG, find
-    from lamina.splitter import split as split_model
+    from lamina.models.directory import find_config
 
     if output is not None:
         check_writable("--output", output)
-    place = model.parent if model is not None and model.name == CONFIG else model
-    config = load_config(find(place, weights=False, tokenizer=False))
-    result = split_model(config, resolve_dtype(config, as_dtype(dtype)))
+    place, element = find_config(model), as_dtype(dtype)  # what can be wrong comes before the slow imports
+    with notes().status("Importing transformers and splitting the model") if notes().is_terminal else nullcontext():
+        from lamina.models.config import load_config, resolve_dtype
+        from lamina.splitter import split as split_model
+
+        config = load_config(place)
+        result = split_model(config, resolve_dtype(config, element))
     if format is Format.TABLE and output is None:
-        Console().print(render_table(result))
+        print_table(render_table(result))
         return
     text = render_text(result) if format is Format.TABLE else _RENDERERS[format](result)
     if output is None:
@@ -57,7 +59,7 @@ def split(
         output.write_text(text)
 
 
-def render_table(model: "SplitModel") -> "RenderableType":
+def render_table(model: "SplitModel") -> "Table":
     """The split as a rich table, one row per kind of slice, with totals in the caption."""
     from rich.table import Table
 

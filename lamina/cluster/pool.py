@@ -48,6 +48,12 @@ GPUS = {
 }
 """GPU kinds by the name typed, with the name the driver gives the device."""
 
+PLANNED = ("a100-40g", "a100-80g", "rx7900xtx", "arc-a770", "tpu-v6e", "epyc", "xeon")
+"""Kinds that `lamina plan` has figures for beside the GPUs above, and that no worker runs on."""
+
+MOST_PER_CORE = 32
+"""CPU workers of one pool for each core: more than that start too slowly to serve anything."""
+
 MAX_COUNT = 1024
 """Workers of one kind in one pool: above it, a typing error is likelier than a plan."""
 
@@ -92,7 +98,7 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    known = [CPU, *GPUS] if known is None else list(known)
+    known = [CPU, *GPUS, *PLANNED] if known is None else list(known)
     entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:
@@ -111,7 +117,16 @@ def check_available(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -
     remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     for entry in pool:
         if entry.kind == CPU:
+            if entry.count > (most := MOST_PER_CORE * devices.cores):
+                raise ConfigError(
+                    f"{entry} asks for {entry.count} processes; this machine has {devices}, room for {most} at most. "
+                    f"{remedy}"
+                )
             continue
+        if entry.kind in PLANNED:
+            raise ConfigError(
+                f"{entry} is a kind that `lamina plan` has figures for; workers run on {CPU} only so far. {remedy}"
+            )
         asked = f"{entry} asks for {entry.count} GPU{'s' if entry.count > 1 else ''}"
         found = sum(_is_kind(name, entry.kind) for name in devices.gpus)
         if found < entry.count:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import sys
 
 _UNUSED = ("PIL", "scipy", "sklearn", "triton")
@@ -17,6 +18,8 @@ def before_imports() -> None:
     gc.disable()
     for package in _UNUSED:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # to Python: it cannot be imported
+    # A torch built for CUDA warns that triton is missing, for a counter of operations that nothing here uses.
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
 
 
 def once_set_up() -> None:

@@ -10,6 +10,8 @@ from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.types import DType
 
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
 
 def load_config(directory: ModelDirectory) -> PretrainedConfig:
     """The directory's config as transformers reads it, from local files only and without running code from there.
@@ -18,9 +20,10 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
         UnsupportedModelError: transformers does not know the family, or it has no causal language model.
         ModelError: a value in config.json is not valid for its family.
     """
+    file = directory.path if directory.path.is_file() else directory.path / CONFIG
     family = directory.config.get("model_type")
     if family is None:
-        raise ModelError(f"{directory.path / CONFIG} has no model_type: copy the whole config.json of the model")
+        raise ModelError(f"{file} has no model_type: copy the whole config.json of the model")
     try:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and its validators raise many types
@@ -29,11 +32,16 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
                 f"{directory.path}: transformers does not know the family {family!r}, and Lamina runs no code from a "
                 "model directory. Give a model of a family that transformers has, or upgrade transformers"
             ) from error
-        raise ModelError(f"{directory.path / CONFIG} is not valid for the family {family!r}: {error}") from error
+        raise ModelError(f"{file} is not valid for the family {family!r}: {error}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
             f"{directory.path}: {family!r} is no causal language model in transformers; give a decoder-only model"
         )
+    text = config.get_text_config()
+    for name in _SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ModelError(f"{file} says {name} is {size}; a model has at least 1")
     return cast(PretrainedConfig, config)
 
 

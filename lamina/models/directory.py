@@ -90,6 +90,18 @@ def find(model: str | Path | None, *, weights: bool = True, tokenizer: bool = Tr
     )
 
 
+def find_config(model: str | Path | None) -> ModelDirectory:
+    """As ``find``, by the configuration alone: ``model`` may also be a JSON file of any name, which is then ``path``.
+
+    Raises:
+        ModelError: there is no such directory or file, or it holds no configuration.
+    """
+    path = None if model is None else Path(model).expanduser()
+    if path is None or not path.is_file():
+        return find(path, weights=False, tokenizer=False)
+    return ModelDirectory(path=path, name=path.stem, config=read_json(path))
+
+
 def max_model_len(config: Mapping[str, Any]) -> int | None:
     """The longest sequence, in tokens, that a config.json allows; None when it states no limit (ALiBi models).
 

@@ -1,5 +1,7 @@
 """Progress bars on standard error; nothing is drawn when it is not a terminal."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -18,13 +20,22 @@ from rich.progress import (
 from lamina.engine.gather import OnProgress
 from lamina.transport.messages import LoadProgress
 
+REPORT_S = 30.0
+
 
 @contextmanager
 def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
-    """One line per worker that loads weights, while it does; yields the callback for ``launch``."""
+    """One line per worker that loads weights, while it does; yields the callback for ``launch``.
+
+    Where standard error is not a terminal: a line every ``REPORT_S`` about how far each is.
+    """
     console = console or Console(stderr=True)
+    if not console.is_terminal:
+        with _reports(console) as on_progress:
+            yield on_progress
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         starting = progress.add_task("workers", total=None, stage="starting")
         tasks: dict[str, TaskID] = {}
 
@@ -35,6 +46,26 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
             progress.update(tasks[worker], completed=report.done, total=report.total, stage=report.stage)
 
         yield show
+
+
+@contextmanager
+def _reports(console: Console) -> Iterator[OnProgress]:
+    newest: dict[str, LoadProgress] = {}
+    begin, over = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not over.wait(REPORT_S):
+            each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
+            waited = f"after {time.monotonic() - begin:.0f} s workers are still starting"
+            console.print(": ".join([waited, *([", ".join(each)] if each else [])]), soft_wrap=True)
+
+    reporter = threading.Thread(target=report, name="lamina-loading", daemon=True)
+    reporter.start()
+    try:
+        yield newest.__setitem__
+    finally:
+        over.set()
+        reporter.join()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.cluster.pool import parse
+from lamina.cluster.pool import CPU, GPUS, parse
 from lamina.errors import ConfigError
 from lamina.types import DType
 
@@ -98,6 +98,16 @@ class Catalogue:
     def __getitem__(self, kind: str) -> Hardware:
         """The entry of ``kind``. Raises ConfigError naming the nearest kinds."""
         name = ALIASES.get(kind.lower(), kind.lower())
+        if name == CPU and name not in self.kinds:
+            raise ConfigError(
+                "a cpu is whatever machine this is, so the catalogue has no figures for it: measure them with "
+                "lamina plan --measure cpu.toml and give --hardware cpu.toml, or name epyc or xeon"
+            )
+        if name in GPUS and name not in self.kinds:
+            raise ConfigError(
+                f"the hardware catalogue has no figures for {name} ({GPUS[name]}). It has: "
+                f"{', '.join(sorted(self.kinds))}. Describe {name} in a file and give it with --hardware FILE"
+            )
         if name not in self.kinds:
             known = [*self.kinds, *ALIASES]
             near = difflib.get_close_matches(name, known, n=3)
@@ -114,7 +124,8 @@ class Catalogue:
         Raises:
             ConfigError: the text is malformed or names a kind that the catalogue does not have.
         """
-        return [(self[entry.kind], entry.count) for entry in parse(text, [*self.kinds, *ALIASES], most)]
+        known = dict.fromkeys([*self.kinds, *ALIASES, CPU, *GPUS])
+        return [(self[entry.kind], entry.count) for entry in parse(text, known, most)]
 
 
 def load(user_file: Path | None = None) -> Catalogue:

@@ -58,12 +58,14 @@ def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
     prompts = ["def fibonacci(n):", "import os", "class [bold]Stack:"]
     done = run("generate", "--compute", "cpu:1", "--memory", "cpu:2", "--max-tokens", "8", *prompts)
     assert done.returncode == 0, done.stderr
-    assert all(prompt in done.stdout for prompt in prompts)
-    assert re.search(r"\d+\.\d tokens/s: \d+ tokens drawn after \d+ prompt tokens in \d+\.\d\d s", done.stdout)
-    rows = re.findall(r"(\d) +│ (memory\d) +│ 0 to 1 +│ 0 to \d+ +│ +[\d.]+ KiB", done.stdout)
+    assert all(prompt in done.stderr for prompt in prompts)
+    assert re.search(r"\d+\.\d tokens/s: \d+ tokens drawn after \d+ prompt tokens in \d+\.\d\d s", done.stderr)
+    assert re.search(r"seed (\d+); --seed \1 draws the same", done.stderr)
+    rows = re.findall(r"(\d) +│ (memory\d) +│ 0 to 1 +│ 0 to \d+ +│ +[\d.]+ KiB", done.stderr)
     assert [request for request, _ in rows] == ["0", "1", "2"]
     assert {worker for _, worker in rows} == {"memory0", "memory1"}
-    assert done.stderr == ""
+    assert done.stdout.count("\n") >= 3 and not re.search("prompt|tokens/s|request|memory0|─", done.stdout)
+    assert "warn" not in done.stderr.lower() and "torch" not in done.stderr
 
 
 def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     for stage in (r"compute0 +│ slice", r"compute0 +│ send", r"compute0 +│ receive", r"memory0 +│ attention"):
         assert re.search(stage + r" +│ +\d+\.\d{3} │ +\d+%", done.stdout)
-    assert re.search(r"\d+\.\d tokens/s\. The bottleneck is ", done.stdout)
+    assert re.search(r"\d+\.\d tokens/s\. (The bottleneck is|No stage is the bottleneck: \w+ spends) ", done.stdout)
     assert re.search(r"From a lane's draw to its next slice: \d+ us", done.stdout)
     events = json.loads(place.read_text())["traceEvents"]
     assert {event["tid"] for event in events if event.get("name") == "slice"} == {1, 2}  # both lanes
@@ -263,7 +265,8 @@ def server() -> Iterator[Server]:
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(END_S) == 0
     assert psutil.wait_procs(workers, END_S)[1] == []
-    assert running.process.stderr is not None and running.process.stderr.read() == ""
+    assert running.process.stderr is not None
+    assert [line for line in running.process.stderr if "still starting" not in line] == []
 
 
 def test_doctor_says_what_encryption_lacks() -> None:

@@ -15,6 +15,8 @@ packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3
 whole="test_rdma_between or test_rdma_with or a_message_wakes or card_refuses"
 few="was_written or lies_in_its_place or (full_flow and 0.01) or no_message_is_torn or (dead_peer_ends and before)"
 
+say() { echo "$(date +%T) $1" >&2; }
+
 skip() {
     echo "SKIPPED: the RDMA tests did not run: $1" >&2
     exit 77
@@ -23,16 +25,18 @@ skip() {
 command -v apt-get >/dev/null || skip "this script installs QEMU with apt-get, which is not here"
 mkdir -p "$work/empty"
 if ! dpkg -s $packages >/dev/null 2>&1; then
+    say "installing $packages"
     apt-get install -y -qq --no-install-recommends $packages >"$work/apt.log" 2>&1 ||
         { apt-get update -qq && apt-get install -y -qq --no-install-recommends $packages; } >"$work/apt.log" 2>&1 ||
         skip "these packages cannot be installed ($work/apt.log says why): $packages"
 fi
-[ -x "$work/venv/bin/vng" ] || { python3 -m venv "$work/venv" && "$work/venv/bin/pip" install -q virtme-ng >"$work/pip.log" 2>&1; } ||
+[ -x "$work/venv/bin/vng" ] || { say "installing virtme-ng" && python3 -m venv "$work/venv" && "$work/venv/bin/pip" install -q virtme-ng >"$work/pip.log" 2>&1; } ||
     skip "virtme-ng cannot be installed ($work/pip.log says why)"
 if ! compgen -G "$work/kernel/boot/vmlinuz-*" >/dev/null; then
     # Unpacked, never installed. Not the cloud kernel, which has no Soft-RoCE.
     image=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
     [ -n "$image" ] || skip "there is no package linux-image-amd64"
+    say "downloading and unpacking the kernel package $image"
     (cd "$work" && apt-get download -qq "$image" >"$work/kernel.log" 2>&1) || skip "$image cannot be downloaded ($work/kernel.log says why)"
     rm -rf "$work/kernel.new" && dpkg -x "$work/$image"_*.deb "$work/kernel.new"
     depmod -b "$work/kernel.new" "$(ls "$work/kernel.new/lib/modules")"
@@ -50,6 +54,7 @@ paths() { "$python" -c "import sysconfig; print(sysconfig.get_path('$1'))"; }
 stdlib=$(paths stdlib) site=$(paths platlib) disk=$work/disk.img
 unneeded="cmake fontTools hf_xet matplotlib mypy mypyc *__mypyc*.so openai openvino* pip pyarrow scipy scipy.libs torch/include torch/test transformers triton"
 if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -quit)" ]; then
+    say "copying Python's packages to a disk for the machine: about a minute"
     rm -rf "$work/disk" && mkdir -p "$work/disk/stdlib" "$work/disk/site"
     tar -C "$stdlib" -c --exclude=./site-packages --exclude=./test . | tar -C "$work/disk/stdlib" -x
     set -f # the patterns are tar's
@@ -58,10 +63,11 @@ if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -
     mke2fs -q -t ext4 -d "$work/disk" "$disk.new" "$(($(du -sm "$work/disk" | cut -f1) * 5 / 4 + 100))M"
     rm -rf "$work/disk" && mv "$disk.new" "$disk"
 fi
+say "making the model of the tests"
 rm -rf "$work/model"
 LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
 
-tests=("$python" -m pytest -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
+tests=("$python" -m pytest -v -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
 case ${1-} in
 "") set -- "${tests[@]}" -k "rdma or network" ;;
 --short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or $whole" ;;
@@ -69,7 +75,14 @@ esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
 # Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
 export PATH=$work/venv/bin:$PATH
+say "starting the machine; what it prints is also kept in $work/output.log"
+log=$work/output.log
+: >"$log"
+# Also when this is interrupted or out of time: what had passed until then.
+trap 'status=$?; say "ended with status $status after $SECONDS s: $(grep -c " PASSED" "$log") tests passed, $(grep -c " FAILED" "$log") failed"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 # Through a pipe: a file as standard output or error would be opened again, and overwritten, by QEMU.
 vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G \
     --rodir "/usr/lib/systemd=$work/empty" --qemu-opts="-drive if=virtio,format=raw,readonly=on,file=$disk" -- \
-    "cd $root && env PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model $job" 2>&1 | cat
+    "cd $root && env PYTHONUNBUFFERED=1 PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model $job" 2>&1 | tee "$log"

@@ -251,14 +251,19 @@ def attend(
         total = tl.zeros([block_m], tl.float32)
         acc = tl.zeros([block_m, block_dv], tl.float32)
 
+    head_k, head_v = k + head * qk_dim, v + head * v_dim
     for at in range(begin, end, block_n):
         n = at + tl.arange(0, block_n)
         there = n < end
-        kv_row = tl.load(table + n, mask=there, other=0).to(tl.int64) * kv_heads + head
-        keys = tl.load(k + kv_row[:, None] * qk_dim + d[None, :], mask=there[:, None] & (d < qk_dim)[None, :], other=0)
+        slot = tl.load(table + n, mask=there, other=0).to(tl.int64)
+        keys = tl.load(
+            head_k + slot[:, None] * (kv_heads * qk_dim) + d[None, :],
+            mask=there[:, None] & (d < qk_dim)[None, :],
+            other=0,
+        )
         scores = tl.dot(queries, tl.trans(widen(keys, product, element)), input_precision="ieee") * scale
         if element != PLAIN:
-            scores *= tl.load(k_scales + kv_row, mask=there, other=0.0)[None, :]
+            scores *= tl.load(k_scales + slot * kv_heads + head, mask=there, other=0.0)[None, :]
         key_position = (kv_start + n)[None, :]
         scores = shape_scores(scores, key_position - position[:, None], slope, softcap, capped, alibi)
         seen = there[None, :] & visible(position[:, None], key_position, window, chunk)
@@ -268,9 +273,11 @@ def attend(
         weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         if element != PLAIN:
-            weights *= tl.load(v_scales + kv_row, mask=there, other=0.0)[None, :]
+            weights *= tl.load(v_scales + slot * kv_heads + head, mask=there, other=0.0)[None, :]
         values = tl.load(
-            v + kv_row[:, None] * v_dim + dv[None, :], mask=there[:, None] & (dv < v_dim)[None, :], other=0
+            head_v + slot[:, None] * (kv_heads * v_dim) + dv[None, :],
+            mask=there[:, None] & (dv < v_dim)[None, :],
+            other=0,
         )
         acc = acc * shrink[:, None] + tl.dot(
             weights.to(value_product), widen(values, value_product, element), input_precision="ieee"

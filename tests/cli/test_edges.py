@@ -1,0 +1,229 @@
+"""Commands where a machine or its user is less than kind: narrow terminals, full disks, early Ctrl-C, wrong names."""
+
+import io
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
+
+from lamina.cli import app, bench_transport, options
+from lamina.cli.bench import verdict
+from lamina.cli.console import print_table
+from lamina.cluster import pool
+from lamina.errors import ConfigError, ModelError, TransportError
+from lamina.models.directory import BUNDLED
+from lamina.observe import progress
+from lamina.observe.trace import Share
+from lamina.plan import hardware
+from lamina.transport.messages import LoadProgress
+
+LAMINA = [sys.executable, "-m", "lamina"]
+RUN_S = 120.0
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PLAN = ("plan", "--model", "Llama-3-70B", "--compute", "a100-80g:2", "--memory", "rtx3090:4")
+
+
+def run(*arguments: str, stdout: int = subprocess.PIPE, before: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Exit status and standard error."""
+    command = [*LAMINA, *arguments]
+    done = subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=RUN_S, check=False, preexec_fn=before
+    )
+    return done.returncode, done.stderr
+
+
+def in_terminal(columns: int, *arguments: str) -> str:
+    """What a command prints to a terminal of so many columns."""
+    near, far = pty.openpty()
+    termios.tcsetwinsize(far, (24, columns))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [*LAMINA, *arguments],
+        stdin=far,
+        stdout=far,
+        stderr=subprocess.DEVNULL,
+        env={**environment, "TERM": "xterm", "NO_COLOR": "1"},
+    )
+    os.close(far)
+    printed = b""
+    try:
+        while piece := os.read(near, 65536):
+            printed += piece
+    except OSError:  # Linux's way to say that nobody has the other end
+        pass
+    os.close(near)
+    assert process.wait(RUN_S) == 0
+    return ESCAPES.sub("", printed.decode())
+
+
+# -- width ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_figure_of_a_table_is_cut(terminal: bool) -> None:
+    table = Table("kind", "figure")
+    table.add_row("k" * 60, "123456.789")
+    printed = io.StringIO()
+    print_table(table, Console(file=printed, width=40, force_terminal=terminal, color_system=None))
+    assert "k" * 60 in printed.getvalue() and "123456.789" in printed.getvalue() and "…" not in printed.getvalue()
+
+
+@pytest.mark.parametrize(("columns", "lines_of_a_plan"), [(80, 2), (200, 1)])
+def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_plan: int) -> None:
+    printed = in_terminal(columns, *PLAN)
+    table = printed.partition("Recommended")[0]
+    assert "…" not in table and max(map(len, table.splitlines())) <= columns
+    rows = table.count("a100-80g:")
+    assert rows > 0 and table.count("rtx3090:") == rows
+    assert len(re.findall("a100-80g:.*rtx3090:", table)) == (rows if lines_of_a_plan == 1 else 0)
+    assert len(re.findall(r"\d+\.\d\d", table)) == 3 * rows  # $/h, $/M in, $/M out
+
+
+# -- what the machine refuses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("plan", "-h"), PLAN])
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        status, said = run(*arguments, stdout=full.fileno())
+    assert (status, said) == (1, "error: No space left on device: standard output\n")
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_word() -> None:
+    near, far = os.pipe()
+    os.close(near)
+    try:
+        assert run(*PLAN, stdout=far) == (1, "")
+    finally:
+        os.close(far)
+
+
+def test_too_few_open_files_are_one_line_with_the_remedy() -> None:
+    status, said = run("generate", "x", before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)))
+    assert status == 2 and said.count("\n") == 1
+    assert "16 files may be open at once" in said and "ulimit -n" in said
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "lamina", "generate", "x"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    while "click" not in said:  # of typer, which is imported by ours and long before it is done
+        said = process.stderr.readline()
+        assert said, "it ended without importing typer"
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=RUN_S)
+    assert process.returncode == -signal.SIGINT and "Traceback" not in rest
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------
+
+
+def test_split_reads_a_configuration_of_any_name(tmp_path: Path) -> None:
+    config = json.loads((BUNDLED / "config.json").read_text())
+    file = tmp_path / "my.json"
+    file.write_text(json.dumps(config))
+    shown = CliRunner().invoke(app, ["split", str(file), "--format", "json"])
+    assert shown.exit_code == 0
+    assert len(json.loads(shown.stdout)["slices"]) == config["num_hidden_layers"] + 1
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        file.write_text(json.dumps({**config, name: 0}))
+        refused = CliRunner().invoke(app, ["split", str(file)])
+        assert isinstance(refused.exception, ModelError)
+        assert str(refused.exception).startswith(f"{file} ")
+
+
+def test_a_model_that_does_not_exist_is_refused_before_anything_slow_is_imported() -> None:
+    code = (
+        "import sys, lamina.cli\n"
+        "try: lamina.cli.app(sys.argv[1:])\n"
+        "except lamina.cli.LaminaError as error:\n"
+        " print(type(error).__name__, 'zmq' in sys.modules, 'torch' in sys.modules)"
+    )
+    for command in (["split", "/nowhere"], ["generate", "x", "--model", "/nowhere"], ["bench", "--model", "/nowhere"]):
+        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+        assert done.stdout == "ModelError False False\n", done.stderr
+
+
+def test_a_closed_port_is_told_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        where = "{}:{}".format(*closed.getsockname())
+    begin = time.monotonic()
+    with (
+        pytest.raises(TransportError, match=f"nobody answers at {where} .*bench transport --listen"),
+        bench_transport._remote(where, str(tmp_path / "secret")),
+    ):
+        pass
+    assert time.monotonic() - begin < bench_transport.CONNECT_S
+
+
+def test_more_workers_than_a_machine_can_start_are_refused() -> None:
+    devices = pool.Devices(2, 24 << 30)
+    pool.check_available("memory", pool.parse("cpu:64"), devices)
+    with pytest.raises(ConfigError, match=r"cpu:1000 asks for 1000 processes; this machine has .* room for 64"):
+        pool.check_available("memory", pool.parse("cpu:1000"), devices)
+
+
+def test_launch_and_plan_know_the_same_kinds() -> None:
+    catalogue = hardware.load()
+    devices = pool.Devices(2, 24 << 30)
+    for kind in (*catalogue.kinds, *hardware.ALIASES):
+        with pytest.raises(ConfigError, match=r"no GPU|workers run on cpu only so far"):
+            pool.check_available("compute", pool.parse(kind), devices)
+    for kind in (pool.CPU, *pool.GPUS):
+        try:
+            catalogue.pool(kind, 1)
+        except ConfigError as error:
+            assert "no figures for" in str(error) and "--hardware" in str(error)
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["bench"], ["bench", "transport"]])
+def test_h_is_help(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "-h"])
+    assert shown.exit_code == 0 and "Usage: " in shown.stdout and "-h, --help" in shown.stdout
+
+
+def test_every_run_draws_with_a_seed_of_its_own_unless_one_is_given() -> None:
+    seeds = {options.sampling_params(8, 1.0, 1.0, None).seed for _ in range(4)}
+    assert len(seeds) == 4 and None not in seeds
+    assert options.sampling_params(8, 1.0, 1.0, 7).seed == 7
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_bench_names_no_bottleneck_beside_a_larger_rest() -> None:
+    slow = [Share("compute0", "other", 0.83, 0.83), Share("compute0", "slice", 0.16, 0.16)]
+    assert verdict(slow).startswith("No stage is the bottleneck: compute0 spends 83% of the time outside")
+    busy = [
+        Share("compute0", "slice", 0.7, 0.7),
+        Share("compute0", "other", 0.3, 0.3),
+        Share("memory0", "other", 1, 1.0),
+    ]
+    assert verdict(busy) == "The bottleneck is slice on compute0: 70% of the time."
+
+
+def test_a_slow_start_is_told_without_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REPORT_S", 0.02)
+    written = io.StringIO()
+    with progress.loading_progress(Console(file=written, width=80)) as show:
+        show("compute0", LoadProgress("weights", 3, 9))
+        deadline = time.monotonic() + 20
+        while "compute0" not in written.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert re.search(r"after \d+ s workers are still starting: compute0 weights 3 of 9\n", written.getvalue())

@@ -1,0 +1,20 @@
+"""What a compute worker does before its imports leaves torch as quiet as it was."""
+
+import subprocess
+import sys
+
+# Imported late by torch, so that any build may pass for one for CUDA.
+IMPORT_AS_IF_BUILT_FOR_CUDA = """
+from lamina.compute.quick_start import before_imports
+before_imports()
+import sys, torch
+assert "torch.utils.flop_counter" not in sys.modules
+torch.version.cuda = "13.0"
+import torch.utils.flop_counter
+"""
+
+
+def test_a_torch_built_for_cuda_does_not_warn_of_the_triton_that_is_hidden_from_it() -> None:
+    command = [sys.executable, "-c", IMPORT_AS_IF_BUILT_FOR_CUDA]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
