@@ -27,10 +27,10 @@ class Group:
     """A request with its completions.
 
     Attributes:
-        lane: -1 before it is admitted. memory, heads: where its KV lives.
+        lane: -1 while it waits. memory, heads: where its KV lives.
         cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
         until: the last step of its lane with a chunk of its prompt, by the lane's count.
-        holders: completions whose KV reservation stands.
+        seats: completions that steps run or may come to run. holders: those whose KV reservation stands.
     """
 
     request: Request
@@ -42,12 +42,18 @@ class Group:
     cached: int = 0
     until: int = 0
     forked: bool = False
+    seats: int = 0
     holders: int = 0
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that no planned step runs."""
+        return self.prompt_length - self.cached
 
     @property
     def own_tokens(self) -> int:
