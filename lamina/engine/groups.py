@@ -27,6 +27,8 @@ class Group:
     """A request with its completions.
 
     Attributes:
+        prompt_length: tokens of the prompt. own_tokens: most KV tokens that one completion keeps besides the prompt; the
+            last token drawn is never kept. tokens: most that the request keeps; its completions share the prompt.
         lane: -1 while it waits. memory, heads: where its KV lives.
         cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
         until: the last step of its lane with a chunk of its prompt, by the lane's count.
@@ -44,26 +46,19 @@ class Group:
     forked: bool = False
     seats: int = 0
     holders: int = 0
+    prompt_length: int = field(init=False)
+    own_tokens: int = field(init=False)
+    tokens: int = field(init=False)
 
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.request.prompt_token_ids)
+        self.own_tokens = self.max_tokens - 1
+        self.tokens = self.prompt_length + len(self.completions) * self.own_tokens
 
     @property
     def prompt_left(self) -> int:
         """Tokens of the prompt that no planned step runs."""
         return self.prompt_length - self.cached
-
-    @property
-    def own_tokens(self) -> int:
-        """Most KV tokens one completion keeps besides the prompt: the last token drawn is never kept."""
-        return self.max_tokens - 1
-
-    @property
-    def tokens(self) -> int:
-        """Most KV tokens the request keeps; the prompt is shared by its completions."""
-        return self.prompt_length + len(self.completions) * self.own_tokens
 
     @property
     def prompt_done(self) -> bool:

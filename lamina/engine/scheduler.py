@@ -98,9 +98,7 @@ class Scheduler:
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed)
-        self._admissions = Admissions(
-            limits.max_num_seqs, limits.max_num_batched_tokens, placement, self._relocations
-        )
+        self._admissions = Admissions(limits.max_num_seqs, limits.max_num_batched_tokens, placement, self._relocations)
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
