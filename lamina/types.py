@@ -202,6 +202,9 @@ class Client(NamedTuple):
     connection: str = ""
 
 
+NOBODY = Client()
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew."""
@@ -211,7 +214,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int = 0
-    client: Client = Client()
+    client: Client = NOBODY
 
 
 LAST_DRAWN = -1  # in place of a token id: see SequenceStep

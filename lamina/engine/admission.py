@@ -1,10 +1,10 @@
 """Which requests are admitted next, and where: an order that is fair, room for their KV, a seat in a lane. Pure.
 
-A request that fits nowhere when its turn comes is set aside, and those behind it pass while it is tried again whenever
-something is given back. Once ``PATIENCE`` steps have completed without room for the first of those set aside, the room of
-one memory worker and the seats that it needs are kept for it, sequences move if that helps, and whatever else is admitted
-has to leave those free. So it is admitted at the latest when all that then ran there has ended; then the next one's
-patience counts.
+A request that fits nowhere when its turn comes is set aside, and is tried again whenever something is given back. Those
+behind it wait for ``PAUSE`` steps: where requests end often it has room by then, and prompts that are admitted together
+fill steps better than those that come one by one. Then they pass. Once it has waited for ``PATIENCE`` steps, the room
+of one memory worker and the seats that it needs are kept for it, and sequences move away from there if that helps: it
+is admitted at the latest when all that then ran there has ended. Meanwhile others are admitted elsewhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +16,18 @@ from lamina.engine.relocation import Relocations
 from lamina.engine.seats import Seats
 from lamina.engine.waiting import WaitingQueue
 
-PATIENCE = 256  # steps of passing and waiting; where requests end often, room comes by itself
+PAUSE = 32  # steps, of all lanes together
+PATIENCE = 256
 MOST_ASIDE = 32  # requests set aside: all of them are tried again when something is given back
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The room of ``worker``, and seats, are kept for ``group``."""
+    """The room of ``worker``, and seats, are kept for ``group``; at step ``since`` it was sought last."""
 
     group: Group
     worker: str
+    since: int
 
 
 class Admissions:
@@ -38,7 +40,7 @@ class Admissions:
         self._placement = placement
         self._relocations = relocations
         self._waiting = WaitingQueue()
-        self._aside: dict[Group, int] = {}  # by the step at which room is sought for each
+        self._aside: dict[Group, int] = {}  # with the step at which each was refused
         self._kept: _Kept | None = None
         self._steps = 0
         self._exhausted = False  # nothing that waits fits, and nothing has changed since it was tried
@@ -73,8 +75,18 @@ class Admissions:
     def step_completed(self) -> None:
         """Time passes for those set aside."""
         self._steps += 1
-        if self._exhausted and self._aside and self._steps >= next(iter(self._aside.values())):
+        if self._exhausted and self._aside and (self._waited == PAUSE or self._is_overdue):
             self._exhausted = False
+
+    @property
+    def _waited(self) -> int:
+        """Steps for which the first of those set aside has waited."""
+        return self._steps - next(iter(self._aside.values()))
+
+    @property
+    def _is_overdue(self) -> bool:
+        """True if room is to be sought for the first of those set aside, now or once more."""
+        return self._waited >= PATIENCE and (self._kept is None or self._steps >= self._kept.since + PATIENCE)
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
         """Requests with the lane and the memory worker they go to, reserved, in the order of their turns.
@@ -95,13 +107,7 @@ class Admissions:
                 group.seats = group.holders = len(group.completions)
                 self._relocations.settle(group)
                 yield group
-            elif group in self._aside:
-                if group is next(iter(self._aside)) and self._steps >= self._aside[group]:
-                    self._keep_room(group)
-            elif len(self._aside) < MOST_ASIDE:
-                self._waiting.pop()
-                self._aside[group] = self._steps + PATIENCE
-            else:
+            elif not self._may_be_passed(group):
                 break
         self._exhausted = True
 
@@ -122,6 +128,17 @@ class Admissions:
             return None
         return self._placement.reserve(group.tokens, besides)
 
+    def _may_be_passed(self, group: Group) -> bool:
+        """Set aside a request that does not fit, if it is not yet; False if all behind it have to wait."""
+        if group not in self._aside:
+            if len(self._aside) == MOST_ASIDE:
+                return False
+            self._waiting.pop()
+            self._aside[group] = self._steps
+        if group is next(iter(self._aside)) and self._is_overdue:
+            self._keep_room(group)
+        return self._waited >= PAUSE
+
     def _leave(self, group: Group) -> None:
         if group in self._aside:
             del self._aside[group]
@@ -131,10 +148,9 @@ class Admissions:
 
     def _keep_room(self, group: Group) -> None:
         """Nobody else gets the room of one worker; and move sequences away from there, if that helps."""
-        self._aside[group] = self._steps + PATIENCE
         kept = None if self._kept is None else self._kept.worker
         source = self._relocations.make_room(group.tokens, kept)
-        self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens))
+        self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
 
     def _keep_no_more(self, group: Group) -> None:
         if self._kept is not None and self._kept.group is group:

@@ -42,12 +42,16 @@ class PromptBatch:
         pieces = {oldest: min(oldest.prompt_left, (budget + 1) // 2)}
         spare = budget - pieces[oldest]
         while spare and (group := self._pop_shortest()) is not None:
-            if group is not oldest and spare < min(SMALLEST, group.prompt_left) and pieces[oldest] < oldest.prompt_left:
+            if spare < min(SMALLEST, group.prompt_left):
+                more = min(spare, oldest.prompt_left - pieces[oldest])
+                pieces[oldest] += more
+                spare -= more
+            tokens = min(spare, group.prompt_left - pieces.get(group, 0))
+            if tokens:
+                pieces[group] = pieces.get(group, 0) + tokens
+                spare -= tokens
+            elif group not in pieces:
                 self._note(group)
-                break
-            tokens = min(group.prompt_left - pieces.get(group, 0), spare)
-            pieces[group] = pieces.get(group, 0) + tokens
-            spare -= tokens
         pieces[oldest] += min(spare, oldest.prompt_left - pieces[oldest])
         for group, tokens in pieces.items():
             group.cached += tokens

@@ -17,13 +17,14 @@ from lamina.engine.lanes import chooser
 from lamina.engine.placement import Placement
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import OnOutput, TrackedRequest
-from lamina.errors import EngineDeadError, LaminaError, OverloadedError, PeerLostError, RequestError, TransportError
+from lamina.engine.waiting import Places
+from lamina.errors import EngineDeadError, LaminaError, PeerLostError, RequestError, TransportError
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced
 from lamina.transport.timeline import Span, Timeline
-from lamina.types import FinishReason, Migration, Request, SamplingParams, StepPlan
+from lamina.types import NOBODY, Client, FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ STEP_TIMEOUT_S = 600.0
 MIGRATION_TIMEOUT_S = 600.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
-MAX_WAITING = 16384
+MAX_WAITING = 16384  # requests of one client, besides those that run
 TRACE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0  # from a worker's end until its process and what it said can be seen
 
@@ -109,18 +110,25 @@ class Engine:
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards _commands, _accepted and _dead together
-        self._accepted: set[str] = set()
+        self._accepted = Places(MAX_WAITING + limits.max_num_seqs)
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
         self._thread.start()
 
     # -- called from any thread ---------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, prompt: str | list[int], params: SamplingParams, on_output: OnOutput) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        client: Client = NOBODY,
+    ) -> None:
         """Queue a request. ``on_output`` is called from the engine's thread with everything so far, every time
-        something is added; exactly one call has ``finished`` set.
+        something is added; exactly one call has ``finished`` set. Clients share the runtime fairly.
 
-        Raises RequestError for what can never be served, OverloadedError when too many requests wait,
+        Raises RequestError for what can never be served, OverloadedError when this client has its share of the queue,
         EngineDeadError when the engine has stopped.
         """
         text = prompt if isinstance(prompt, str) else None
@@ -128,14 +136,12 @@ class Engine:
         self._check_tokens(tokens)
         self._scheduler.check(len(tokens), params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_output)
+        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed, client), self.tokenizer, on_output)
         with self._lock:
             self._require_alive()
             if request_id in self._accepted:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            if len(self._accepted) >= MAX_WAITING + self._scheduler.limits.max_num_seqs:
-                raise OverloadedError(f"{len(self._accepted)} requests are in the engine, the most it takes; try later")
-            self._accepted.add(request_id)
+            self._accepted.take(request_id, client)
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
 
@@ -328,7 +334,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         self._tracked.pop(request_id, None)
         with self._lock:
-            self._accepted.discard(request_id)
+            self._accepted.leave(request_id)
 
     def _require_workers(self) -> None:
         for worker, reason in self._workers.ended().items():

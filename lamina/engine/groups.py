@@ -27,8 +27,9 @@ class Group:
     """A request with its completions.
 
     Attributes:
-        prompt_length: tokens of the prompt. own_tokens: most KV tokens that one completion keeps besides the prompt; the
-            last token drawn is never kept. tokens: most that the request keeps; its completions share the prompt.
+        prompt_length: tokens of the prompt, which the completions share.
+        own_tokens: most KV tokens that one completion keeps besides; the last token drawn is never kept.
+        tokens: most KV tokens that the request keeps.
         lane: -1 while it waits. memory, heads: where its KV lives.
         cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
         until: the last step of its lane with a chunk of its prompt, by the lane's count.

@@ -11,10 +11,10 @@ workers forget it and its slots are free).
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
 that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
 
-Which request is next is ``lamina.engine.admission``'s to say. Where one has found no room on a memory worker for long,
+Which request is next is said by ``lamina.engine.admission``. Where one has found no room on a memory worker for long,
 although all together have it, sequences move, one at a time (``lamina.engine.relocation``). One that moves decodes on
-while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and the
-next plan says that it lives elsewhere and goes on.
+while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and
+the next plan says that it lives elsewhere and goes on.
 """
 
 import collections

@@ -12,7 +12,7 @@ from typing import Self
 from lamina.engine.engine import Engine
 from lamina.engine.prompts import Prompt
 from lamina.errors import EngineDeadError
-from lamina.types import RequestOutput, SamplingParams
+from lamina.types import Client, RequestOutput, SamplingParams
 
 Update = tuple[int, RequestOutput]
 """(index of the prompt, its newest output)."""
@@ -22,11 +22,17 @@ WATCH_S = 10.0
 
 
 class _Requests:
-    """Requests submitted together, with the newest unread output of each. ``notify`` runs on the engine's thread."""
+    """Requests submitted together, with the newest unread output of each. ``notify`` runs on the engine's thread.
 
-    def __init__(self, engine: Engine, request_id: str, notify: Callable[[], None]) -> None:
+    Those of one call are one client's, unless it is said whose they are.
+    """
+
+    def __init__(
+        self, engine: Engine, request_id: str, notify: Callable[[], None], client: Client | None = None
+    ) -> None:
         self._engine = engine
         self._request_id = request_id
+        self._client = client or Client(request_id, request_id)
         self._notify = notify
         self._lock = threading.Lock()
         self._unread: dict[int, RequestOutput] = {}
@@ -42,7 +48,7 @@ class _Requests:
                         return
                     self._running.add(index)
                 try:
-                    self._engine.submit(self._name(index), prompt, chosen, self._receiver(index))
+                    self._engine.submit(self._name(index), prompt, chosen, self._receiver(index), self._client)
                 except BaseException:
                     self._running.discard(index)
                     raise
@@ -130,18 +136,23 @@ class Outputs(Iterator[Update]):
 class AsyncOutputs(AsyncIterator[Update]):
     """The same for an event loop; made by ``await AsyncOutputs.submit(...)``, read in the loop that made it."""
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
+    def __init__(self, engine: Engine, request_id: str, client: Client | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._ready: list[Update] = []
-        self._requests = _Requests(engine, request_id, self._wake)
+        self._requests = _Requests(engine, request_id, self._wake, client)
 
     @classmethod
     async def submit(
-        cls, engine: Engine, request_id: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        cls,
+        engine: Engine,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        client: Client | None = None,
     ) -> Self:
         """Submit all prompts, off the event loop because a long text takes its time to tokenise."""
-        outputs = cls(engine, request_id)
+        outputs = cls(engine, request_id, client)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
         except asyncio.CancelledError:

@@ -1,10 +1,10 @@
 """Requests that wait to be admitted, shared fairly between clients. Pure: no clock, no threads.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), counted in tokens as in Fairness in Serving Large Language
-Models (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has been given so far, on a scale on which a
-newcomer begins where the queue now is. The lowest tag is next. Deficit round robin would do in constant time, but has a
-quantum to choose: too small for a large request it goes round many times, too large it is unfair to small ones. Here a
-newcomer comes before anybody's second request, however large that is.
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), counted in tokens as in "Fairness in Serving Large
+Language Models" (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has been given so far, on a scale on
+which a newcomer begins where the queue now is. The lowest tag is next. Deficit round robin takes constant time, but has
+a quantum to choose: with one that is too small it goes round many times for a large request, with one too large small
+requests wait. Here a newcomer comes before anybody's second request, however large.
 
 Of two clients that both have requests waiting all the time, neither is given more than the other by more than one
 request of each. A client is charged for all the KV tokens that its request reserves: they are what others cannot have.
@@ -45,7 +45,7 @@ class WaitingQueue:
     connections, within a connection first in, first out.
 
     A change costs O(log clients), whatever the number of requests. A client without requests keeps its tag until the
-    others have caught up with it, so that it gains nothing by leaving and coming back; when nobody waits, all start anew.
+    others have caught up with it, so that it gains nothing by coming and going. When nobody waits, tags are forgotten.
     """
 
     def __init__(self, level: int = 0) -> None:
@@ -106,8 +106,8 @@ class WaitingQueue:
 class Places:
     """How many requests an engine takes at once, and whose they are.
 
-    A client may take as many places as are still free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on
-    Networking 1998). Alone it gets half of all; and whatever some take, places stay free for those who have few.
+    A client may take as many places as are still free (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking 1998). Alone it gets half of all; whatever some take, others still find places.
     """
 
     def __init__(self, most: int) -> None:

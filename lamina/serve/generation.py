@@ -1,6 +1,7 @@
 """From one HTTP request to engine requests and back: what both endpoints share."""
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from lamina.errors import LaminaError
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
 from lamina.serve.responses import Body, Piece, Sent, envelope, usage
-from lamina.types import RequestOutput, SamplingParams
+from lamina.types import Client, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ async def respond(
     """
     if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would be in vain
         raise APIError(400, f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once", param="prompt")
-    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts))
+    every = [params] * len(prompts)
+    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, every, _client(request))
     generation = Generation(engine, form, body, outputs, Sent(params.n, echo))
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
 
@@ -131,6 +133,14 @@ def check_model(engine: Engine, name: str | None) -> None:
     if name not in (None, engine.model_name):
         message = f"the model {name!r} does not exist; this server has {engine.model_name!r}"
         raise APIError(404, message, code="model_not_found", param="model")
+
+
+def _client(request: Request) -> Client:
+    """Who asks: the API key, if one is sent, and the connection. Keys are not checked, and many clients send the same
+    placeholder: so the connections of one key share what it gets."""
+    connection = "" if request.client is None else f"{request.client.host}:{request.client.port}"
+    key = request.headers.get("authorization")
+    return Client(connection if key is None else hashlib.sha256(key.encode()).hexdigest(), connection)
 
 
 def _check(output: RequestOutput) -> None:

@@ -11,5 +11,6 @@ from lamina.engine import admission
 def impatient() -> Iterator[None]:
     """Room is sought soon, so that sequences of these tests' size have something to gain from it."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "PAUSE", 0)
         patch.setattr(admission, "PATIENCE", 1)
         yield

@@ -11,7 +11,7 @@ import httpx
 from lamina.engine.engine import EngineStats, MemoryStats
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.transport.choice import Choice, Transport
-from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+from lamina.types import Client, CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
@@ -46,12 +46,18 @@ class FakeEngine:
         """Be as new for the next test."""
         self.dead: str | None = None
         self.submitted: list[tuple[str | list[int], SamplingParams]] = []
+        self.clients: list[Client] = []
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.hanging: list[tuple[RequestOutput, Callable[[RequestOutput], None]]] = []
 
     def submit(
-        self, request_id: str, prompt: Any, params: SamplingParams, on_output: Callable[[RequestOutput], None]
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        on_output: Callable[[RequestOutput], None],
+        client: Client,
     ) -> None:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         if self.dead is not None:
@@ -61,6 +67,7 @@ class FakeEngine:
         if not text or "too long" in text:
             raise RequestError(f"the prompt has {len(text)} tokens")
         self.submitted.append((prompt, params))
+        self.clients.append(client)
         with self.changed:
             self.running.add(request_id)
             self.changed.notify_all()
