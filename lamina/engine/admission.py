@@ -1,10 +1,11 @@
 """Which requests are admitted next, and where: an order that is fair, room for their KV, a seat in a lane. Pure.
 
 A request that fits nowhere when its turn comes is set aside, and is tried again whenever something is given back. Those
-behind it wait for ``PAUSE`` steps: where requests end often it has room by then, and prompts that are admitted together
-fill steps better than those that come one by one. Then they pass. Once it has waited for ``PATIENCE`` steps, the room
-of one memory worker and the seats that it needs are kept for it, and sequences move away from there if that helps: it
-is admitted at the latest when all that then ran there has ended. Meanwhile others are admitted elsewhere.
+behind it pass it together, every ``PAUSE`` steps: prompts that are admitted one by one, as soon as there is room, fill
+steps badly, and where requests end often the one that was set aside has room by then. Once it has waited for
+``PATIENCE`` steps, the room of one memory worker and the seats that it needs are kept for it, and sequences move away
+from there if that helps: it is admitted at the latest when all that then ran there has ended. Meanwhile others are
+admitted elsewhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class Admissions:
         self._waiting = WaitingQueue()
         self._aside: dict[Group, int] = {}  # with the step at which each was refused
         self._kept: _Kept | None = None
+        self._passed = 0  # the step at which all that could pass had passed
         self._steps = 0
         self._exhausted = False  # nothing that waits fits, and nothing has changed since it was tried
 
@@ -75,18 +77,19 @@ class Admissions:
     def step_completed(self) -> None:
         """Time passes for those set aside."""
         self._steps += 1
-        if self._exhausted and self._aside and (self._waited == PAUSE or self._is_overdue):
+        if self._exhausted and self._aside and (self._may_pass or self._is_overdue):
             self._exhausted = False
 
     @property
-    def _waited(self) -> int:
-        """Steps for which the first of those set aside has waited."""
-        return self._steps - next(iter(self._aside.values()))
+    def _may_pass(self) -> bool:
+        """True if those behind the first that was set aside need not wait for it."""
+        return not self._aside or self._steps >= max(next(iter(self._aside.values())), self._passed) + PAUSE
 
     @property
     def _is_overdue(self) -> bool:
         """True if room is to be sought for the first of those set aside, now or once more."""
-        return self._waited >= PATIENCE and (self._kept is None or self._steps >= self._kept.since + PATIENCE)
+        since = next(iter(self._aside.values())) if self._kept is None else self._kept.since
+        return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
         """Requests with the lane and the memory worker they go to, reserved, in the order of their turns.
@@ -94,6 +97,8 @@ class Admissions:
         The caller counts each one's seats before it asks for the next. ``may_take``: whether a lane's next step has
         anything left for another prompt; those that wait for the emptiest lane wait.
         """
+        if not self.due:
+            return
         for group in self._in_turn():
             lane = seats.emptiest
             if not may_take(lane):
@@ -110,13 +115,14 @@ class Admissions:
             elif not self._may_be_passed(group):
                 break
         self._exhausted = True
+        if self._may_pass:
+            self._passed = self._steps
 
     def _in_turn(self) -> Iterator[Group]:
         """Those set aside, and then the first of the others, until it stays the first."""
-        if self.due:
-            yield from list(self._aside)
-            while self._waiting:
-                yield self._waiting.first()
+        yield from list(self._aside)
+        while self._waiting:
+            yield self._waiting.first()
 
     def _room_for(self, group: Group, lane: int, seats: Seats) -> str | None:
         """The memory worker where this request's tokens are now reserved; None if they, or its seats, do not fit."""
@@ -137,7 +143,7 @@ class Admissions:
             self._aside[group] = self._steps
         if group is next(iter(self._aside)) and self._is_overdue:
             self._keep_room(group)
-        return self._waited >= PAUSE
+        return self._may_pass
 
     def _leave(self, group: Group) -> None:
         if group in self._aside:
