@@ -8,7 +8,7 @@ import enum
 import functools
 import reprlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -232,6 +232,16 @@ class RequestOutput:
     placement: tuple[Segment, ...] = ()
 
 
+class Client(NamedTuple):
+    """Whom a request is for. Accounts share the runtime fairly, and the connections of one account what it gets."""
+
+    account: str = ""
+    connection: str = ""
+
+
+NOBODY = Client()
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew."""
@@ -241,6 +251,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int = 0
+    client: Client = NOBODY
 
 
 LAST_DRAWN = -1  # in place of a token id: see SequenceStep

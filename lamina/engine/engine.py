@@ -19,22 +19,15 @@ from lamina.engine.prompts import encode_prompt
 from lamina.engine.scheduler import Limits, Scheduler
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.errors import (
-    DeadlineError,
-    EngineDeadError,
-    LaminaError,
-    OverloadedError,
-    PeerLostError,
-    RequestError,
-    TransportError,
-)
+from lamina.engine.waiting import Places
+from lamina.errors import DeadlineError, EngineDeadError, LaminaError, PeerLostError, RequestError, TransportError
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.transport.control import ControlServer
 from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
 from lamina.transport.timeline import Span, Timeline
 from lamina.transport.wire import check_placements
-from lamina.types import FinishReason, Migration, Request, SamplingParams, StepPlan
+from lamina.types import NOBODY, Client, FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +37,7 @@ PROGRESS_TIMEOUT_S = 120.0  # without any worker getting on with a step; as long
 MIGRATION_TIMEOUT_S = 600.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
-MAX_WAITING = 16384
+MAX_WAITING = 16384  # requests of one client, besides those that run
 TRACE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0  # from a worker's end until its process and what it said can be seen
 
@@ -127,19 +120,27 @@ class Engine:
         self._steps = 0
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._lock = threading.Lock()  # guards changes of _commands, _tracked and _dead together
+        self._lock = threading.Lock()  # guards changes of _commands, _tracked, _places and _dead together
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
+        self._places = Places(MAX_WAITING + limits.max_num_seqs)
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
         self._thread.start()
 
     # -- called from any thread ---------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, prompt: str | list[int], params: SamplingParams, on_update: OnUpdate) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        on_update: OnUpdate,
+        client: Client = NOBODY,
+    ) -> None:
         """Queue a request. ``on_update`` is called from the engine's thread with what is new, every time
-        something is; exactly one call has ``finished`` set.
+        something is; exactly one call has ``finished`` set. Clients share the runtime fairly.
 
-        Raises RequestError for what can never be served, OverloadedError when too many requests wait,
+        Raises RequestError for what can never be served, OverloadedError when this client has its share of the queue,
         EngineDeadError when the engine has stopped.
         """
         text = prompt if isinstance(prompt, str) else None
@@ -147,13 +148,12 @@ class Engine:
         self._scheduler.check(len(tokens), params)
         self._check_tokens(tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed), self.tokenizer, on_update)
+        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed, client), self.tokenizer, on_update)
         with self._lock:
             self._require_alive()
             if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            if len(self._tracked) >= MAX_WAITING + self._scheduler.limits.max_num_seqs:
-                raise OverloadedError(f"{len(self._tracked)} requests are in the engine, the most it takes; try later")
+            self._places.take(request_id, client)
             self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
@@ -357,6 +357,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         with self._lock:
             self._tracked.pop(request_id, None)
+            self._places.leave(request_id)
 
     def _require_workers(self) -> None:
         for worker, reason in self._workers.ended().items():

@@ -27,10 +27,13 @@ class Group:
     """A request with its completions.
 
     Attributes:
-        lane: -1 before it is admitted. memory, heads: where its KV lives.
+        prompt_length: tokens of the prompt, which the completions share.
+        own_tokens: most KV tokens that one completion keeps besides; the last token drawn is never kept.
+        tokens: most KV tokens that the request keeps.
+        lane: -1 while it waits. memory, heads: where its KV lives.
         cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
         until: the last step of its lane with a chunk of its prompt, by the lane's count.
-        holders: completions whose KV reservation stands.
+        seats: completions that steps run or may come to run. holders: those whose KV reservation stands.
     """
 
     request: Request
@@ -42,22 +45,21 @@ class Group:
     cached: int = 0
     until: int = 0
     forked: bool = False
+    seats: int = 0
     holders: int = 0
+    prompt_length: int = field(init=False)
+    own_tokens: int = field(init=False)
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.request.prompt_token_ids)
+        self.own_tokens = self.max_tokens - 1
+        self.tokens = self.prompt_length + len(self.completions) * self.own_tokens
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def own_tokens(self) -> int:
-        """Most KV tokens one completion keeps besides the prompt: the last token drawn is never kept."""
-        return self.max_tokens - 1
-
-    @property
-    def tokens(self) -> int:
-        """Most KV tokens the request keeps; the prompt is shared by its completions."""
-        return self.prompt_length + len(self.completions) * self.own_tokens
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that no planned step runs."""
+        return self.prompt_length - self.cached
 
     @property
     def prompt_done(self) -> bool:

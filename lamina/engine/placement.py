@@ -30,16 +30,21 @@ class Placement:
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
             )
 
-    def reserve(self, tokens: int) -> str | None:
-        """Reserve ``tokens`` on the worker with the most left and name it; None if they fit nowhere now."""
-        heap = self._most_left
-        while -heap[0][0] != self._left(heap[0][2]):
-            heapq.heappop(heap)
-        left, worker = -heap[0][0], heap[0][2]
-        if left < tokens:
+    def reserve(self, tokens: int, besides: str | None = None) -> str | None:
+        """Reserve ``tokens`` on the worker with the most left and name it; None if they fit nowhere now.
+
+        Worker ``besides`` is left out.
+        """
+        heap, popped = self._most_left, False
+        while heap and (heap[0][2] == besides or -heap[0][0] != self._left(heap[0][2])):
+            popped |= heapq.heappop(heap)[2] == besides
+        most = heap[0] if heap else None
+        if besides is not None and popped:
+            heapq.heappush(heap, self._entry(besides))
+        if most is None or -most[0] < tokens:
             return None
-        self._take(worker, tokens)
-        return worker
+        self._take(most[2], tokens)
+        return most[2]
 
     def reserve_on(self, worker: str, tokens: int) -> None:
         """Reserve ``tokens`` on this worker. Raises ValueError if they do not fit."""
@@ -59,6 +64,10 @@ class Placement:
         self.reserved[worker] -= tokens
         self.left_in_all += tokens
         self._note(worker)
+
+    def roomiest(self, tokens: int) -> str:
+        """Of the workers that hold ``tokens`` when empty, the one with the most left."""
+        return next(name for name in self.by_room() if self.capacities[name] >= tokens)
 
     def by_room(self) -> dict[str, int]:
         """Tokens left on every worker, most first."""

@@ -60,18 +60,27 @@ class Relocations:
             self._placement.release(self._current.target, group.tokens)
             self._current = None
 
-    def make_room(self, tokens: int) -> None:
-        """Begin to move a sequence, if nothing moves and that helps to fit ``tokens`` on a worker."""
+    def make_room(self, tokens: int, worker: str | None) -> str | None:
+        """Begin to move a sequence, if nothing moves and that helps to fit ``tokens`` on ``worker`` (None: on any).
+
+        Returns the worker that the sequence leaves; None if none does.
+        """
         if self._current is not None or self._placement.left_in_all < tokens:
-            return
-        moves = make_room(tokens, self._placement.by_room(), self._movable)
+            return None
+        left = self._placement.by_room()
+        if worker is None:
+            moves = make_room(tokens, left, self._movable)
+        else:  # looked at first, and no other has what could be moved
+            left = {worker: left[worker], **left}
+            moves = make_room(tokens, left, lambda source: self._movable(source) if source == worker else [])
         if not moves:
-            return
+            return None
         move = moves[0]  # what else it takes is decided again once this is done
         group = next(one for one in self._residents[move.source] if one.completions[0].sequence == move.sequence)
         self._placement.reserve_on(move.target, group.tokens)
         self._current = _Relocation(group, move.target)
         self._pull(self._current, move.movable.cost)
+        return move.source
 
     def _movable(self, worker: str) -> list[Movable]:
         return [

@@ -4,16 +4,17 @@ A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migr
 ``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
 engine does.
 
-A request runs in one lane. Its life: waiting -> admitted (KV reserved) -> prompt chunks -> its other completions forked
--> one token a step -> finished -> released (the workers forget it and its slots are free).
+A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the workers hear of it with
+the lane's next plan) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the
+workers forget it and its slots are free).
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
 that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
 
-Where the first request that waits has found no room on a memory worker for ``PATIENCE`` steps, although all together
-have it, sequences move, one at a time (``lamina.engine.relocation``). One that moves decodes on while what it has so
-far is copied. Then it pauses: once its steps have completed, what they added is copied too, and the next plan says that
-it lives elsewhere and goes on.
+Which request is next is said by ``lamina.engine.admission``. Where one has found no room on a memory worker for long,
+although all together have it, sequences move, one at a time (``lamina.engine.relocation``). One that moves decodes on
+while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and
+the next plan says that it lives elsewhere and goes on.
 """
 
 import collections
@@ -21,15 +22,15 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lamina.engine.admission import Admissions
 from lamina.engine.batch import DecodeBatch
+from lamina.engine.chunks import PromptBatch
 from lamina.engine.groups import Completion, Group, Owner
 from lamina.engine.placement import Placement
 from lamina.engine.relocation import Relocations
 from lamina.engine.seats import Seats
 from lamina.errors import RequestError
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
-
-PATIENCE = 256  # steps without room before any is made: where requests end often, it comes by itself
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class _Lane:
     """The requests of one lane, by what they do; dicts are ordered sets."""
 
     running: dict[Group, None] = field(default_factory=dict)  # all of them
-    prompts: dict[Group, None] = field(default_factory=dict)  # with tokens of the prompt to run
+    dealt: dict[Group, None] = field(default_factory=dict)  # that no plan has admitted yet
+    allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
+    prompts: PromptBatch = field(default_factory=PromptBatch)
     prompted: list[Group] = field(default_factory=list)  # whose prompt the last plan has finished
     decoding: DecodeBatch = field(default_factory=DecodeBatch)
     finished: list[Owner] = field(default_factory=list)  # but steps in flight still run them
@@ -67,7 +70,7 @@ class _Lane:
 
 
 class Scheduler:
-    """First in, first out; decode before prompts; a prompt is cut into chunks that fill what a step has left.
+    """Fair between clients; decode before prompts; prompts are cut into chunks that share what a step has left.
 
     What a step costs depends on its sequences, not on how many lanes, requests or memory workers there are besides.
     """
@@ -87,41 +90,39 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._waiting: collections.deque[Group] = collections.deque()
-        self._lanes = [_Lane() for _ in range(lanes)]
+        self._lanes = [_Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
         self._seats = Seats(self.active)
         # A lane may have something to plan, has as many steps in flight as ``plannable`` was asked for, or had nothing
         # to plan when it was asked last.
         self._changed = set(range(lanes))
         self._ahead = set[int]()
         self._resting = set[int]()
-        self._full = False  # the first that waits was refused a place, and nothing has been given back since
-        self._waited = 0  # steps completed since then, or since room was sought
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed)
+        self._admissions = Admissions(limits.max_num_seqs, limits.max_num_batched_tokens, placement, self._relocations)
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
     @property
     def waiting(self) -> int:
-        """Requests not admitted yet."""
-        return len(self._waiting)
+        """Requests that no lane has yet."""
+        return len(self._admissions)
 
     @property
     def running(self) -> int:
-        """Requests admitted and not finished."""
+        """Requests that lanes have and that have not finished."""
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
     def full(self) -> bool:
-        """True if the first request that waits was refused a place, and nothing has been given back since."""
-        return self._full
+        """True if no request that waits fits, and nothing has been given back since that was found."""
+        return self._admissions.full
 
     @property
     def sequences(self) -> int:
         """Those that would decode if all prompts were done, of requests that have room or have not been refused it."""
-        waiting = 0 if self._full else len(self._waiting)
+        waiting = 0 if self.full else self.waiting
         return min(self._seats.total + waiting, self.limits.max_num_seqs)
 
     @property
@@ -170,7 +171,7 @@ class Scheduler:
         completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
         group = Group(request, self._max_tokens(length, request.params), completions, heads=(0, self._kv_heads))
         self._requests[request.request_id] = group
-        self._waiting.append(group)
+        self._admissions.add(group)
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
@@ -186,21 +187,26 @@ class Scheduler:
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
         groups = sorted(running, key=lambda group: -len(group.completions))
         before = [own.decoding for own in self._lanes]
+        dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
         for own in self._lanes:
+            own.dealt.clear()
             for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
-        self._seats, self._full = Seats(self.active), False
+        self._seats = Seats(self.active)
+        self._admissions.given_back()
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
-            decoding, group.lane, group.until = before[group.lane], min(self._seats.emptiest), 0
-            self._seats.change(group.lane, len(group.completions))
+            decoding, group.lane, group.until = before[group.lane], self._seats.emptiest, 0
+            self._seats.change(group.lane, group.seats)
             own = self._lanes[group.lane]
             own.running[group] = None
             own.histories |= group.histories
-            if not group.prompt_done:
-                own.prompts[group] = None
+            if group in dealt:
+                own.dealt[group] = None
+            elif not group.prompt_done:
+                own.prompts.add(group)
             elif not group.forked:
                 own.prompted.append(group)
             elif self._relocations.is_paused(group):
@@ -208,6 +214,8 @@ class Scheduler:
             else:
                 for completion in group.alive:
                     own.decoding.join(group, completion, decoding.position(completion.sequence))
+        for lane, own in enumerate(self._lanes):
+            own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases what it is still to fork from
             self._lanes[owner[0].lane].ending.append(owner)
 
@@ -233,8 +241,8 @@ class Scheduler:
     def _candidates(self) -> set[int]:
         if self._moving:
             return set(range(len(self._lanes))) - self._ahead
-        if self._waiting and not self._full:
-            return self._changed | (self._resting & self._seats.emptiest)
+        if self._admissions.due and self._resting:  # whichever is asked first deals, also to the others
+            return self._changed | {min(self._resting)}
         return self._changed
 
     def plan(self, lane: int) -> StepPlan | None:
@@ -247,10 +255,12 @@ class Scheduler:
         forks = self._forks(own)
         released = self._release(own)
         moved = self._relocated(lane)
-        admitted = self._admit(lane)
+        self._deal()
+        admitted = self._admit(own)
         migrations = self._relocations.begun()
         rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
         chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+        own.allowance = self._rows_left(lane)
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
             self._changed.discard(lane)
             self._resting.add(lane)
@@ -297,7 +307,7 @@ class Scheduler:
             group.holders -= 1
             prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
             self.placement.release(group.memory, group.own_tokens + prompt)
-            self._full = False
+            self._admissions.given_back()
             if not group.holders:
                 self._relocations.leave(group)
         return [completion.sequence for _, completion in ending]
@@ -311,7 +321,7 @@ class Scheduler:
         group, position = finished
         (completion,) = group.completions
         own.decoding.resume(group, completion, position)
-        self._full = False
+        self._admissions.given_back()
         return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
 
     def _computed(self, group: Group) -> int | None:
@@ -325,32 +335,28 @@ class Scheduler:
         planned = own.decoding.steps - own.completed  # one that resumed since may not run in all of them
         return max(own.decoding.position(first.sequence) - planned, group.prompt_length)
 
-    def _admit(self, lane: int) -> list[Admission]:
-        admitted: list[Admission] = []
-        if not self._waiting or self._full or lane >= self.active:
-            return admitted
-        seats, rows = self._seats, self.limits.max_num_batched_tokens
-        budget = rows - seats.taken[lane]
-        while self._waiting and budget > 0 and lane in seats.emptiest:
-            group = self._waiting[0]
-            wanted = len(group.completions)
-            fits = seats.total + wanted <= self.limits.max_num_seqs and seats.taken[lane] + wanted <= rows
-            memory = self.placement.reserve(group.tokens) if fits else None
-            if memory is None:
-                self._full = True
-                if self._waited >= PATIENCE:
-                    self._waited = 0
-                    if fits:
-                        self._relocations.make_room(group.tokens)
-                break
-            self._waiting.popleft()
-            group.lane, group.memory, group.holders = lane, memory, wanted
-            self._relocations.settle(group)
-            self._waited = 0
-            self._lanes[lane].running[group] = self._lanes[lane].prompts[group] = None
-            seats.change(lane, wanted)
-            admitted.append(self._admission(group))
-            budget -= group.prompt_length
+    def _rows_left(self, lane: int) -> int:
+        """Rows of a step of this lane that sequences do not need once all of them decode."""
+        return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
+
+    def _deal(self) -> None:
+        """Give lanes requests that wait, always the emptiest lane, as many prompts as its next step can run.
+
+        The lanes that are not being planned admit theirs with their next plan.
+        """
+        for group in self._admissions.deal(self._seats, lambda lane: self._lanes[lane].allowance > 0):
+            own = self._lanes[group.lane]
+            own.running[group] = own.dealt[group] = None
+            own.allowance -= group.prompt_length
+            self._seats.change(group.lane, group.seats)
+            self._has_changed(group.lane)
+
+    def _admit(self, lane: _Lane) -> list[Admission]:
+        """Whom the lane has been dealt, from now on known to the workers."""
+        admitted = [self._admission(group) for group in lane.dealt]
+        for group in lane.dealt:
+            lane.prompts.add(group)
+        lane.dealt.clear()
         return admitted
 
     def _admission(self, group: Group) -> Admission:
@@ -366,22 +372,17 @@ class Scheduler:
         """Parts of prompts, planned from now on, of ``budget`` tokens at most, and the completions they draw for."""
         chunks: list[SequenceStep] = []
         drawing: dict[int, Owner] = {}
-        for group in list(lane.prompts):
-            if budget <= 0:
-                break
-            start, first = group.cached, group.completions[0]
-            group.cached = min(group.prompt_length, start + budget)
+        for group, tokens in lane.prompts.share(budget).items():
             group.until = lane.decoding.steps + 1
             draws: list[int] = []
             if group.prompt_done:
-                del lane.prompts[group]
                 lane.prompted.append(group)
                 draws = [completion.sequence for completion in group.alive]
                 drawing.update((completion.sequence, (group, completion)) for completion in group.alive)
+            start, first = group.cached - tokens, group.completions[0]
             chunks.append(
                 SequenceStep(first.sequence, start, group.request.prompt_token_ids[start : group.cached], draws)
             )
-            budget -= group.cached - start
         return chunks, drawing
 
     def migrated(self, number: int) -> None:
@@ -417,9 +418,7 @@ class Scheduler:
         if not planned.plan.runs:
             return {}
         own.completed += 1
-        if self._full:
-            self._waited += 1
-            self._full = self._waited < PATIENCE
+        self._admissions.step_completed()
         if own.finished:
             self._retire(own)
         if not planned.prompted and planned.decoding is own.decoding.members:
@@ -438,13 +437,25 @@ class Scheduler:
         group = self._requests.pop(request_id, None)
         if group is None:
             return
-        if group.lane >= 0:
-            self._lanes[group.lane].prompts.pop(group, None)
+        if group.lane < 0:
+            self._admissions.remove(group)
+        elif group in self._lanes[group.lane].dealt:
+            self._take_back(group)
         else:
-            self._waiting.remove(group)
-            self._full = False  # it may have been the first
+            self._lanes[group.lane].prompts.discard(group)
         for completion in group.completions:
             self._end(group, completion)
+
+    def _take_back(self, group: Group) -> None:
+        """No worker has heard of this request, and none will."""
+        own = self._lanes[group.lane]
+        del own.dealt[group], own.running[group]
+        own.allowance += group.prompt_length
+        self._seats.change(group.lane, -group.seats)
+        self.placement.release(group.memory, group.tokens)
+        self._relocations.leave(group)
+        self._admissions.given_back()
+        group.lane = -1
 
     def _end(self, group: Group, completion: Completion) -> None:
         if completion.finished:
@@ -464,8 +475,9 @@ class Scheduler:
                 completion.retired = True
                 lane.ending.append(owner)
                 self._has_changed(group.lane)
-                if all(each.retired for each in group.completions):
+                group.seats -= 1
+                self._seats.change(group.lane, -1)
+                self._admissions.given_back()
+                if not group.seats:
                     del lane.running[group]
-                    self._seats.change(group.lane, -len(group.completions))
-                    self._full = False
         lane.finished = [owner for owner in lane.finished if not owner[1].retired]

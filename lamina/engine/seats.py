@@ -1,26 +1,28 @@
-"""Sequences by lane, and which lanes have fewest. Pure."""
+"""Sequences by lane, and which lane has fewest. Pure."""
+
+import heapq
 
 
 class Seats:
-    """How many sequences each lane has. What a question costs does not depend on the number of lanes, since the lanes
-    that the scheduler fills differ little: they are kept by their number of sequences."""
+    """How many sequences each lane has. A change and a question cost O(log lanes)."""
 
     def __init__(self, lanes: int) -> None:
         self.taken = [0] * lanes
         self.total = 0
-        self._lanes_with = {0: set(range(lanes))}
+        self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date
 
     def change(self, lane: int, sequences: int) -> None:
         """``lane`` has so many more sequences, or fewer."""
-        before = self.taken[lane]
-        self.taken[lane] = before + sequences
+        self.taken[lane] += sequences
         self.total += sequences
-        self._lanes_with[before].remove(lane)
-        if not self._lanes_with[before]:
-            del self._lanes_with[before]
-        self._lanes_with.setdefault(before + sequences, set()).add(lane)
+        heapq.heappush(self._fewest, (self.taken[lane], lane))
+        if len(self._fewest) > 4 * len(self.taken):
+            self._fewest = [(taken, lane) for lane, taken in enumerate(self.taken)]
+            heapq.heapify(self._fewest)
 
     @property
-    def emptiest(self) -> set[int]:
-        """The lanes with fewest sequences. Not to be changed."""
-        return self._lanes_with[min(self._lanes_with)]
+    def emptiest(self) -> int:
+        """The lane with fewest sequences, the first of several."""
+        while self._fewest[0][0] != self.taken[self._fewest[0][1]]:
+            heapq.heappop(self._fewest)
+        return self._fewest[0][1]

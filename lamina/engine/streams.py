@@ -13,7 +13,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.prompts import Prompt
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError
-from lamina.types import SamplingParams
+from lamina.types import Client, SamplingParams
 
 Update = tuple[int, RequestUpdate]
 """(index of the prompt, what is new)."""
@@ -25,14 +25,21 @@ WATCH_S = 10.0
 class _Requests:
     """Requests submitted together, with what is unread of each. ``notify`` runs on the engine's thread.
 
-    Those whose reader leaves more than ``most_unread`` tokens unread are cancelled, and ``take`` says so.
+    Those of one call are one client's, unless it is said whose they are. Those whose reader leaves more than
+    ``most_unread`` tokens unread are cancelled, and ``take`` says so.
     """
 
     def __init__(
-        self, engine: Engine, request_id: str, notify: Callable[[], None], most_unread: int | None = None
+        self,
+        engine: Engine,
+        request_id: str,
+        notify: Callable[[], None],
+        client: Client | None = None,
+        most_unread: int | None = None,
     ) -> None:
         self._engine = engine
         self._request_id = request_id
+        self._client = client or Client(request_id, request_id)
         self._notify = notify
         self._lock = threading.Lock()
         self._most_unread = most_unread
@@ -51,7 +58,7 @@ class _Requests:
                         return
                     self._running.add(index)
                 try:
-                    self._engine.submit(self._name(index), prompt, chosen, self._receiver(index))
+                    self._engine.submit(self._name(index), prompt, chosen, self._receiver(index), self._client)
                 except BaseException:
                     self._running.discard(index)
                     raise
@@ -159,11 +166,13 @@ class AsyncOutputs(AsyncIterator[Update]):
         OverloadedError: more than ``most_unread`` tokens were waiting to be read; the requests are cancelled.
     """
 
-    def __init__(self, engine: Engine, request_id: str, most_unread: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, request_id: str, client: Client | None = None, most_unread: int | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._ready: list[Update] = []
-        self._requests = _Requests(engine, request_id, self._wake, most_unread)
+        self._requests = _Requests(engine, request_id, self._wake, client, most_unread)
 
     @classmethod
     async def submit(
@@ -172,10 +181,11 @@ class AsyncOutputs(AsyncIterator[Update]):
         request_id: str,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
+        client: Client | None = None,
         most_unread: int | None = None,
     ) -> Self:
         """Submit all prompts, off the event loop because a long text takes its time to tokenise."""
-        outputs = cls(engine, request_id, most_unread)
+        outputs = cls(engine, request_id, client, most_unread)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
         except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """From one HTTP request to engine requests and back: what both endpoints share."""
 
 import asyncio
+import hashlib
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from lamina.errors import LaminaError
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
 from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope
-from lamina.types import SamplingParams
+from lamina.types import Client, SamplingParams
 
 MOST_UNREAD = 65536
 """Tokens of a stream that are kept for a client that does not read, about 300 bytes each with 20 logprobs."""
@@ -150,7 +151,8 @@ async def respond(
         APIError, RequestError, OverloadedError, EngineDeadError: before anything is answered; nothing is left running.
     """
     most_unread = MOST_UNREAD if body.stream else None  # else all of it is kept until the end, and read at once
-    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, [params] * len(prompts), most_unread)
+    every = [params] * len(prompts)
+    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, every, _client(request), most_unread)
     generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo))
     request.state.figures = generation.figures
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
@@ -161,6 +163,14 @@ def check_model(engine: Engine, name: str | None) -> None:
     if name not in (None, engine.model_name):
         message = f"the model {name!r} does not exist; this server has {engine.model_name!r}"
         raise APIError(404, message, code="model_not_found", param="model")
+
+
+def _client(request: Request) -> Client:
+    """Who asks: the API key, if one is sent, and the connection. Keys are not checked, and many clients send the same
+    placeholder: so the connections of one key share what it gets."""
+    connection = "" if request.client is None else f"{request.client.host}:{request.client.port}"
+    key = request.headers.get("authorization")
+    return Client(connection if key is None else hashlib.sha256(key.encode()).hexdigest(), connection)
 
 
 def _check(update: RequestUpdate) -> None:

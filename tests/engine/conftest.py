@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from lamina.engine import scheduler
+from lamina.engine import admission
 
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[None]:
     """Room is sought soon, so that sequences of these tests' size have something to gain from it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "PATIENCE", 1)
+        patch.setattr(admission, "PAUSE", 0)
+        patch.setattr(admission, "PATIENCE", 1)
         yield

@@ -310,15 +310,6 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> No
     assert chunks == [(0, 7, False), (7, 7, False), (14, 6, True)]
 
 
-def test_first_in_first_out_even_when_a_later_request_would_fit() -> None:
-    under_test = scheduler({"memory0": 20})
-    for name, prompt in (("first", 10), ("large", 12), ("small", 2)):
-        under_test.add(request(name, prompt, max_tokens=1))
-    plan = under_test.plan(0)
-    assert plan is not None and len(plan.admitted) == 1
-    assert under_test.waiting == 2
-
-
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [

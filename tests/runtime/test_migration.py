@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from lamina.cluster.local import launch
 from lamina.config import EngineConfig
-from lamina.engine import scheduler
+from lamina.engine import admission
 from lamina.engine.engine import Engine
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.updates import whole
@@ -39,7 +39,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is sought soon: these requests do not live for as many steps as a queue usually has patience."""
-    monkeypatch.setattr(scheduler, "PATIENCE", 4)
+    monkeypatch.setattr(admission, "PATIENCE", 4)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 
 from lamina.cluster.local import LocalWorkers, launch
 from lamina.config import EngineConfig
-from lamina.engine import bringup, scheduler
+from lamina.engine import admission, bringup
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.transport.choice import Transport
@@ -39,7 +39,7 @@ def run(*words: str) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "PATIENCE", 4)  # one of the requests moves
+    monkeypatch.setattr(admission, "PATIENCE", 4)  # one of the requests moves
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lamina.engine.engine import EngineStats, MemoryStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.transport.choice import Choice, Transport
-from lamina.types import FinishReason, Logprob, Request, SamplingParams
+from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
@@ -54,11 +54,12 @@ class FakeEngine:
         self.dead: str | None = None
         self.silent: dict[str, float] = {}
         self.submitted: list[tuple[str | list[int], SamplingParams]] = []
+        self.clients: list[Client] = []
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.hanging: list[tuple[RequestUpdate, OnUpdate]] = []
 
-    def submit(self, request_id: str, prompt: Any, params: SamplingParams, on_update: OnUpdate) -> None:
+    def submit(self, request_id: str, prompt: Any, params: SamplingParams, on_update: OnUpdate, client: Client) -> None:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         if self.dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self.dead}")
@@ -67,6 +68,7 @@ class FakeEngine:
         if not text or "too long" in text:
             raise RequestError(f"the prompt has {len(text)} tokens")
         self.submitted.append((prompt, params))
+        self.clients.append(client)
         with self.changed:
             self.running.add(request_id)
             self.changed.notify_all()

@@ -39,3 +39,22 @@ def test_answers_of_many_clients_do_not_mix(server: Running) -> None:
             return await asyncio.gather(*(ask(client, number) for number in range(64)))
 
     assert asyncio.run(ask_all()) == [f"{number} one two three" for number in range(64)]
+
+
+def test_the_engine_is_told_who_asks(server: Running) -> None:
+    """An account for each API key, or else for each connection."""
+    server.engine.forget()
+    with httpx.Client(timeout=TIMEOUT_S) as one, httpx.Client(timeout=TIMEOUT_S) as other:
+        for client, key in ((one, None), (other, None), (one, "a"), (other, "a"), (other, "b"), (one, None)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            client.post(f"{server.url}{COMPLETION}", json={"prompt": ["x", "y"]}, headers=headers).raise_for_status()
+    clients = server.engine.clients
+    assert clients[::2] == clients[1::2]  # the prompts of one body
+    first, second, first_a, second_a, second_b, again = clients[::2]
+    assert first.account != second.account and first == again
+    assert first_a.account == second_a.account not in (first.account, second_b.account)
+    assert [client.connection for client in (first_a, second_a, second_b)] == [
+        first.connection,
+        second.connection,
+        second.connection,
+    ]
