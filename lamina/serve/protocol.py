@@ -2,8 +2,8 @@
 
 A body may be megabytes of whatever a client likes. So it is first cut into its fields without making an object of
 anything inside (``msgspec.Raw``), and each field is then decoded as the type it must have: one that is not known ends
-the reading, and no list is built of what no list of that field may hold. Decoding holds Python's lock, so it takes
-no longer than a few tens of milliseconds for a body of ``serve.intake``'s limit.
+the reading, and no list is built of what no list of that field may hold. Decoding holds Python's lock: 40 to 140 ms for
+the worst bodies of 4 MiB (a million short texts), where decoding them as any JSON takes a second.
 """
 
 import functools
