@@ -179,10 +179,13 @@ class Lamina:
         """As :meth:`stream`, for several prompts that run together: yields (index of the prompt, its output so far)."""
         wanted = as_prompts(prompts)
         params = _params_of(sampling_params, len(wanted))
+        wholes = [Whole(self.tokenizer) for _ in wanted]
         for part in _parts(len(wanted)):
             with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
-                for index, output in outputs:
-                    yield part.start + index, output
+                for index, update in outputs:
+                    whole = wholes[part.start + index]
+                    whole.add(update)
+                    yield part.start + index, whole.output()
 
     async def generate_async(
         self,
