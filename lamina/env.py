@@ -17,7 +17,7 @@ class Environment:
     Attributes:
         log_level: ``LAMINA_LOG_LEVEL``, the level of all processes' log lines (default WARNING).
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
-            chosen by ``transport.rdma_devices``).
+            chosen by ``transport.rdma.devices``).
         cache_dir: ``LAMINA_CACHE_DIR``, the folder of what is kept between starts (default: ``lamina`` in
             ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home, nothing is kept).
     """

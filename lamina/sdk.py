@@ -16,9 +16,9 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Self, cast
 
-from lamina.cluster.local import launch
+from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
-from lamina.engine.prompts import Message, Prompt, as_prompts, chat_prompt
+from lamina.frontend.prompts import Message, Prompt, as_prompts, chat_prompt
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
 from lamina.errors import RequestError

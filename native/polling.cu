@@ -3,14 +3,14 @@
 // starts when they end.
 //
 // A doorbell is a 64-bit sequence number in device memory (of a peer: by CUDA IPC) or pinned host memory.
-// Compiled for the card at hand by lamina/kernels/gpu/polling.py, and by nvcc in tests; includes nothing, so
+// Compiled for the card at hand by transport/device/polling.py, and by nvcc in tests; includes nothing, so
 // that both can.
 
 namespace {
 
 using Word = unsigned long long;
 
-// lamina.kernels.gpu.polling.Outcome has the same numbers.
+// lamina.transport.device.polling.Outcome has the same numbers.
 enum Outcome : unsigned { kReady = 0, kExpired = 1, kAborted = 2 };
 
 // Acquire and release at system scope: they pair with hosts, NICs and other cards.

@@ -29,7 +29,7 @@ ONLY_IN = {
     "torch.fx": ("splitter/*.py",),
     "networkx": ("splitter/*.py",),
     "ray": ("lamina/cluster/ray*.py",),
-    "pyverbs": ("transport/rdma.py",),
+    "pyverbs": ("transport/rdma/endpoint.py",),
     "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
     "triton": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
 }

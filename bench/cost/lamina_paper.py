@@ -12,7 +12,7 @@ from published import Comparison
 
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.cost import GEMMS, POINTWISE, CostModel, Fits
-from lamina.plan.measurements import read_operators
+from lamina.profiling.measurements import read_operators
 from lamina.plan.models import ModelShape
 from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
 

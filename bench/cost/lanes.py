@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lamina.config import Pipelining
 from lamina.plan import hardware, models
-from lamina.plan.simulation import Arrivals, Deployment, simulate
+from lamina.simulate import Arrivals, Deployment, simulate
 
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
 REPLICAS = (1, 2, 4)

@@ -13,7 +13,7 @@ from published import Comparison
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.advice import beyond, recommend
 from lamina.plan.planner import Partition, Plan, layouts
-from lamina.plan.simulation import Arrivals, Deployment, System, simulate
+from lamina.simulate import Arrivals, Deployment, System, simulate
 
 
 def served(trace: Mapping[str, Any]) -> workload.Workload:

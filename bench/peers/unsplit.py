@@ -24,7 +24,8 @@ from lamina.kernels.segments import SegmentTable
 from lamina.memory.slab import Slab
 from lamina.models import directory, weights
 from lamina.models.config import load_config
-from lamina.splitter import as_numpy, lower, split
+from lamina.splitter import as_numpy, split
+from lamina.lowering import lower
 from lamina.types import AttentionSpec, DType
 
 

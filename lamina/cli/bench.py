@@ -12,10 +12,10 @@ from lamina.cli import options
 from lamina.config import EngineConfig
 
 if TYPE_CHECKING:
-    from lamina.engine.bringup import Cluster
+    from lamina.cluster.bringup import Cluster
     from lamina.observe.decoding import Window
     from lamina.observe.trace import Share
-    from lamina.transport.timeline import Span
+    from lamina.protocol.timeline import Span
 
 TIMEOUT_S = 900.0
 
@@ -32,7 +32,7 @@ def bench(
     if invocation.invoked_subcommand is not None:
         return
     options.check_model(config)
-    from lamina.cluster.local import launch
+    from lamina.cluster.launchers.local import launch
     from lamina.observe.decoding import decode_batch, decode_window
     from lamina.observe.progress import loading_progress
 
@@ -88,8 +88,8 @@ def verdict(parts: "Sequence[Share]") -> str:
 
 def _show_network(cluster: "Cluster") -> None:
     from lamina.cli.console import output
-    from lamina.transport.choice import summary
-    from lamina.transport.wire import nbytes_per_token, paper_nbytes_per_token
+    from lamina.protocol.choice import summary
+    from lamina.protocol.wire import nbytes_per_token, paper_nbytes_per_token
 
     ours, paper = (count(cluster.attentions, cluster.dtype) for count in (nbytes_per_token, paper_nbytes_per_token))
     output().print(

@@ -17,7 +17,7 @@ import typer
 from lamina.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
-    from lamina.transport.measure import Near, Result
+    from lamina.profiling.transports import Near, Result
 
 END_S = 10.0
 CONNECT_S = 5.0
@@ -44,8 +44,8 @@ def transport(
     lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
     """
     from lamina.config import check_writable
-    from lamina.transport.choice import Transport
-    from lamina.transport.measure import MAX_NBYTES
+    from lamina.protocol.choice import Transport
+    from lamina.profiling.transports import MAX_NBYTES
 
     if listen is not None:
         return _listen(listen, secret_file)
@@ -77,7 +77,7 @@ def transport(
 def _waits(two_hosts: bool) -> list[str]:
     """What can be measured: two sides that spin on one core only take it from each other."""
     from lamina.cli.console import output
-    from lamina.transport.measure import SPINS
+    from lamina.profiling.transports import SPINS
 
     if two_hosts or len(os.sched_getaffinity(0)) > 1:
         return list(SPINS)
@@ -87,8 +87,8 @@ def _waits(two_hosts: bool) -> list[str]:
 
 def _listen(where: str, secret_file: str | None) -> None:
     from lamina.cli.console import output
-    from lamina.transport.measure import Far
-    from lamina.transport.secret import from_file
+    from lamina.profiling.transports import Far
+    from lamina.protocol.secret import from_file
 
     host, port = _host_and_port(where)
     if ipaddress.ip_address(host).is_unspecified:
@@ -106,8 +106,8 @@ def _listen(where: str, secret_file: str | None) -> None:
 
 @contextlib.contextmanager
 def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
-    from lamina.transport.measure import Near
-    from lamina.transport.secret import from_file
+    from lamina.profiling.transports import Near
+    from lamina.protocol.secret import from_file
 
     host, port = _host_and_port(where)
     secret = from_file(_named(secret_file))
@@ -127,14 +127,14 @@ def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
     """A far side in a process of this machine, ended with the block. Each side has a core of its own if there are two:
     ``cores`` = (near, far), by default the first and the last that this process may use."""
     from lamina.transport.listener import LOOPBACK
-    from lamina.transport.measure import Near
-    from lamina.transport.secret import new
+    from lamina.profiling.transports import Near
+    from lamina.protocol.secret import new
 
     available = sorted(os.sched_getaffinity(0))
     near_core, far_core = cores or (available[0], available[-1])
     os.sched_setaffinity(0, {far_core})  # inherited by what is started now
     secret = new()
-    command = [sys.executable, "-m", "lamina.transport.measure"]
+    command = [sys.executable, "-m", "lamina.profiling.transports"]
     far = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(0, {near_core})
     assert far.stdin and far.stdout

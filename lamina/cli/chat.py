@@ -68,7 +68,7 @@ class _Conversation:
     def _stream(self, messages: list[dict[str, str]]) -> str:
         """Print the answer as it grows; Ctrl-C ends it with what there is."""
         from lamina.cli.console import print_error, print_text
-        from lamina.engine.prompts import chat_prompt
+        from lamina.frontend.prompts import chat_prompt
 
         text = ""
         answer = self._lamina.stream(

@@ -10,8 +10,8 @@ from lamina.cli.findings import Finding, Status
 from lamina.errors import LaminaError, TransportError
 
 if TYPE_CHECKING:
-    from lamina.transport.choice import Transport
-    from lamina.transport.rdma_devices import Port
+    from lamina.protocol.choice import Transport
+    from lamina.transport.rdma.devices import Port
 
 MODULES = Path("/proc/modules")
 TRY_S = 5.0
@@ -28,7 +28,7 @@ PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 def network() -> Iterator[Finding]:
     """All findings, in the order they are shown."""
     from lamina._native import tls_obstacle
-    from lamina.transport.rdma_devices import inventory
+    from lamina.transport.rdma.devices import inventory
 
     yield _cards()
     ports = inventory()
@@ -72,7 +72,7 @@ def _address(entries: Sequence[object]) -> str:
 def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
     """The ports, and which of them would be used. ``modules``: of the kernel, loaded."""
     from lamina.env import environment
-    from lamina.transport.rdma_devices import choose
+    from lamina.transport.rdma.devices import choose
 
     if not ports:
         return Finding("RDMA", "no device")
@@ -111,9 +111,9 @@ def locked_memory(limit: int) -> Finding:
 def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
     from lamina.env import environment
     from lamina.kernels.gpu import device
-    from lamina.kernels.gpu.peer_memory import ability
-    from lamina.transport.rdma import dma_buf_obstacle
-    from lamina.transport.rdma_devices import choose
+    from lamina.transport.device.peer_memory import ability
+    from lamina.transport.rdma.endpoint import dma_buf_obstacle
+    from lamina.transport.rdma.devices import choose
 
     cards = device.find().cards or ()
     try:
@@ -152,7 +152,7 @@ def _loaded_modules() -> frozenset[str]:
 
 def transports(has_rdma: bool) -> Iterator[Finding]:
     """Each transport tried by a write to this process, and what would be chosen."""
-    from lamina.transport.choice import Transport
+    from lamina.protocol.choice import Transport
 
     works = {transport: _try(transport) for transport in Transport if transport is not Transport.RDMA or has_rdma}
     remedies = {
@@ -182,8 +182,8 @@ def encryption(obstacle: str) -> Finding:
 def _try(transport: "Transport") -> str | None:
     """Why a peer cannot write into an arena and ring its doorbell; None if it can."""
     from lamina.transport.listener import LOOPBACK
-    from lamina.transport.measure import make_endpoint
-    from lamina.transport.secret import new
+    from lamina.profiling.transports import make_endpoint
+    from lamina.protocol.secret import new
 
     secret, message = new(), secrets.token_bytes(64)
     waiter, writer = (

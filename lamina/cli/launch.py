@@ -30,7 +30,7 @@ def launch(
 
 def _ready(engine: "Engine", url: str) -> None:
     from lamina.cli.console import output, print_text
-    from lamina.transport.choice import summary
+    from lamina.protocol.choice import summary
 
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)

@@ -311,7 +311,7 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
     from lamina.plan import models
     from lamina.plan.cost import CostModel, Fits
     from lamina.plan.store import ProfileStore
-    from lamina.plan.validate import errors_by_operator
+    from lamina.profiling.validate import errors_by_operator
 
     if kind is None:
         raise ConfigError("--validate needs --kind KIND: the kind that the file was measured on")
@@ -343,7 +343,9 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
 def _measure(file: Path) -> None:
     from lamina.cli.console import print_text
     from lamina.config import check_writable
-    from lamina.plan import hardware, measure, profile
+    from lamina.plan import hardware
+    from lamina.profiling import measure
+    from lamina.profiling import profile
     from lamina.plan.store import ProfileStore
 
     store = ProfileStore(file.with_suffix(".sqlite"))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lamina.plan.hardware import Catalogue, Hardware
-    from lamina.plan.simulation import Arrivals, Deployment, Result
+    from lamina.simulate import Arrivals, Deployment, Result
 
 OVERLOADED = 0.9
 """Share of the time: requests that wait for more, and have all arrived before so much of it, come too fast."""
@@ -56,9 +56,9 @@ def simulate(
     from lamina.observe.trace import write_trace
     from lamina.plan import hardware as catalogue_of
     from lamina.plan import models
-    from lamina.plan import simulation as sim
+    from lamina import simulate as sim
     from lamina.plan.store import ProfileStore
-    from lamina.transport.timeline import MOST_SPANS
+    from lamina.protocol.timeline import MOST_SPANS
 
     if requests is not None:
         sim.check_requests_file(requests)
@@ -107,7 +107,7 @@ def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]
 
 
 def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int, max_tokens: int) -> "Arrivals":
-    from lamina.plan import simulation as sim
+    from lamina import simulate as sim
     from lamina.plan.workload import read_trace
 
     requests = read_trace(trace)
@@ -141,7 +141,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from lamina.plan.simulation import State
+    from lamina.simulate import State
 
     table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)

@@ -13,12 +13,12 @@ from lamina.config import (
     TransportName,
     check_writable,
 )
-from lamina.engine.bringup import ClusterPlan
-from lamina.engine.pipeline import Arrangement, Pipeline
-from lamina.engine.scheduler import Limits
+from lamina.cluster.bringup import ClusterPlan
+from lamina.pipeline import Arrangement, Pipeline
+from lamina.schedule.scheduler import Limits
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
-from lamina.transport.messages import ComputeSetup
+from lamina.protocol.messages import ComputeSetup
 
 LANES_PER_REPLICA = 3  # at most, where the engine chooses
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together

@@ -13,8 +13,8 @@ from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.splitter import SliceOutput, as_numpy
-from lamina.transport.channel import Inbox, Outbox
-from lamina.transport.wire import (
+from lamina.protocol.channel import Inbox, Outbox
+from lamina.protocol.wire import (
     Array,
     MessageRows,
     Piece,

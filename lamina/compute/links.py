@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.transport.base import Arena, Buffer
-from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
-from lamina.transport.links import Links
-from lamina.transport.messages import Connect
+from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
+from lamina.protocol.links import Links
+from lamina.protocol.messages import Connect
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from lamina import _native
 from lamina.env import environment
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.models.tensors import Recipe, WeightPlan
-from lamina.splitter import LoweredModel
-from lamina.splitter.linear import packing
-from lamina.splitter.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
+from lamina.lowering import LoweredModel
+from lamina.lowering.linear import packing
+from lamina.lowering.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
 from lamina.types import DType
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,8 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
 
 def _split(place: ModelDirectory, dtype: DType | None) -> Prepared:
     from lamina.models.config import load_config, resolve_dtype
-    from lamina.splitter import lower, split
+    from lamina.splitter import split
+    from lamina.lowering import lower
 
     config = load_config(place)
     lowered = lower(split(config, resolve_dtype(config, dtype or "auto")))

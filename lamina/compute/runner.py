@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lamina.splitter import LoweredModel, LoweredSlice, Room, SliceOutput
+from lamina.splitter import SliceOutput
+from lamina.lowering import LoweredModel
+from lamina.lowering import LoweredSlice
+from lamina.lowering import Room
 from lamina.types import AttentionSpec
 
 

@@ -11,11 +11,12 @@ import torch
 from lamina.compute.exchange import Partial, StepExchange
 from lamina.compute.links import LaneLinks
 from lamina.compute.runner import Rows, SliceRunner, pad
-from lamina.engine.pipeline import Pipeline
-from lamina.splitter import Crossing, Room, as_numpy
-from lamina.transport.channel import Outbox
-from lamina.transport.timeline import Timeline
-from lamina.transport.wire import Array
+from lamina.pipeline import Pipeline
+from lamina.splitter import Crossing, as_numpy
+from lamina.lowering import Room
+from lamina.protocol.channel import Outbox
+from lamina.protocol.timeline import Timeline
+from lamina.protocol.wire import Array
 from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
 
 

@@ -18,14 +18,14 @@ from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.step import StepRun, context_nbytes_per_token
-from lamina.engine.pipeline import Pipeline
-from lamina.engine.sampler import Row, sample
+from lamina.pipeline import Pipeline
+from lamina.compute.sampler import Row, sample
 from lamina.errors import DeadlineError, LogitsError, WorkerError
 from lamina.models import directory, tensors
-from lamina.splitter import Room
-from lamina.transport.control import ControlClient, expect
-from lamina.transport.links import Links, set_up_links
-from lamina.transport.messages import (
+from lamina.lowering import Room
+from lamina.protocol.control import ControlClient, expect
+from lamina.protocol.links import Links, set_up_links
+from lamina.protocol.messages import (
     REPORT_S,
     ComputeSetup,
     Connected,
@@ -38,9 +38,9 @@ from lamina.transport.messages import (
     Traced,
     Working,
 )
-from lamina.transport.process import run_worker
-from lamina.transport.timeline import Timeline
-from lamina.transport.wire import check_placements, for_sequence
+from lamina.protocol.process import run_worker
+from lamina.protocol.timeline import Timeline
+from lamina.protocol.wire import check_placements, for_sequence
 from lamina.types import Admission, Segment, StepPlan
 
 IDLE_SLICE_S = 1.0

@@ -10,23 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
-from lamina.engine.answers import Answers
-from lamina.engine.bringup import Cluster
-from lamina.engine.gather import Workers, failure, silence
-from lamina.engine.lanes import chooser
-from lamina.engine.placement import Placement
-from lamina.engine.prompts import encode_prompt
-from lamina.engine.scheduler import Limits, Scheduler
+from lamina.schedule.answers import Answers
+from lamina.cluster.bringup import Cluster
+from lamina.cluster.gather import Workers, failure, silence
+from lamina.schedule.lanes import chooser
+from lamina.placement.map import Placement
+from lamina.frontend.prompts import encode_prompt
+from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.engine.waiting import Places
+from lamina.schedule.waiting import Places
 from lamina.errors import DeadlineError, EngineDeadError, LaminaError, PeerLostError, RequestError, TransportError
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
-from lamina.transport.control import ControlServer
-from lamina.transport.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
-from lamina.transport.timeline import Span, Timeline
-from lamina.transport.wire import check_placements
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
+from lamina.protocol.timeline import Span, Timeline
+from lamina.protocol.wire import check_placements
 from lamina.types import NOBODY, Client, FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Self
 
 from lamina.engine.engine import Engine
-from lamina.engine.prompts import Prompt
+from lamina.frontend.prompts import Prompt
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError
 from lamina.types import Client, SamplingParams

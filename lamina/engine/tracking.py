@@ -3,11 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 
-from lamina.engine.groups import Completion, Group
-from lamina.engine.stop import StopChecker, StopStrings
+from lamina.groups import Completion, Group
+from lamina.frontend.stop import StopChecker, StopStrings
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from lamina.transport.messages import Draw
+from lamina.protocol.messages import Draw
 from lamina.types import FinishReason, Request, Segment
 
 

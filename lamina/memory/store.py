@@ -14,7 +14,7 @@ from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, Cut, cuts
 from lamina.memory.slab import Slab
-from lamina.transport.wire import (
+from lamina.protocol.wire import (
     NUMPY_DTYPE,
     Array,
     MessageRows,

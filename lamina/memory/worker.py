@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lamina.engine.pipeline import Pipeline
+from lamina.pipeline import Pipeline
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import Floats, KvStore, StepTables
-from lamina.transport.channel import BULK_SLOTS, Inbox, Outbox
-from lamina.transport.control import ControlClient, expect
-from lamina.transport.links import Links, set_up_links
-from lamina.transport.messages import (
+from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
+from lamina.protocol.control import ControlClient, expect
+from lamina.protocol.links import Links, set_up_links
+from lamina.protocol.messages import (
     REPORT_S,
     Connected,
     MemorySetup,
@@ -35,9 +35,9 @@ from lamina.transport.messages import (
     Traced,
     Working,
 )
-from lamina.transport.process import run_worker
-from lamina.transport.timeline import Timeline
-from lamina.transport.wire import reply_number, request_number
+from lamina.protocol.process import run_worker
+from lamina.protocol.timeline import Timeline
+from lamina.protocol.wire import reply_number, request_number
 
 log = logging.getLogger(__name__)
 

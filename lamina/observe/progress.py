@@ -17,8 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from lamina.engine.gather import OnProgress
-from lamina.transport.messages import LoadProgress
+from lamina.cluster.gather import OnProgress
+from lamina.protocol.messages import LoadProgress
 
 REPORT_S = 30.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.transport.timeline import Span
+from lamina.protocol.timeline import Span
 
 OTHER = "other"
 IDLE = {"wait", OTHER}

@@ -233,7 +233,7 @@ def _build(part: Callable[..., T], fit: Fit, store: ProfileStore) -> T:
     except TypeError as error:
         raise ConfigError(
             f"the fit {fit.name!r} in {store.file} is of another version ({error}); make it again with "
-            "python -m lamina.plan.fit or lamina plan --measure"
+            "python -m lamina.profiling.fit or lamina plan --measure"
         ) from error
 
 

@@ -43,7 +43,7 @@ PARTIAL_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GemmFit:
-    """What ``lamina.plan.fit`` fits to measured matrix products. Shares are of the catalogue's peak.
+    """What ``lamina.profiling.fit`` fits to measured matrix products. Shares are of the catalogue's peak.
 
     Attributes:
         share: of a processor's FLOP/s while it works on a tile.

@@ -1,6 +1,6 @@
 """The profile store: fits of the cost model with the samples they come from, in SQLite.
 
-``profiles.sqlite`` beside this file comes with the package and is only read; ``python -m lamina.plan.fit`` writes it or
+``profiles.sqlite`` beside this file comes with the package and is only read; ``python -m lamina.profiling.fit`` writes it or
 any other file. One fit has a name (what it predicts) and the kind it was measured on; a kind without a fit of its own
 is served by the first one stored, with its own catalogue entry.
 
@@ -83,7 +83,7 @@ class ProfileStore:
         rows = self._read(query, (name, kind))
         if not rows:
             raise ConfigError(
-                f"the profile store {self.file} has no fit {name!r}; make it with python -m lamina.plan.fit"
+                f"the profile store {self.file} has no fit {name!r}; make it with python -m lamina.profiling.fit"
             )
         stored = rows[0]
         return Fit(stored[0], stored[1], stored[2], json.loads(stored[3]), stored[4], stored[5])
@@ -129,7 +129,7 @@ class ProfileStore:
 
     def _read(self, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
         if not self.file.is_file():
-            raise ConfigError(f"there is no profile store {self.file}; make one with python -m lamina.plan.fit")
+            raise ConfigError(f"there is no profile store {self.file}; make one with python -m lamina.profiling.fit")
         try:
             with closing(sqlite3.connect(f"{self.file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
                 return connection.execute(query, values).fetchall()

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 import lamina
 from lamina.engine.engine import Engine
-from lamina.engine.prompts import Prompt, chat_prompt, encode_prompt
+from lamina.frontend.prompts import Prompt, chat_prompt, encode_prompt
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import errors
 from lamina.serve.errors import APIError, first_line

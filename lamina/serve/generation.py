@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from lamina.engine.engine import Engine
-from lamina.engine.prompts import Prompt
+from lamina.frontend.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import LaminaError

@@ -1,4 +1,4 @@
-// lamina._native: Program. Weights and matrices are given by address; lamina.splitter.program, its one
+// lamina._native: Program. Weights and matrices are given by address; lamina.lowering.program, its one
 // caller, answers for them.
 #include "lamina/program.h"
 

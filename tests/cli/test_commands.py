@@ -30,8 +30,8 @@ from lamina.cli.doctor import _cpu, examine
 from lamina.cli.findings import Status
 from lamina.cli.generate import _standard_input
 from lamina.errors import RequestError
-from lamina.transport.liveness import LOST_S
-from lamina.transport.rdma_devices import Gid, Port
+from lamina.protocol.liveness import LOST_S
+from lamina.transport.rdma.devices import Gid, Port
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0

@@ -29,7 +29,7 @@ from lamina.models.directory import BUNDLED
 from lamina.observe import progress
 from lamina.observe.trace import Share
 from lamina.plan import hardware
-from lamina.transport.messages import LoadProgress
+from lamina.protocol.messages import LoadProgress
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0

@@ -3,8 +3,8 @@
 import os
 import time
 
-from lamina.cluster.local import LocalWorkers
-from lamina.transport.control import Bootstrap
+from lamina.cluster.launchers.local import LocalWorkers
+from lamina.protocol.control import Bootstrap
 
 MORE_THAN_A_PIPE_HOLDS = bytes(1 << 20)
 

@@ -7,7 +7,7 @@ import pytest
 
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
-from lamina.engine.pipeline import Pipeline
+from lamina.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.models import directory
 from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S, spin_s

@@ -24,9 +24,9 @@ from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.splitter import SliceOutput
 from lamina.transport.base import Peer
-from lamina.transport.channel import BULK_SLOTS, Inbox, Layout, Outbox
+from lamina.protocol.channel import BULK_SLOTS, Inbox, Layout, Outbox
 from lamina.transport.shm import ShmEndpoint
-from lamina.transport.wire import (
+from lamina.protocol.wire import (
     MessageRows,
     SegmentRows,
     for_sequence,

@@ -187,7 +187,7 @@ CHANGES = {
     "torch build": _set(torch, "__version__", "0.0+other"),
     "processor's vectors": _set(torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
     "processor's paths": _set(preparation._native, "attention_paths", lambda: []),
-    **{name: _code(name) for name in ("types.py", "splitter/fuse.py", "kernels/memory.py", "models/weights.py")},
+    **{name: _code(name) for name in ("types.py", "lamina/lowering/fuse.py", "kernels/memory.py", "models/weights.py")},
     **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
 }
 
@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
 def test_a_model_that_cannot_be_written_is_split_at_every_start(
     bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lamina.splitter.stored._METHOD_NAMES", frozenset())
+    monkeypatch.setattr("lamina.lowering.stored._METHOD_NAMES", frozenset())
     with caplog.at_level(logging.INFO):
         assert times_split(bundled) == times_split(bundled) == 1
     assert "split at every start: lowered graphs have no call_method" in caplog.text

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lamina.engine import admission
+from lamina.schedule import admission
 
 
 @pytest.fixture(scope="module")

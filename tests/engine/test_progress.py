@@ -9,14 +9,14 @@ import pytest
 
 from lamina.config import EngineConfig
 from lamina.engine import engine as module
-from lamina.engine.bringup import Cluster
+from lamina.cluster.bringup import Cluster
 from lamina.engine.engine import Engine
-from lamina.engine.pipeline import Pipeline
-from lamina.engine.scheduler import Limits
+from lamina.pipeline import Pipeline
+from lamina.schedule.scheduler import Limits
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
-from lamina.transport.control import ControlClient, ControlServer
-from lamina.transport.messages import Draw, Hello, Step, StepDone, Stop, Working
+from lamina.protocol.control import ControlClient, ControlServer
+from lamina.protocol.messages import Draw, Hello, Step, StepDone, Stop, Working
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 1.0

@@ -3,14 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.groups import Group
-from lamina.engine.placement import Placement
-from lamina.engine.scheduler import Limits, Scheduler
+from lamina.groups import Group
+from lamina.placement.map import Placement
+from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import RequestUpdate, Whole, pack, unpack
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
-from lamina.transport.messages import Draw
+from lamina.protocol.messages import Draw
 from lamina.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 
 TOKENIZER = Tokenizer(directory.find(None))

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from lamina.errors import TransportError
-from lamina.kernels.gpu.peer_memory import PeerMemory, ability
-from lamina.kernels.gpu.polling import BLOCK
+from lamina.transport.device.peer_memory import PeerMemory, ability
+from lamina.transport.device.polling import BLOCK
 
 pytestmark = pytest.mark.gpu
 NBYTES = 100_000

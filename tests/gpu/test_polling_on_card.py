@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.kernels.gpu.polling import DeviceArena, Polling
+from lamina.transport.device.polling import DeviceArena, Polling
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ BELL = 1 << 20  # a doorbell's offset in an arena, behind the payload
 PEER = """
 import sys
 import cupy
-from lamina.kernels.gpu.polling import PeerArena, Polling
+from lamina.transport.device.polling import PeerArena, Polling
 arena = PeerArena(bytes.fromhex(sys.argv[1]))
 print("mapped", flush=True)
 polling = Polling("parent")

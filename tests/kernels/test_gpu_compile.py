@@ -82,7 +82,7 @@ def test_polling_acquires_and_releases_at_system_scope():
 
 
 def test_polling_source_travels_with_the_package():
-    from lamina.kernels.gpu.polling import SOURCE
+    from lamina.transport.device.polling import SOURCE
 
     assert SOURCE.read_text() == POLLING.read_text()
 

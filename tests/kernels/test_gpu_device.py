@@ -61,7 +61,8 @@ def test_nothing_of_the_package_needs_triton_or_cupy_to_be_imported():
 import sys
 sys.modules["triton"] = sys.modules["cupy"] = None
 import lamina, lamina.memory.worker, lamina.kernels.attention
-from lamina.kernels.gpu import attention, choice, device, polling, program, specialize, tables
+from lamina.kernels.gpu import attention, choice, device, program, specialize, tables
+from lamina.transport.device import polling
 try:
     polling.Polling("peer")
 except ImportError as error:

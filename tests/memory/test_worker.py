@@ -16,11 +16,11 @@ from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, store, worker
 from lamina.memory.pulls import MOST_IN_A_ROW
 from lamina.memory.worker import MemoryWorker
-from lamina.transport.channel import Layout
-from lamina.transport.choice import Transport
-from lamina.transport.links import Links
-from lamina.transport.messages import Connect, Link, Linked, MemorySetup, Register, Registered, Step, Working
-from lamina.transport.wire import keys_values, read_reply, reply_nbytes, reply_number, request_nbytes, request_number
+from lamina.protocol.channel import Layout
+from lamina.protocol.choice import Transport
+from lamina.protocol.links import Links
+from lamina.protocol.messages import Connect, Link, Linked, MemorySetup, Register, Registered, Step, Working
+from lamina.protocol.wire import keys_values, read_reply, reply_nbytes, reply_number, request_nbytes, request_number
 from lamina.types import (
     Admission,
     AttentionSpec,

@@ -55,7 +55,7 @@ def test_chat_starts_a_function_under_the_message_and_keeps_the_history() -> Non
 @pytest.mark.slow
 def test_training_writes_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train_bundled", str(tmp_path), "--steps", "2"])
-    runpy.run_module("lamina.models.train_bundled", run_name="__main__")
+    runpy.run_module("lamina.tools.train_bundled", run_name="__main__")
     trained, bundled = find(tmp_path), find(None)
     assert trained.tensors.keys() == bundled.tensors.keys()
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in BUNDLED.iterdir()}

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from lamina.observe.progress import BatchProgress, loading_progress
-from lamina.transport.messages import LoadProgress
+from lamina.protocol.messages import LoadProgress
 
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:

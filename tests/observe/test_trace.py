@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lamina.observe.trace import bottleneck, shares, turnarounds, write_trace
-from lamina.transport.timeline import MOST_SPANS, Span, Timeline
+from lamina.protocol.timeline import MOST_SPANS, Span, Timeline
 
 SPANS = {
     "compute0": [Span("slice", 0, 0, 400), Span("wait", 0, 400, 700), Span("slice", 1, 700, 1200)],

@@ -15,9 +15,11 @@ from lamina.cli import app
 from lamina.cli.options import as_lanes
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
-from lamina.engine.pipeline import Pipeline
+from lamina.pipeline import Pipeline
 from lamina.errors import UserError
-from lamina.plan import hardware, measure, models, profile
+from lamina.plan import hardware, models
+from lamina.profiling import measure
+from lamina.profiling import profile
 from lamina.plan.store import Fit
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lamina.plan import hardware, models
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.gemm import TILES, gemm_seconds
-from lamina.plan.validate import errors_by_operator
+from lamina.profiling.validate import errors_by_operator
 from lamina.types import DType
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"

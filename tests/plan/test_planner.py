@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lamina import _native
-from lamina.engine.pipeline import Pipeline
+from lamina.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.advice import alone, beyond, pareto, recommend, refusal

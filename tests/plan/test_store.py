@@ -9,10 +9,10 @@ import pytest
 from lamina.errors import ConfigError
 from lamina.plan import hardware
 from lamina.plan.cost import CollectiveFit, CostModel, Fits, PointwiseFit, TransferFit
-from lamina.plan.fit import KIND, MODEL, START, fit_part, samples_of
-from lamina.plan.fit import operators as predict_operator
-from lamina.plan.fit import send_recv as predict_transfer
-from lamina.plan.measurements import Series
+from lamina.profiling.fit import KIND, MODEL, START, fit_part, samples_of
+from lamina.profiling.fit import operators as predict_operator
+from lamina.profiling.fit import send_recv as predict_transfer
+from lamina.profiling.measurements import Series
 from lamina.plan.store import Fit, ProfileStore, Sample
 
 

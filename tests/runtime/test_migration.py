@@ -11,11 +11,11 @@ import psutil
 import pytest
 from transformers import LlamaConfig
 
-from lamina.cluster.local import launch
+from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
-from lamina.engine import admission
+from lamina.schedule import admission
 from lamina.engine.engine import Engine
-from lamina.engine.scheduler import Scheduler
+from lamina.schedule.scheduler import Scheduler
 from lamina.engine.updates import whole
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
 from tests.runtime.checkpoints import GROUPED, VOCABULARY, greedy, make_checkpoint

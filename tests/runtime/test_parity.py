@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lamina.cluster.local import launch
+from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
-from lamina.engine.lanes import LaneChooser
-from lamina.engine.pipeline import Arrangement
+from lamina.schedule.lanes import LaneChooser
+from lamina.pipeline import Arrangement
 from lamina.engine.updates import whole
 from lamina.types import DType, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint

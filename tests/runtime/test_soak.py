@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from lamina.cluster.local import launch
+from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole

@@ -11,7 +11,7 @@ import httpx
 from lamina.engine.engine import EngineStats, MemoryStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
-from lamina.transport.choice import Choice, Transport
+from lamina.protocol.choice import Choice, Transport
 from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from lamina.transport.base import Arena, Endpoint, Peer
-from lamina.transport.channel import Inbox, Layout, Outbox
+from lamina.protocol.channel import Inbox, Layout, Outbox
 from lamina.transport.null import NullEndpoint
-from lamina.transport.rdma import RdmaEndpoint
+from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 

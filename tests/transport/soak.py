@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from lamina.transport.base import Arena, Endpoint, Peer
-from lamina.transport.choice import Transport
-from lamina.transport.measure import make_endpoint
-from lamina.transport.secret import Secret
+from lamina.protocol.choice import Transport
+from lamina.profiling.transports import make_endpoint
+from lamina.protocol.secret import Secret
 
 SECRET = Secret(b"a secret of the transport's soak.")
 HOST = "127.0.0.1"

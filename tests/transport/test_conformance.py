@@ -14,7 +14,7 @@ from conftest import DOORBELLS, NBYTES, PAIRS, Pair, open_pair
 from far import IMPLEMENTATIONS, stamped, whole
 
 from lamina.errors import DeadlineError, PeerLostError, TransportError
-from lamina.transport.channel import Inbox, Layout, Outbox
+from lamina.protocol.channel import Inbox, Layout, Outbox
 
 TIMEOUT_S = 30.0
 

@@ -15,10 +15,10 @@ from far import SECRET, Far
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.transport.base import Buffer
-from lamina.transport.device_memory import DmaBuf, Route
-from lamina.transport.rdma import RdmaEndpoint, dma_buf_obstacle
-from lamina.transport.rdma_devices import choose, inventory
-from lamina.transport.rdma_events import MESSAGES, Events
+from lamina.transport.device.memory import DmaBuf, Route
+from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
+from lamina.transport.rdma.devices import choose, inventory
+from lamina.transport.rdma.events import MESSAGES, Events
 
 pytestmark = pytest.mark.skipif("LAMINA_TEST_RDMA" not in os.environ, reason="no RDMA devices: see tests/rdma")
 TIMEOUT_S = 60.0
@@ -40,7 +40,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
     """Events that have woken waits; nothing else wakes them."""
     events: list[Events] = []
     take = Events.take
-    monkeypatch.setattr("lamina.transport.rdma.SLICE_S", TIMEOUT_S)
+    monkeypatch.setattr("lamina.transport.rdma.endpoint.SLICE_S", TIMEOUT_S)
     monkeypatch.setattr(Events, "take", lambda self: (events.append(self), take(self)))
     return events
 
@@ -153,7 +153,7 @@ def test_a_dma_buf_that_the_card_refuses_is_reached_by_way_of_the_host(caplog: p
         assert "errno 95" in dma_buf_obstacle(choose(inventory()))
         assert arena.decision.route is Route.HOST
         (logged,) = [
-            record.getMessage() for record in caplog.records if record.name == "lamina.transport.device_memory"
+            record.getMessage() for record in caplog.records if record.name == "lamina.transport.device.memory"
         ]
         assert "errno 95" in logged and "of vgem" in logged and "by way of the host" in logged
         peer = near.connect(far.open("rdma", 1 << 20, 4), TIMEOUT_S)

@@ -5,7 +5,7 @@ import struct
 import pytest
 import soak
 
-from lamina.transport.choice import Transport
+from lamina.protocol.choice import Transport
 
 
 @pytest.mark.parametrize("transport", [Transport.TCP, Transport.SHM])

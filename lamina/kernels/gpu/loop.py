@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lamina.kernels.gpu.polling import Doorbell, Polling
+from lamina.transport.device.polling import Doorbell, Polling
 
 
 def capture_layer(

@@ -1,0 +1,270 @@
+"""Decode messages beside the attention of a long prompt chunk, cut and in one piece.
+
+    python bench/kernels/long_chunk.py [--prefix 16384] [--rows 512] [--chunks 3] [--threads 1] [--json FILE]
+
+Two memory workers, run in turn: one as it is, one that does not cut (which is how it was before there were cuts). A
+process plays the compute worker over shared memory: in one lane it asks for the attention of a chunk of ``rows`` rows
+over a prefix, one layer of a Llama-3-8B; in another it sends a decode message of 16 rows over 256 tokens each, again
+and again, a millisecond after the answer to the last. The chunk's time is also measured with nothing beside it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from lamina.compute.links import lane_links
+from lamina.config import Overlap
+from lamina.errors import DeadlineError
+from lamina.memory import store
+from lamina.memory.worker import MemoryWorker
+from lamina.protocol.channel import LANDING_NBYTES, Layout
+from lamina.protocol.choice import Transport
+from lamina.transport.endpoint import SPIN_S
+from lamina.protocol.links import Links
+from lamina.protocol.messages import Connect, Link, MemorySetup, Register, Step, Stop
+from lamina.protocol.secret import new
+from lamina.protocol.wire import reply_nbytes, reply_number, request_nbytes, request_number
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
+
+SPEC = AttentionSpec(0, 32, 8, 128, 128, scale=128**-0.5)
+DTYPE = DType.BFLOAT16
+DECODING, CONTEXT = 16, 256  # sequences, tokens of each
+DECODES, PROMPTS = 0, 1  # lanes
+LONG = DECODING  # the sequence with the prefix
+COMPUTE, MEMORY = "compute0", "memory0"
+PER_TOKEN = SPEC.kv_bytes_per_token(DTYPE)
+TIMEOUT_S = 300.0
+PAUSE_S = 1e-3
+
+
+class PipeControl:
+    """A worker's end of a control plane that is a pipe."""
+
+    name, local_address = MEMORY, "127.0.0.1"
+
+    def __init__(self, pipe: Connection, secret: bytes) -> None:
+        self._pipe, self.data_secret = pipe, secret
+
+    def send(self, message: Any) -> None:
+        """To the bench."""
+        self._pipe.send(message)
+
+    def receive(self, timeout_s: float) -> Any:
+        """From the bench."""
+        if not self._pipe.poll(timeout_s):
+            raise DeadlineError(f"no message within {timeout_s} s")
+        return self._pipe.recv()
+
+    def poll(self) -> Any:
+        """From the bench, if it is there."""
+        return self._pipe.recv() if self._pipe.poll() else None
+
+
+def serve(pipe: Connection, secret: bytes, whole: bool) -> None:
+    """The memory worker's process."""
+    if whole:
+        store.MOST_PRODUCTS = 1 << 62
+    worker = MemoryWorker(PipeControl(pipe, secret))  # type: ignore[arg-type]
+    worker.run()
+    worker.close()
+
+
+class Cluster:
+    """A memory worker in a process of its own, and this process as its engine and compute worker."""
+
+    def __init__(self, prefix: int, rows: int, threads: int, whole: bool) -> None:
+        self._rows, self._prefix = rows, prefix
+        secret = new().data_plane
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, secret, whole), daemon=True)
+        self._process.start()
+        capacity = prefix + 4 * rows * 64 + DECODING * (CONTEXT + 100_000)
+        self._pipe.send(MemorySetup([SPEC], DTYPE, capacity, threads, Overlap(), trace=False))
+        self._pipe.recv()
+        layout = Layout(
+            lanes=2,
+            memories=1,
+            request_nbytes=request_nbytes([SPEC], DTYPE, rows),
+            reply_nbytes=reply_nbytes([SPEC], rows),
+            bulk_nbytes=max(prefix, rows, DECODING * CONTEXT) * PER_TOKEN,
+            landing_nbytes=LANDING_NBYTES,
+        )
+        self._links = Links(COMPUTE, secret, "127.0.0.1")
+        names = [COMPUTE, MEMORY]
+        self._pipe.send(Register(*layout.memory_arena, names, [Transport.SHM], SPIN_S))
+        offer = self._pipe.recv().offer
+        arena, own = self._links.register(Register(*layout.compute_arena, names, [Transport.SHM], SPIN_S))
+        self._pipe.send(Link(1, {COMPUTE: (Transport.SHM, own.descriptors[Transport.SHM])}))
+        self._links.link(Link(1, {MEMORY: (Transport.SHM, offer.descriptors[Transport.SHM])}))
+        self._pipe.recv()
+        connect = Connect([COMPUTE], [MEMORY], layout, rotates=False)
+        self._pipe.send(connect)
+        self._pipe.recv()
+        self._wait = self._links.settle()
+        self._lanes = lane_links(COMPUTE, self._links, arena, connect)
+        self._turns, self._starts, self._steps = [0, 0], [0] * (DECODING + 1), 0
+        random = np.random.default_rng(0)
+        self._values = (
+            (random.standard_normal(2**20, np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        )
+        for links in self._lanes:
+            for bulk in links.bulk:
+                target = np.frombuffer(bulk, np.uint8)
+                target[:] = np.resize(self._values, len(target))
+        self._prompt(DECODES, list(range(DECODING)), CONTEXT)
+        self._prompt(PROMPTS, [LONG], prefix)
+
+    def _prompt(self, lane: int, sequences: list[int], tokens: int) -> None:
+        """Prompts of ``tokens`` tokens, in one step."""
+        admitted = [
+            Admission(each, 1, tokens, [Segment(each, MEMORY, (0, SPEC.kv_heads), (0, None))], SamplingParams(), 0)
+            for each in sequences
+        ]
+        self._plan(lane, admitted, [SequenceStep(each, 0, [0] * tokens, []) for each in sequences], [])
+        for each in sequences:
+            self._starts[each] = tokens
+        self._lanes[lane].requests[MEMORY].send([], request_number(self._turns[lane], 0))
+        self.receive(lane)
+
+    def _plan(self, lane: int, admitted: list[Admission], chunks: list[SequenceStep], decoding: list[int]) -> None:
+        rows = DecodeRows(decoding, [self._starts[each] for each in decoding], [])
+        for each in decoding:
+            self._starts[each] += 1
+        self._steps += 1
+        self._pipe.send(Step(StepPlan(self._steps, lane, self._turns[lane], [], [], admitted, chunks, rows)))
+
+    def plan_decode(self) -> None:
+        """Announce the next step of all sequences that decode."""
+        self._plan(DECODES, [], [], list(range(DECODING)))
+
+    def send_decode(self) -> None:
+        """Its message."""
+        nbytes = DECODING * (PER_TOKEN + SPEC.query_bytes_per_token(DTYPE))
+        self._send(DECODES, nbytes)
+
+    def send_chunk(self) -> None:
+        """Announce a chunk on top of the prefix, and send its message."""
+        start = self._starts[LONG]
+        self._plan(PROMPTS, [], [SequenceStep(LONG, start, [0] * self._rows, [])], [])
+        self._starts[LONG] += self._rows
+        self._send(PROMPTS, self._rows * SPEC.query_bytes_per_token(DTYPE))
+
+    def _send(self, lane: int, nbytes: int) -> None:
+        request = np.resize(self._values, nbytes)
+        self._lanes[lane].requests[MEMORY].send([request], request_number(self._turns[lane], 0))
+
+    def receive(self, lane: int, timeout_s: float = TIMEOUT_S) -> bool:
+        """Wait for the lane's answer; False if it does not come in time."""
+        target = (self._lanes[lane].replies[MEMORY].doorbell, reply_number(self._turns[lane]))
+        try:
+            self._wait([target], timeout_s)
+        except DeadlineError:
+            return False
+        self._turns[lane] += 1
+        while self._pipe.poll():
+            self._pipe.recv()
+        return True
+
+    def decode(self) -> float:
+        """One decode message's round trip in seconds."""
+        self.plan_decode()
+        time.sleep(PAUSE_S)
+        begun = time.perf_counter()
+        self.send_decode()
+        self.receive(DECODES)
+        return time.perf_counter() - begun
+
+    def chunk_alone(self) -> float:
+        """Seconds of a chunk with nothing beside it, of the worker's processor time: others may use the machine."""
+        begun = self._busy_s()
+        self.send_chunk()
+        self.receive(PROMPTS)
+        return self._busy_s() - begun
+
+    def _busy_s(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
+    def chunk_beside(self) -> list[float]:
+        """Seconds of the decode messages beside a chunk."""
+        self.send_chunk()
+        trips = []
+        while not self.receive(PROMPTS, 0.0):
+            trips.append(self.decode())
+        return trips
+
+    def close(self) -> None:
+        """End the worker."""
+        self._pipe.send(Stop())
+        self._process.join(TIMEOUT_S)
+        self._links.close()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds: processor time of a chunk alone, then decode messages alone (medians of both) and beside chunks."""
+
+    how: str
+    chunk_alone: float
+    decode_alone: float
+    beside_p50: float
+    beside_p99: float
+    messages: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefix", type=int, default=16384)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--chunks", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    clusters = {how: Cluster(args.prefix, args.rows, args.threads, how == "whole") for how in ("whole", "cut")}
+    alone: dict[str, list[float]] = {how: [] for how in clusters}
+    trips: dict[str, list[float]] = {how: [] for how in clusters}
+    decodes: dict[str, list[float]] = {how: [] for how in clusters}
+    for _ in range(args.chunks):
+        for how, cluster in clusters.items():
+            alone[how].append(cluster.chunk_alone())
+            decodes[how] += [cluster.decode() for _ in range(20)]
+            trips[how] += cluster.chunk_beside()
+    results = []
+    for how, cluster in clusters.items():
+        cluster.close()
+        p50, p99 = np.percentile(trips[how], (50, 99)) * 1e3
+        medians = statistics.median(alone[how]) * 1e3, statistics.median(decodes[how]) * 1e3
+        results.append(Result(how, *medians, float(p50), float(p99), len(trips[how])))
+        print(results[-1])
+    ratio = statistics.median(cut / whole for cut, whole in zip(alone["cut"], alone["whole"], strict=True))
+    print(f"chunk cut over whole: {ratio:.3f}")
+    if args.json:
+        figures = {
+            "arguments": vars(args) | {"json": None},
+            "ratio": ratio,
+            "results": [asdict(each) for each in results],
+        }
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Decode round trips while K and V are pulled beside them, against the same round trips alone.
+
+    python bench/transport/bulk.py [--transports shm,tcp] [--bulk prompts migrations] [--rounds 2000] [--json FILE]
+
+Two processes, each with a core of its own if there are two. One computes: it is busy for as long as a slice takes,
+then sends a request of one layer for 16 rows of a Llama-3-8B and waits for the answer; the time from one to the other
+is the round trip. The other holds memory: it answers at once (attention would take the same time in both cases) and,
+in the gaps, pulls chunk after chunk of prompts, with the memory worker's own ``Puller``, or sequence after sequence
+from another memory worker, with its ``Migrations``. No third core is asked for: the same thread plays that one too, and
+lays out a piece for each that it pulls, which costs messages more than in a cluster. Rounds alone and with bulk take
+turns.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from lamina.config import Overlap
+from lamina.errors import DeadlineError
+from lamina.memory.migrations import Migrations, Open
+from lamina.memory.pulls import GapWork, Puller, Target
+from lamina.memory.store import KvStore
+from lamina.transport.base import Arena, Endpoint
+from lamina.protocol.channel import LANDING_NBYTES, Inbox, Layout, Outbox
+from lamina.protocol.choice import Transport
+from lamina.transport.listener import LOOPBACK
+from lamina.profiling.transports import SPINS, make_endpoint
+from lamina.protocol.messages import Connect
+from lamina.protocol.secret import Secret, new
+from lamina.protocol.wire import reply_nbytes, request_nbytes
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    Migration,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
+
+SPECS = [AttentionSpec(layer, 32, 8, 128, 128, scale=128**-0.5) for layer in range(8)]
+ROWS, CHUNK, MOVED = 16, 512, 8192  # of a decode step, of a prompt's chunk, tokens of a sequence that moves
+DECODES, PROMPTS = 0, 1  # lanes
+COMPUTE, MEMORY, OTHER = "compute", "memory", "other"
+SEQUENCE = 0
+DTYPE = DType.BFLOAT16
+TIMEOUT_S = 60.0
+BLOCK = 100  # rounds alone, then so many with bulk
+PER_TOKEN = SPECS[0].kv_bytes_per_token(DTYPE)
+LAYOUT = Layout(
+    lanes=2,
+    memories=2,
+    request_nbytes=request_nbytes(SPECS[:1], DTYPE, ROWS),
+    reply_nbytes=reply_nbytes(SPECS[:1], ROWS),
+    bulk_nbytes=CHUNK * PER_TOKEN,
+    landing_nbytes=LANDING_NBYTES,
+    migrates=True,
+)
+CONNECT = Connect([COMPUTE], [MEMORY, OTHER], LAYOUT)
+BULKS = ("prompts", "migrations")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Round trips in microseconds, and the gigabytes (1e9 bytes) of bulk per second beside them."""
+
+    transport: str
+    bulk: str
+    slice_us: float
+    alone_p50: float
+    alone_p99: float
+    beside_p50: float
+    beside_p99: float
+    bulk_gigabytes_per_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The 99th percentile beside bulk over that alone."""
+        return self.beside_p99 / self.alone_p99
+
+
+class Store(KvStore):
+    """A memory worker's, whose memory has been touched, and that counts the bytes it keeps of what is pulled."""
+
+    def __init__(self, worker: str, tokens: int) -> None:
+        super().__init__(worker, SPECS, DTYPE, tokens, 1, Overlap())
+        self.kept = 0
+        for cache in self.layers:
+            cache.k[:], cache.v[:] = 0, 0
+
+    def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        self.kept += len(slots) * PER_TOKEN
+        super().keep(layer, slots, content)
+
+
+def plan(
+    admitted: list[Admission], chunks: list[SequenceStep], released: list[int], migrations: list[Migration]
+) -> StepPlan:
+    """A step of the lane of prompts in which nothing decodes."""
+    return StepPlan(0, PROMPTS, 0, [], released, admitted, chunks, DecodeRows([], [], []), migrations=migrations)
+
+
+def begun(worker: str, tokens: int) -> StepPlan:
+    """A sequence that lives on ``worker``, and so many tokens of it."""
+    segment = Segment(SEQUENCE, worker, (0, SPECS[0].kv_heads), (0, None))
+    admission = Admission(SEQUENCE, 1, tokens, [segment], SamplingParams(), 0)
+    return plan([admission], [SequenceStep(SEQUENCE, 0, [0] * tokens, [])], [], [])
+
+
+class NoGapWork:
+    """Nothing else is done when no message waits."""
+
+    @property
+    def awaited(self) -> list[Target]:
+        """Nothing."""
+        return []
+
+    def serve(self, index: int) -> None:
+        """Never called."""
+        raise IndexError(index)
+
+
+class Prompts:
+    """Pulls K and V of one chunk after another from the compute worker."""
+
+    def __init__(self, store: Store, puller: Puller) -> None:
+        self._puller = puller
+        self.gaps: GapWork = NoGapWork()
+        self._step = store.apply(begun(MEMORY, CHUNK))
+
+    def go_on(self) -> None:
+        """Begin the next chunk if there is none on its way."""
+        if self._puller.is_done(PROMPTS, 0):
+            self._puller.add(COMPUTE, 0, self._step)
+
+    def help(self) -> None:
+        """Nobody needs any: the chunk lies in the compute worker's arena."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Moves:
+    """Pulls one sequence after another from another memory worker, and plays that one too."""
+
+    def __init__(self, transport: Transport, secret: Secret, endpoint: Endpoint, arena: Arena) -> None:
+        self._other_endpoint = make_endpoint(transport, OTHER, 0.0, secret, LOOPBACK)
+        other_arena = self._other_endpoint.register(*LAYOUT.memory_arena)
+        other = endpoint.connect(self._other_endpoint.descriptor(), TIMEOUT_S)
+        own = self._other_endpoint.connect(endpoint.descriptor(), TIMEOUT_S)
+        self.store = Store(MEMORY, MOVED)
+        self.puller = Puller(lambda _, *place: endpoint.fetch(other, *place), arena, LAYOUT, self.store)
+        self._migrations = Migrations(
+            self.store, self.puller, arena, CONNECT, lambda _, slot: Outbox(endpoint, other, slot), self._end
+        )
+        self.gaps: GapWork = self._migrations
+        store = Store(OTHER, MOVED)
+        store.apply(begun(OTHER, MOVED))
+        puller = Puller(lambda _, *place: self._other_endpoint.fetch(own, *place), other_arena, LAYOUT, store)
+        outbox: Open = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
+        self._other = Migrations(store, puller, other_arena, CONNECT, outbox, lambda _: None)
+        self._number, self._is_done = 0, True
+
+    def go_on(self) -> None:
+        """Begin the next sequence if there is none on its way."""
+        if not self._is_done:
+            return
+        released = [SEQUENCE] if self._number else []
+        self._number, self._is_done = self._number + 1, False
+        migration = Migration(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED)
+        moves = plan([], [], released, [migration])
+        self.store.apply(moves)
+        self._migrations.apply(moves)
+        self._other.apply(plan([], [], [], [migration]))
+
+    def help(self) -> None:
+        """Let the other worker lay out a piece, if there is room for one."""
+        if awaited := self._other.awaited:
+            with contextlib.suppress(DeadlineError):
+                self._other.serve(self._other_endpoint.wait(awaited, 0.0))
+
+    def _end(self, _: int) -> None:
+        self._is_done = True
+
+    def close(self) -> None:
+        """Give back the other worker's arena."""
+        self._other_endpoint.close()
+
+
+def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connection, core: int) -> None:
+    """The memory worker's side. Told "alone" or "beside" before a block and "end" after the last."""
+    os.sched_setaffinity(0, {core})
+    endpoint = make_endpoint(transport, MEMORY, SPINS["default"], secret, LOOPBACK)
+    arena = endpoint.register(*LAYOUT.memory_arena)
+    pipe.send(endpoint.descriptor())
+    peer = endpoint.connect(pipe.recv(), TIMEOUT_S)
+    work: Prompts | Moves
+    if bulk == "prompts":
+        store = Store(MEMORY, CHUNK)
+        puller = Puller(lambda _, *place: endpoint.fetch(peer, *place), arena, LAYOUT, store)
+        work = Prompts(store, puller)
+    else:
+        work = Moves(transport, secret, endpoint, arena)
+        store, puller = work.store, work.puller
+    inbox, outbox = Inbox(arena, LAYOUT.request(DECODES)), Outbox(endpoint, peer, LAYOUT.reply(DECODES, 0))
+    answer, number = np.zeros(LAYOUT.reply_nbytes, np.uint8), 0
+    while (told := pipe.recv()) != "end":
+        start, last, kept = time.perf_counter(), number + BLOCK, store.kept
+        gaps = work.gaps if told == "beside" else NoGapWork()
+        while number < last:
+            if told == "beside":
+                work.go_on()
+                work.help()
+            try:
+                ready, _ = puller.wait(endpoint.wait, [(inbox.doorbell, number + 1)], TIMEOUT_S, gaps)
+            except DeadlineError:
+                continue
+            if ready is not None:
+                number += 1
+                outbox.send([answer], number)
+        pulled, seconds = store.kept - kept, time.perf_counter() - start
+        while puller.awaited or puller.may_ask:
+            puller.wait(endpoint.wait, [], 0.0, NoGapWork())
+        pipe.send((pulled, seconds))
+    work.close()
+    endpoint.close()
+
+
+def measure(transport: Transport, bulk: str, rounds: int, slice_us: float, cores: tuple[int, int]) -> Result:
+    """Both cases over one transport."""
+    secret = new()
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    memory = context.Process(target=hold_memory, args=(transport, bulk, secret, theirs, cores[1]))
+    memory.start()
+    theirs.close()
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        endpoint = make_endpoint(transport, COMPUTE, SPINS["default"], secret, LOOPBACK)
+        arena = endpoint.register(*LAYOUT.compute_arena)
+        pipe.send(endpoint.descriptor())
+        peer = endpoint.connect(pipe.recv(), TIMEOUT_S)
+        outbox, inbox = Outbox(endpoint, peer, LAYOUT.request(DECODES)), Inbox(arena, LAYOUT.reply(DECODES, 0))
+        request = np.zeros(LAYOUT.request_nbytes, np.uint8)
+        times: dict[str, list[float]] = {"alone": [], "beside": []}
+        pulled, seconds, number = 0, 0.0, 0
+        for block in range(2 * rounds // BLOCK + 2):
+            told = ("alone", "beside")[block % 2]
+            pipe.send(told)
+            trips = []
+            for _ in range(BLOCK):
+                busy_until = time.perf_counter() + slice_us * 1e-6
+                while time.perf_counter() < busy_until:
+                    pass
+                number += 1
+                sent = time.perf_counter()
+                outbox.send([request], number)
+                endpoint.wait([(inbox.doorbell, number)], TIMEOUT_S)
+                trips.append((time.perf_counter() - sent) * 1e6)
+            nbytes, took = pipe.recv()
+            if block >= 2:  # the first two warm up
+                times[told] += trips
+                pulled, seconds = pulled + nbytes, seconds + took * (told == "beside")
+        pipe.send("end")
+        memory.join(TIMEOUT_S)
+        endpoint.close()
+    finally:
+        memory.kill()
+        memory.join()
+    (alone_p50, alone_p99), (beside_p50, beside_p99) = (
+        map(float, np.percentile(times[key], (50, 99))) for key in times
+    )
+    rate = pulled / seconds / 1e9
+    return Result(transport.value, bulk, slice_us, alone_p50, alone_p99, beside_p50, beside_p99, rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transports", default="shm,tcp")
+    parser.add_argument("--bulk", choices=BULKS, nargs="+", default=BULKS)
+    parser.add_argument("--rounds", type=int, default=2000, help="of each case")
+    parser.add_argument("--slice-us", type=float, default=500.0, help="between an answer and the next request")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    available = sorted(os.sched_getaffinity(0))
+    cores = (available[0], available[-1])
+    results = [
+        measure(Transport(name), bulk, args.rounds, args.slice_us, cores)
+        for name in args.transports.split(",")
+        for bulk in args.bulk
+    ]
+    figures_of = ("alone p50", "p99", "beside bulk p50", "p99", "p99 ratio", "bulk GB/s")
+    table = Table("transport", "bulk", *figures_of, title="round trips, us")
+    for result in results:
+        figures = (result.alone_p50, result.alone_p99, result.beside_p50, result.beside_p99)
+        row = [*(f"{figure:.0f}" for figure in figures), f"{result.ratio:.2f}", f"{result.bulk_gigabytes_per_s:.2f}"]
+        table.add_row(result.transport, result.bulk, *row)
+    Console().print(table)
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""From started worker processes to a cluster that can run steps, over the control plane alone."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lamina.config import TransportName
+from lamina.cluster.gather import Gather, OnProgress, Workers
+from lamina.cluster.linking import link
+from lamina.pipeline import Pipeline
+from lamina.schedule.scheduler import Limits
+from lamina.errors import ConfigError
+from lamina.protocol.channel import LANDING_NBYTES, Layout
+from lamina.protocol.choice import Choice, Offer, candidates
+from lamina.protocol.control import ControlServer
+from lamina.transport.endpoint import spin_s
+from lamina.protocol.messages import (
+    ComputeSetup,
+    Connect,
+    Connected,
+    Hello,
+    MemorySetup,
+    ModelLoaded,
+    Register,
+    Registered,
+    SlabReady,
+)
+from lamina.protocol.wire import reply_nbytes, request_nbytes
+from lamina.types import AttentionSpec, DType
+
+START_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 1800.0
+CONNECT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Who takes part and with what: decided before any worker starts, except what the model tells."""
+
+    computes: tuple[str, ...]
+    memories: tuple[str, ...]
+    compute_setup: ComputeSetup
+    memory_threads: int
+    kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
+    limits: Limits  # of the engine's scheduler; more slots in one worker than they can fill would never be used
+    pipeline: Pipeline
+    transport: TransportName
+    tls: bool
+    cores: Mapping[str, frozenset[int]]  # of each worker
+    shared_cores: bool  # both pools run on the same
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the engine must know of a cluster that is up."""
+
+    computes: tuple[str, ...]
+    capacities: Mapping[str, int]  # token slots by memory worker
+    attentions: tuple[AttentionSpec, ...]
+    dtype: DType
+    parameters: int
+    pipeline: Pipeline
+    links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
+
+
+def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
+    """Load the model, make slabs and arenas, connect every memory worker with every other worker.
+
+    Raises the worker's own UserError if a user can mend it, else TransportError, WorkerError or DeadlineError.
+    """
+    gather = Gather(control, workers, on_progress)
+    everyone = (*plan.computes, *plan.memories)
+    greetings = gather.all(Hello, everyone, START_TIMEOUT_S)
+    control.send(plan.computes, plan.compute_setup)
+    loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
+    plan = _with_turns(plan, len(loaded.attentions) + 1)
+    capacity = _capacity(plan, loaded)
+    asked = plan.compute_setup
+    setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
+    control.send(plan.memories, setup)
+    gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
+    links = _connect(control, gather, plan, loaded, {hello.host for hello in greetings.values()})
+    return Cluster(
+        plan.computes,
+        dict.fromkeys(plan.memories, capacity),
+        tuple(loaded.attentions),
+        loaded.dtype,
+        loaded.parameters,
+        plan.pipeline,
+        links,
+    )
+
+
+def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+    """Where lanes rotate, every replica hears of every step by running a part of it. Without the choices that a model
+    of so many slices cannot have; raises ConfigError if the rotational order was asked for."""
+    if plan.pipeline.replicas <= slices:
+        return plan
+    if plan.pipeline.rotates:
+        raise ConfigError(
+            f"the model has {slices} slices, too few for {plan.pipeline.replicas} compute workers to take turns in "
+            f"every step; give at most {slices} compute workers, or --pipelining fixed"
+        )
+    choices = tuple(one for one in plan.pipeline.choices if not one.rotates)
+    return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, choices=choices))
+
+
+def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
+    per_token = sum(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
+    nbytes = plan.kv_bytes_per_worker()
+    capacity = nbytes // per_token
+    if capacity < 2:
+        raise ConfigError(
+            f"each memory worker has {nbytes} bytes for KV; one token of this model needs {per_token} and a request at "
+            f"least two. Give more with kv_cache_memory_bytes"
+        )
+    return min(capacity, plan.limits.max_num_seqs * plan.limits.max_model_len)
+
+
+def _connect(
+    control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str]
+) -> dict[tuple[str, str], Choice]:
+    rows = plan.compute_setup.rows
+    per_token = max(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
+    layout = Layout(
+        lanes=plan.pipeline.lanes,
+        memories=len(plan.memories),
+        request_nbytes=request_nbytes(loaded.attentions, loaded.dtype, rows),
+        reply_nbytes=reply_nbytes(loaded.attentions, rows),
+        context_nbytes=loaded.context_nbytes if plan.pipeline.moves else 0,
+        bulk_nbytes=rows * per_token,
+        landing_nbytes=max(LANDING_NBYTES, per_token),
+        migrates=len(plan.memories) > 1,
+    )
+    computes, memories = list(plan.computes), list(plan.memories)
+    everyone = [*computes, *memories]
+    transports = list(candidates(plan.transport, hosts))
+    offers: dict[str, Offer] = {}
+    for group, (nbytes, doorbells) in ((computes, layout.compute_arena), (memories, layout.memory_arena)):
+        control.send(group, Register(nbytes, doorbells, everyone, transports, spin_s(plan.cores.values()), plan.tls))
+        registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
+        offers |= {name: message.offer for name, message in registered.items()}
+    pairs = list(itertools.product(computes, memories))
+    if plan.pipeline.moves:
+        pairs += itertools.combinations(computes, 2)
+    links = link(control, gather, plan.transport, offers, pairs)
+    if layout.migrates:
+        links |= link(control, gather, plan.transport, offers, list(itertools.combinations(memories, 2)), links)
+    control.send(everyone, Connect(computes, memories, layout))
+    gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
+    return links

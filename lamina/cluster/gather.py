@@ -1,0 +1,98 @@
+"""Answers of workers while a cluster is set up, and what their failures stand for."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from lamina import errors
+from lamina.errors import DeadlineError, TransportError, WorkerError
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import (
+    Connected,
+    Failed,
+    Hello,
+    Linked,
+    LoadProgress,
+    ModelLoaded,
+    Registered,
+    SlabReady,
+    ToEngine,
+)
+
+POLL_S = 0.2
+
+OnProgress = Callable[[str, LoadProgress], None]
+"""A worker's name and how far it is."""
+
+MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Linked, Connected)
+
+
+class Workers(Protocol):
+    """Worker processes, wherever they run."""
+
+    def ended(self) -> Mapping[str, str]:
+        """Workers that are gone, with what is known of why."""
+        ...
+
+    def close(self) -> None:
+        """End all workers. Idempotent."""
+        ...
+
+
+class Gather:
+    """Collects one answer from each of several workers, noticing failures and deaths meanwhile."""
+
+    def __init__(self, control: ControlServer, workers: Workers, on_progress: OnProgress) -> None:
+        self._control = control
+        self._workers = workers
+        self._on_progress = on_progress
+
+    def all(self, kind: type[MessageT], names: Sequence[str], timeout_s: float) -> dict[str, MessageT]:
+        """One message of this kind from each worker, by its name. Raises DeadlineError, WorkerError and UserErrors."""
+        answers: dict[str, MessageT] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(names):
+            for worker, message in self._control.receive(POLL_S):
+                if isinstance(message, kind):
+                    answers[worker] = message
+                else:
+                    self._handle(worker, message)
+            missing = [name for name in names if name not in answers]
+            if ended := self._workers.ended():
+                self._drain()
+                raise WorkerError(*next(iter(ended.items())))
+            if lost := self._control.liveness.lost():
+                raise silence(lost)
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s; "
+                    f"is the machine overloaded, or out of memory? LAMINA_LOG_LEVEL=INFO shows what workers do"
+                )
+        return answers
+
+    def _drain(self) -> None:
+        """A worker that ended may have said why just before."""
+        for worker, message in self._control.receive(POLL_S):
+            self._handle(worker, message)
+
+    def _handle(self, worker: str, message: ToEngine) -> None:
+        if isinstance(message, Failed):
+            raise failure(worker, message)
+        if isinstance(message, LoadProgress):
+            self._on_progress(worker, message)
+
+
+def silence(silent: Mapping[str, float]) -> TransportError:
+    """What becomes of a cluster whose workers have answered no ping for so many seconds."""
+    named = ", ".join(f"worker {worker} has not answered for {seconds:.0f} s" for worker, seconds in silent.items())
+    return TransportError(
+        f"{named}: its process is stopped (SIGSTOP, a debugger), or its machine or the network to it hangs"
+    )
+
+
+def failure(worker: str, message: Failed) -> errors.LaminaError:
+    """The exception a worker's last words stand for: its own UserError, else a WorkerError."""
+    kind = getattr(errors, message.kind, None)
+    if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
+        return kind(message.message)
+    return WorkerError(worker, f"{message.kind}: {message.message}\n{message.traceback}")

@@ -1,0 +1,160 @@
+"""Local launcher: workers are processes of this machine."""
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from lamina.cluster import pool, sizing
+from lamina.cluster.devices import find_devices, free_memory
+from lamina.config import EngineConfig
+from lamina.cluster.bringup import bring_up
+from lamina.engine.engine import Engine, OnTrace
+from lamina.cluster.gather import OnProgress
+from lamina.models import directory
+from lamina.models.tokenizer import Tokenizer
+from lamina.observe.trace import write_trace
+from lamina.protocol.control import Bootstrap, ControlServer
+from lamina.transport.listener import LOOPBACK
+from lamina.protocol.secret import from_file
+
+STOP_TIMEOUT_S = 5.0
+
+# Between these, OpenMP threads neither starve the other workers on their cores nor lose GEMM speed; above 10000 a
+# pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
+OPENMP_SPIN_COUNT = "5000"
+
+# glibc keeps blocks up to this size for reuse; mapping and unmapping every output of a long prompt chunk costs a tenth.
+KEPT_BYTES = str(1 << 30)
+
+
+def allocation_variables() -> dict[str, str]:
+    """What glibc reads when a process starts that runs slices."""
+    return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
+
+
+COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
+
+
+class LocalWorkers:
+    """Worker processes of this machine, ended by ``close`` or with this process, whichever comes first."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._closing = False
+
+    def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
+        """Start one worker on ``cores``, which the other pool uses too if ``shared_cores``.
+
+        Its keys go through a pipe, not the command line. -P: no modules from the user's folder.
+        """
+        environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        if shared_cores:
+            environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # of this thread alone; what it starts inherits it
+        try:
+            self._processes[name] = process = subprocess.Popen(
+                self.command(name, module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,  # Ctrl-C, which ends the terminal's own, is for the engine alone
+            )
+        finally:
+            os.sched_setaffinity(0, own)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: ``ended`` says how
+            stdin.write(msgspec.msgpack.encode(bootstrap))
+
+    def command(self, name: str, module: str) -> list[str]:
+        """What starts a worker, which must be the process started itself."""
+        return [sys.executable, "-P", "-m", module]
+
+    def ended(self) -> Mapping[str, str]:
+        """Workers that are gone, with their exit status."""
+        if self._closing:
+            return {}
+        codes = {name: process.poll() for name, process in self._processes.items()}
+        return {name: _describe(code) for name, code in codes.items() if code is not None}
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        for process in self._processes.values():
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Give workers ``STOP_TIMEOUT_S`` to end by themselves, then kill them. Idempotent."""
+        self._closing = True
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in self._processes.values():
+            process.wait(STOP_TIMEOUT_S)
+
+
+def _describe(code: int) -> str:
+    return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit status {code}"
+
+
+def launch(
+    config: EngineConfig,
+    on_progress: OnProgress | None = None,
+    on_trace: OnTrace | None = None,
+    *,
+    workers: LocalWorkers | None = None,
+    host: str = LOOPBACK,
+) -> Engine:
+    """Start the workers of ``config`` on this machine and return an engine that serves.
+
+    ``on_trace`` gets what every worker did when, by worker, when the engine ends; without it and without
+    ``config.trace`` nothing is recorded. ``workers`` starts them; ``host`` is this machine's address that they reach.
+
+    Raises:
+        ConfigError, ModelError: what the user can mend, before anything is started where possible.
+        WorkerError, DeadlineError: a worker could not start; nothing is left running.
+    """
+    sizing.check(config)
+    model = directory.find(config.model, weights=config.load_format != "dummy")
+    computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
+    tokenizer = Tokenizer(model)
+    available = frozenset(os.sched_getaffinity(0))
+    receivers = [] if on_trace is None else [on_trace]
+    if config.trace is not None:
+        receivers.append(partial(write_trace, Path(config.trace)))
+    plan = sizing.cluster_plan(
+        config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
+    )
+    secret = None if config.secret_file is None else from_file(config.secret_file)
+    control = ControlServer([*computes, *memories], secret=secret, host=host)
+    workers = workers or LocalWorkers()
+    try:
+        for names, module in ((computes, COMPUTE), (memories, MEMORY)):
+            for name in names:
+                workers.spawn(name, module, control.bootstraps[name], plan.cores[name], plan.shared_cores)
+        cluster = bring_up(control, workers, plan, on_progress or (lambda worker, progress: None))
+    except BaseException:
+        control.close()
+        workers.kill()
+        raise
+    limits = plan.limits
+    if config.max_model_len is None:  # a request longer than a memory worker's slab could never be admitted
+        limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, max(cluster.capacities.values())))
+    return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
+
+
+def _names(text: str, role: pool.Role) -> tuple[str, ...]:
+    entries = pool.parse(text)
+    pool.check_available(role, entries, find_devices())
+    return tuple(f"{role}{index}" for index in range(sum(entry.count for entry in entries)))

@@ -1,0 +1,88 @@
+"""Links between workers: a transport for every pair, proved by the two of them, before the cluster counts on it."""
+
+import logging
+from collections.abc import Collection, Mapping
+
+from lamina.config import TransportName
+from lamina.cluster.gather import Gather
+from lamina.errors import TransportError
+from lamina.protocol.choice import Choice, Offer, Transport, choose
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import Link, Linked
+
+log = logging.getLogger(__name__)
+
+LINK_TIMEOUT_S = 60.0  # for each worker: one may try all others in vain, and then wait for who does the same
+
+Pair = tuple[str, str]
+
+
+def link(
+    control: ControlServer,
+    gather: Gather,
+    wanted: TransportName,
+    offers: Mapping[str, Offer],
+    pairs: Collection[Pair],
+    linked_before: Mapping[Pair, Choice] | None = None,
+) -> dict[Pair, Choice]:
+    """Link every pair; one whose proof fails is linked again by what comes next, if ``wanted`` leaves a choice.
+
+    A pair prefers what both have in use since ``linked_before``.
+
+    Raises TransportError naming the pair and every obstacle if nothing is left to try.
+    """
+    used = _used(linked_before or {})
+    chosen: dict[Pair, Choice] = {}
+    failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in pairs}
+    pending, round_ = set(pairs), 0
+    while pending:
+        round_ += 1
+        for pair in pending:
+            both = [transport for transport in used.get(pair[0], ()) if transport in used.get(pair[1], ())]
+            chosen[pair] = _choose(wanted, offers, pair, failures[pair], both)
+        workers = sorted({name for pair in pending for name in pair})
+        for name in workers:
+            control.send([name], Link(round_, _ways(name, {pair: chosen[pair] for pair in pending}, offers)))
+        linked = gather.all(Linked, workers, LINK_TIMEOUT_S * len(workers))
+        failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
+        for pair, reason in failed.items():
+            failures[pair][chosen[pair].transport] = reason
+            log.warning("%s and %s are not linked by %s: %s", *pair, chosen[pair].transport, reason)
+        pending = set(failed)
+    for pair, choice in chosen.items():
+        log.info("%s and %s are linked by %s: %s", *pair, choice.transport, choice.reason)
+    return chosen
+
+
+def _used(links: Mapping[Pair, Choice]) -> dict[str, list[Transport]]:
+    """The transports of every worker, in order of their pairs."""
+    used: dict[str, list[Transport]] = {}
+    for pair, choice in links.items():
+        for name in pair:
+            used.setdefault(name, []).append(choice.transport)
+    return used
+
+
+def _choose(
+    wanted: TransportName,
+    offers: Mapping[str, Offer],
+    pair: Pair,
+    failures: Mapping[Transport, str],
+    in_use: Collection[Transport],
+) -> Choice:
+    try:
+        return choose(wanted, offers[pair[0]], offers[pair[1]], failures, in_use)
+    except TransportError as error:
+        raise TransportError(f"{pair[0]} and {pair[1]} cannot be linked: {error}") from error
+
+
+def _ways(name: str, chosen: Mapping[Pair, Choice], offers: Mapping[str, Offer]) -> dict[str, tuple[Transport, bytes]]:
+    """How worker ``name`` is to reach the others of its pairs."""
+    peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
+    return {peer: (transport, offers[peer].descriptors[transport]) for peer, transport in peers.items()}
+
+
+def _failure(pair: Pair, linked: Mapping[str, Linked]) -> str | None:
+    """Why the two did not prove their link to each other."""
+    near, far = pair
+    return linked[near].failures.get(far) or linked[far].failures.get(near)

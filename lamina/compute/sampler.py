@@ -1,0 +1,207 @@
+"""Draws next tokens from logits, on the compute worker that made them.
+
+The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. Every draw uses one
+random number that depends only on (seed, completion, position), so the same logits give the same tokens whatever else
+is in the batch. Shapes: R rows, V vocabulary.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina.errors import LogitsError
+from lamina.lowering.elementwise import largest
+from lamina.protocol.messages import Draw
+from lamina.types import Logprob, SamplingParams
+
+_CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
+_MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the sampler knows of the sequence whose next token is drawn from one row of logits.
+
+    Attributes:
+        sequence: its number, given back in the draw.
+        params: how to draw. A row with ``n`` > 1 is one of the completions.
+        seed: of the request; the engine chooses one for requests without.
+        completion: index of this completion within its request.
+        generated: tokens drawn before, the index of the token to draw.
+        eos_token_ids: not drawn before ``min_tokens``, like ``params.stop_token_ids``.
+        prompt: token ids, read only if ``repetition_penalty`` is on.
+        output: token ids drawn so far, read only if a penalty is on.
+    """
+
+    sequence: int
+    params: SamplingParams
+    seed: int = 0
+    completion: int = 0
+    generated: int = 0
+    eos_token_ids: Sequence[int] = ()
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
+    """Draw one token per row of ``logits`` [R, V], any float dtype, left as it is.
+
+    Raises LogitsError naming every row that has a NaN, an infinity or no token to choose from; nothing is drawn then.
+    """
+    _require_matching(logits, rows)
+    scores = _constrain(logits, rows)
+    highest, tokens = largest(scores)
+    broken = [r for r, value in enumerate(highest.tolist()) if not math.isfinite(value)]
+    if broken:
+        raise LogitsError(broken)
+    random = [r for r, row in enumerate(rows) if not row.params.greedy]
+    if random:
+        chosen = [rows[r] for r in random]
+        # Without indices where all rows are drawn: indexing copies R x V values.
+        probabilities = _truncate(scores if len(random) == len(rows) else scores[random], chosen)
+        tokens[random] = _invert(probabilities, [_uniform(row) for row in chosen])
+    ids = tokens.tolist()
+    logprobs = _logprobs(logits, ids, rows)
+    return [
+        Draw(row.sequence, token, logprobs.get(r, [])) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
+    ]
+
+
+def distribution(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The probabilities that ``sample`` draws from: float32 [R, V]. Rows must not be greedy."""
+    _require_matching(logits, rows)
+    return _truncate(_constrain(logits, rows), rows)
+
+
+def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
+    if logits.ndim != 2 or len(logits) != len(rows):
+        raise ValueError(f"logits have shape {list(logits.shape)}; {len(rows)} rows need [{len(rows)}, vocabulary]")
+
+
+def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Penalties and minimum length, in a float32 copy; ``logits`` themselves if no row asks for either."""
+    penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
+    too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
+    if not penalized and not too_short:
+        return logits
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if penalized:
+        _penalize(scores, rows, penalized)
+    vocabulary = scores.shape[1]
+    for r in too_short:
+        ends = {*rows[r].eos_token_ids, *rows[r].params.stop_token_ids}
+        scores[r, [token for token in ends if token < vocabulary]] = -math.inf
+    return scores
+
+
+def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None:
+    """Lower the scores [R, V] of tokens seen before, in place; only those entries are touched."""
+    vocabulary = scores.shape[1]
+    flat = scores.view(-1)
+
+    def entries(histories: list[Sequence[int]]) -> tuple[Tensor, list[Row], Tensor]:
+        """Each (row, token) once: its position in ``flat``, its row, its number of occurrences."""
+        keys = [np.asarray(tokens, np.int64) + r * vocabulary for r, tokens in zip(penalized, histories, strict=True)]
+        positions, counts = np.unique(np.concatenate(keys), return_counts=True)
+        owners = [rows[r] for r in (positions // vocabulary).tolist()]
+        return torch.from_numpy(positions).to(flat.device), owners, torch.from_numpy(counts).to(flat.device)
+
+    # Repetition counts prompt and output, the other two the output alone, as everybody's API has it.
+    seen, owners, _ = entries([[*rows[r].prompt, *rows[r].output] for r in penalized])
+    penalty = flat.new_tensor([row.params.repetition_penalty for row in owners])
+    score = flat[seen]
+    flat[seen] = torch.where(score < 0, score * penalty, score / penalty)
+
+    drawn, owners, counts = entries([rows[r].output for r in penalized])
+    frequency = flat.new_tensor([row.params.frequency_penalty for row in owners])
+    presence = flat.new_tensor([row.params.presence_penalty for row in owners])
+    flat[drawn] -= frequency * counts + presence
+
+
+def _truncate(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Temperature, then min-p, top-k, top-p: probabilities, float32 [R, V], 0 where a token is cut.
+
+    A token exactly as likely as the last one kept is kept too, so that the result depends on no sorting order.
+    """
+    temperature = [max(row.params.temperature, _MIN_TEMPERATURE) for row in rows]
+    scores = scores.float()
+    # Less the maximum first: no temperature makes that overflow.
+    scores = (scores - scores.amax(-1, keepdim=True)).div_(scores.new_tensor(temperature)[:, None])
+    vocabulary = scores.shape[1]
+
+    if any(row.params.min_p > 0 for row in rows):
+        least = scores.new_tensor([math.log(row.params.min_p) if row.params.min_p else -math.inf for row in rows])
+        scores.masked_fill_(scores < least[:, None], -math.inf)
+
+    cut = [r for r, row in enumerate(rows) if 0 < row.params.top_k < vocabulary]
+    if cut:
+        k = torch.tensor([rows[r].params.top_k for r in cut], device=scores.device)
+        top = scores[cut].topk(int(k.max())).values
+        least = scores.new_full((len(rows),), -math.inf)
+        least[cut] = top.gather(1, k[:, None] - 1)[:, 0]
+        scores.masked_fill_(scores < least[:, None], -math.inf)
+
+    probabilities = scores.softmax(-1)
+    cut = [r for r, row in enumerate(rows) if row.params.top_p < 1]
+    if cut:
+        least = probabilities.new_zeros(len(rows))
+        least[cut] = _nucleus(probabilities[cut], probabilities.new_tensor([rows[r].params.top_p for r in cut]))
+        probabilities.masked_fill_(probabilities < least[:, None], 0)
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def _nucleus(probabilities: Tensor, top_p: Tensor, candidates: int = _CANDIDATES) -> Tensor:
+    """Probability of the last token in the smallest set of mass ``top_p`` [R], per row of [R, V]: float32 [R]."""
+    candidates = min(candidates, probabilities.shape[1])
+    top = probabilities.topk(candidates).values
+    mass_before = top.cumsum(-1) - top
+    kept = (mass_before < top_p[:, None]).sum(-1).clamp_(min=1)  # also when top_p rounds to 0
+    least = top.gather(1, kept[:, None] - 1)[:, 0]
+    beyond = (kept == candidates).nonzero().flatten()
+    if candidates < probabilities.shape[1] and len(beyond):
+        least[beyond] = _nucleus(probabilities[beyond], top_p[beyond], probabilities.shape[1])
+    return least
+
+
+def _uniform(row: Row) -> float:
+    """The random number in [0, 1) of this token: a hash of (seed, completion, position)."""
+    counter = struct.pack("<qqq", row.seed, row.completion, row.generated)
+    return int.from_bytes(hashlib.blake2b(counter, digest_size=6).digest(), "little") / 2**48
+
+
+def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
+    """The token at which each row's cumulative distribution passes ``uniform`` [R]: int64 [R], never a cut one.
+
+    In order of token id, not of probability: rounding that swaps two neighbours in rank then moves no other token.
+    """
+    # A parallel sum need not grow from token to token: cut tokens leave the race whatever it says.
+    cumulative = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
+    total = cumulative.amax(-1)
+    target = torch.minimum(total * total.new_tensor(uniform), total.nextafter(torch.zeros_like(total)))
+    return (cumulative > target[:, None]).to(torch.uint8).max(-1).indices  # the first of equals
+
+
+def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, list[Logprob]]:
+    """By row that asks for them: the drawn token, then the most likely ones, from the logits as the model gave them."""
+    asking = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
+    if not asking:
+        return {}
+    logprobs = logits[asking].float().log_softmax(-1)
+    drawn = logprobs.gather(1, torch.tensor([[tokens[r]] for r in asking], device=logits.device))
+    ranks = ((logprobs > drawn).sum(-1) + 1).tolist()
+    most = min(max(rows[r].params.logprobs or 0 for r in asking), logits.shape[1])
+    top = logprobs.topk(most)
+    result = {}
+    for r, own, rank, values, ids in zip(
+        asking, drawn[:, 0].tolist(), ranks, top.values.tolist(), top.indices.tolist(), strict=True
+    ):
+        likely = list(zip(ids, values, strict=True))[: rows[r].params.logprobs]
+        result[r] = [Logprob(tokens[r], own, rank), *(Logprob(t, v, i + 1) for i, (t, v) in enumerate(likely))]
+    return result

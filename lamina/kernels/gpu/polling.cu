@@ -1,1 +1,0 @@
-../../../native/polling.cu

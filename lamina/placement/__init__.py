@@ -1,0 +1,1 @@
+"""Where KV lives. Pure: no clock, no sockets, no tensors."""

@@ -1,0 +1,312 @@
+"""Profiles this machine for the cost model: slices by rows, and what the runtime takes beside slices and attention.
+
+``lamina plan --measure`` stores both in a profile store beside the hardware file. A worker is taken to have half of the
+cores to itself, so that one compute and one memory worker fill the machine.
+
+Slices of two random Llamas are timed as a decode step runs them; what every weight and what every slice costs follows
+from the two. Then the runtime serves the smaller one, and its own timelines say what it spent on messages, on drawing
+tokens, on attention and on waiting.
+"""
+
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lamina.plan import models
+from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
+from lamina.plan.gemm import Floats
+from lamina.plan.models import ModelShape
+from lamina.plan.store import Fit, ProfileStore, Sample
+from lamina.types import DType
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+    from lamina.observe.decoding import Window
+    from lamina.protocol.timeline import Span
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROUNDS = 7
+WIDTHS = (512, 1024)
+"""Hidden sizes of the two Llamas."""
+
+LAYERS = 12
+BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 32), (16, 512), (8, 1024))
+"""Sequences and prompt tokens of the runs with one lane: the first ones grow in rows, the others in tokens."""
+
+OVERLAPPED = ((16, 256), (32, 64), (32, 256))
+"""Of those with two lanes."""
+
+DRAWN = 32
+TIMEOUT_S = 300.0
+
+
+def halves() -> tuple[list[int], list[int]]:
+    """Cores of this process for compute and for memory; both the same if there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    return cores[:half], cores[-half:]
+
+
+def measure(kind: str, store: ProfileStore) -> None:
+    """Measure slices and the runtime and write the fits ``slices`` and ``runtime`` of ``kind``. Takes about a minute.
+
+    Raises:
+        LaminaError: the runtime could not be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place:
+        paths = [random_llama(Path(place) / str(width), width, LAYERS) for width in WIDTHS]
+        shapes = [models.find(str(path)) for path in paths]
+        with on_cores(halves()[0]):
+            times = [slice_seconds(path, ROWS) for path in paths]
+        curve = SliceCurve.of(ROWS, [shape.layer_parameters for shape in shapes], times)
+        samples = [
+            Sample(f"slice {shape.hidden}", rows, 1, seconds, float(curve.seconds(rows, shape.layer_parameters)))
+            for shape, own in zip(shapes, times, strict=True)
+            for rows, seconds in zip(ROWS, own, strict=True)
+        ]
+        store.write(_fit("slices", kind, asdict(curve), samples), samples)
+        alone, overlapped = (decode(paths[0], batches, n) for batches, n in ((BATCHES, 1), (OVERLAPPED, 2)))
+    runtime = fit_runtime(shapes[0], curve, alone, overlapped)
+    samples = [
+        Sample("attention", round(run.batch * run.live), 1, run.attention_s, _attention_s(shapes[0], runtime, run))
+        for run in alone
+    ]
+    store.write(_fit("runtime", kind, asdict(runtime), samples), samples)
+
+
+def _fit(name: str, kind: str, parameters: Mapping[str, Any], samples: Sequence[Sample]) -> Fit:
+    errors = np.abs([sample.error for sample in samples])
+    return Fit(name, kind, "this machine", parameters, float(np.median(errors)), float(np.quantile(errors, 0.95)))
+
+
+def random_llama(place: Path, hidden: int, layers: int) -> Path:
+    """A model directory without weights: a Llama of heads of 64 in groups of four, with the bundled tokenizer."""
+    from lamina.models import directory
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "head_dim": 64,
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    place.mkdir()
+    (place / directory.CONFIG).write_text(json.dumps(config))
+    for file in (directory.TOKENIZER, directory.TOKENIZER_CONFIG):
+        (place / file).write_bytes((directory.BUNDLED / file).read_bytes())
+    return place
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Run this thread, and what torch starts from it, on ``cores`` with a thread on each."""
+    import torch
+
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+
+def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
+    """Seconds of an inner slice at each number of rows, all inner slices run in turn: medians of ROUNDS."""
+    import torch
+
+    from lamina.models import directory, weights
+    from lamina.models.config import load_config
+    from lamina.splitter import split
+    from lamina.lowering import lower
+
+    place = directory.find(path, weights=False)
+    config = load_config(place)
+    model = split(config, DType.BFLOAT16)
+    tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
+    inner = lower(model).with_weights(tensors)[1:-1]
+    spec, cut = model.attentions[1], model.cuts[0]
+
+    @torch.inference_mode()
+    def once(count: int) -> float:
+        ids, positions = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+        attention = torch.randn(count, spec.query_heads, spec.v_dim, dtype=torch.bfloat16)
+        context = tuple(torch.randn(count, *part.shape).to(part.dtype) for part in cut.context)
+        prepared = inner[0].prepare(positions)
+        begun = time.perf_counter()
+        for piece in inner:
+            piece.run(ids, positions, attention, context, prepared)
+        return (time.perf_counter() - begun) / len(inner)
+
+    return [statistics.median([once(count) for _ in range(ROUNDS + 2)][2:]) for count in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Decoding ``batch`` sequences of ``live`` cached tokens on the mean.
+
+    Attributes:
+        step_s: between two tokens of a sequence. lanes: in flight.
+        slice_s, exchange_s, draw_s: of one lane's step on the compute worker; its waiting is ``wait_s``.
+        attention_s: of one lane's step on the memory worker, with its answers.
+    """
+
+    batch: int
+    live: float
+    lanes: int
+    step_s: float
+    slice_s: float
+    exchange_s: float
+    draw_s: float
+    wait_s: float
+    attention_s: float
+
+
+def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[Run]:
+    """Serve random prompts on one compute and one memory worker, each on its half of the cores."""
+    from lamina.cluster.launchers.local import launch
+    from lamina.config import EngineConfig
+
+    compute, memory = (",".join(map(str, cores)) for cores in halves())
+    config = EngineConfig(
+        model=str(path), load_format="dummy", lanes=lanes, compute_cores=compute, memory_cores=memory, trace=os.devnull
+    )
+    spans: dict[str, list[Span]] = {}
+    engine = launch(config, None, spans.update)
+    try:
+        windows = [_decode(engine, batch, prompt) for batch, prompt in batches]
+    finally:
+        engine.close()
+    return [_run(spans, batch, prompt, lanes, window) for (batch, prompt), window in zip(batches, windows, strict=True)]
+
+
+def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
+    """``batch`` requests of ``prompt`` random tokens, in the time in which all of them decode."""
+    from lamina.observe.decoding import decode_batch, decode_window
+
+    draw = random.Random(batch)
+    prompts = [[draw.randrange(3, 900) for _ in range(prompt)] for _ in range(batch)]
+    # Sequences whose prompts come first draw more, so that all decode together for DRAWN tokens.
+    return decode_window(decode_batch(engine, prompts, DRAWN + 2 * batch, TIMEOUT_S))
+
+
+def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: int, window: "Window") -> Run:
+    from lamina.observe.trace import shares
+
+    step_s = window.seconds / (window.drawn / batch)
+    steps = window.seconds / step_s * min(lanes, batch)  # each lane's own
+    times = shares(spans, window.begin_ns, window.end_ns)
+    parts = {(part.worker, part.stage): part.seconds / steps for part in times}
+
+    def of(worker: str, *stages: str) -> float:
+        return sum(parts.get((worker, stage), 0.0) for stage in stages)
+
+    return Run(
+        batch=batch,
+        live=prompt + (DRAWN + 2 * batch) / 2,
+        lanes=lanes,
+        step_s=step_s,
+        slice_s=of("compute0", "slice"),
+        exchange_s=of("compute0", "send", "receive"),
+        draw_s=of("compute0", "draw"),
+        wait_s=of("compute0", "wait"),
+        attention_s=of("memory0", "attention", "send"),
+    )
+
+
+def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], overlapped: Sequence[Run]) -> RuntimeFit:
+    """What the runtime takes beside slices, from its timelines with one lane and with two. Nothing is below zero."""
+    batch = np.array([run.batch for run in alone], dtype=np.float64)
+    one = np.ones_like(batch)
+    outside = [max(1e-6, run.slice_s - _slices_s(shape, curve, run.batch) + run.exchange_s) for run in alone]
+    exchange = _least_squares([one, batch], [seconds / shape.layers for seconds in outside])
+    rest = [max(1e-6, run.step_s - run.slice_s - run.exchange_s - run.wait_s) for run in alone]
+    step = _least_squares([one, batch], rest)
+    attend, kv_bytes_s = _attend(shape, alone)
+    without = RuntimeFit(
+        exchange_s=exchange[0],
+        exchange_row_s=exchange[1],
+        step_s=step[0],
+        step_row_s=step[1],
+        attend=attend,
+        kv_bytes_s=kv_bytes_s,
+        round_trip_s=max(0.0, float(np.median([(run.wait_s - run.attention_s) / shape.layers for run in alone]))),
+    )
+    longer = [_contention(shape, curve, without, run) for run in overlapped]
+    return replace(without, contention=min(0.9, max(0.0, float(np.median(longer)))))
+
+
+def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
+    """Seconds of all slices of a step and of the output head, one after another."""
+    head = float(curve.seconds(rows, shape.vocabulary * shape.hidden))
+    return shape.layers * float(curve.seconds(rows, shape.layer_parameters)) + head
+
+
+def _attend(shape: ModelShape, alone: Sequence[Run]) -> tuple[AttendCurve, float]:
+    """Time of a layer's attention by rows, and the bytes a second that longer contexts add."""
+    token_bytes = shape.kv_bytes_per_token / shape.layers
+    shortest = min(run.live - DRAWN / 2 - run.batch for run in alone)
+    growing = sorted((run for run in alone if run.live - DRAWN / 2 - run.batch == shortest), key=lambda run: run.batch)
+    rows = [float(run.batch) for run in growing]
+    short = [run.attention_s / shape.layers for run in growing]
+    rates = []
+    for run in (run for run in alone if run not in growing):
+        at = float(np.interp(run.batch, rows, short))
+        known = float(np.interp(run.batch, rows, [own.batch * own.live for own in growing]))
+        seconds = max(1e-9, run.attention_s / shape.layers - at)
+        rates.append((run.batch * run.live - known) * token_bytes / seconds)
+    kv_bytes_s = float(np.median(rates))
+    read = [own.batch * own.live * token_bytes / kv_bytes_s for own in growing]
+    seconds_beside = [max(1e-7, whole - reading) for whole, reading in zip(short, read, strict=True)]
+    return AttendCurve(rows=rows, seconds=seconds_beside, heads=shape.query_heads), kv_bytes_s
+
+
+def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, run: Run) -> float:
+    """How much longer slices and attention of a run with two lanes took while both worked."""
+    lane = replace(run, batch=run.batch // run.lanes)
+    exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
+    compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
+    more = compute_s - alone_s + run.attention_s - _attention_s(shape, runtime, lane)
+    return more / (2 * min(compute_s, run.attention_s))
+
+
+def _attention_s(shape: ModelShape, runtime: RuntimeFit, run: Run) -> float:
+    """Seconds that ``runtime`` says the memory worker needed for a step of ``run``."""
+    assert runtime.attend is not None and runtime.kv_bytes_s is not None
+    read_s = run.batch * run.live * shape.kv_bytes_per_token / runtime.kv_bytes_s
+    return read_s + shape.layers * float(runtime.attend.at(run.batch, shape.query_heads))
+
+
+def _least_squares(columns: Sequence[Floats], values: Sequence[float]) -> list[float]:
+    """Coefficients, none negative, of least relative errors: a column that wants to be negative is left out."""
+    wanted = np.array(values)
+    kept = list(range(len(columns)))
+    while True:
+        table = np.stack([columns[index] for index in kept], axis=1) / wanted[:, None]
+        found = np.linalg.lstsq(table, np.ones_like(wanted), rcond=None)[0]
+        if (found >= 0).all() or len(kept) == 1:
+            result = [0.0] * len(columns)
+            for index, value in zip(kept, found, strict=True):
+                result[index] = float(value)
+            return result
+        kept.pop(int(found.argmin()))

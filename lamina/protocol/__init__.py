@@ -1,0 +1,1 @@
+"""What processes say to each other: control messages, the layout of data messages, links."""

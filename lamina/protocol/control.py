@@ -1,0 +1,307 @@
+"""Control plane: msgspec messages over ZeroMQ, every peer authenticated by its CURVE key.
+
+The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender arrive in the order they were sent.
+Every worker has a second DEALER, under its name with ``HEARTBEAT`` appended, that echoes the engine's pings.
+"""
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from lamina.errors import DeadlineError, TransportError, WorkerError
+from lamina.transport.listener import LOOPBACK
+from lamina.protocol.liveness import Liveness
+from lamina.protocol.messages import (
+    ComputeSetup,
+    Connect,
+    MemorySetup,
+    Register,
+    Step,
+    Stop,
+    ToEngine,
+    ToWorker,
+)
+from lamina.transport.refusals import Refusals
+from lamina.protocol.secret import Secret
+from lamina.protocol.secret import new as new_secret
+
+MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
+
+ENGINE = "engine"
+HEARTBEAT = b"/heartbeat"
+MAX_MESSAGES = 1024  # taken in by one ``receive``: a worker that floods the engine must not keep it from its turns
+MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
+SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """What a worker process is born with, read from its standard input: never on a command line."""
+
+    name: str
+    address: str
+    engine_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    data_secret: bytes
+    parent_pid: int
+
+    def __repr__(self) -> str:
+        return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
+
+
+@dataclass
+class _IssuedKeys:
+    """ZAP credentials provider: only keys that this engine issued may connect."""
+
+    refusals: Refusals
+    workers: dict[bytes, str] = field(default_factory=dict)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        if key in self.workers:
+            return True
+        self.refusals.add("KEY", "its key is not of this cluster")
+        return False
+
+
+class ControlServer:
+    """The engine's end. One thread at a time may use it.
+
+    Attributes:
+        liveness: which workers answer pings, which ``receive`` sends: call it several times a second.
+
+    Args:
+        secret: all keys come from it; None: from one of its own.
+        host: address of this machine to listen on, which workers can reach.
+
+    Raises TransportError if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        parent_pid: int | None = None,
+        *,
+        secret: Secret | None = None,
+        host: str = LOOPBACK,
+    ) -> None:
+        self._secret = secret or new_secret()
+        self._refusals = Refusals("the control plane")
+        self._keys = _IssuedKeys(self._refusals)
+        public, private = self._secret.curve_keys(ENGINE)
+        self._context = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+            try:
+                self._authenticator.start()
+                undo.callback(self._authenticator.stop)
+                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
+                self._socket = self._context.socket(zmq.ROUTER)
+                self._socket.curve_server = True
+                self._socket.curve_publickey, self._socket.curve_secretkey = public, private
+                self._socket.linger = 0
+                self._socket.sndhwm = self._socket.rcvhwm = 0
+                self._socket.router_mandatory = True
+                self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
+                port = self._socket.bind_to_random_port(f"tcp://{host}")
+                self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
+                raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
+            undo.pop_all()
+        self.bootstraps: Mapping[str, Bootstrap] = {
+            name: self._issue(name, f"tcp://{host}:{port}", public, parent_pid or os.getpid()) for name in workers
+        }
+        self._encoder = msgspec.msgpack.Encoder()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+        self.liveness = Liveness(time.monotonic())
+        self._closed = False
+        self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
+
+    def _issue(self, name: str, address: str, engine_key: bytes, parent_pid: int) -> Bootstrap:
+        public, private = self._secret.curve_keys(name)
+        self._keys.workers[public] = name
+        return Bootstrap(name, address, engine_key, public, private, self._secret.data_plane, parent_pid)
+
+    def send(self, workers: Sequence[str], message: ToWorker) -> None:
+        """Send one message to several workers; encoded once."""
+        payload = self._encoder.encode(message)
+        for worker in workers:
+            try:
+                self._socket.send_multipart([worker.encode(), payload], copy=True)
+            except zmq.ZMQError as error:
+                raise TransportError(f"cannot reach worker {worker} on the control plane: {error}") from error
+
+    def wake(self) -> None:
+        """End the current or next ``receive`` early. Any thread."""
+        with self._wakeup_lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
+        """The messages that are there, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
+        now = time.monotonic()
+        deadline = now + timeout_s
+        if self.liveness.turn(now):
+            self._ping()
+        while True:
+            ready = dict(self._poller.poll(_milliseconds(deadline - time.monotonic())))
+            woken = self._wakeup in ready
+            if woken:
+                os.eventfd_read(self._wakeup)
+            came = yield from self._messages()
+            if came or woken or time.monotonic() >= deadline:  # else it was an echo of a ping
+                return
+
+    def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
+        """What is there; returns whether anything was yielded."""
+        came = False
+        for _ in range(MAX_MESSAGES):
+            try:
+                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
+            if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
+                self._refusals.add("NAME", "a message came under a name that is not its key's")
+                continue
+            self.liveness.heard(worker)
+            if not identity.bytes.endswith(HEARTBEAT):
+                came = True
+                yield worker, decode(worker, frame.bytes)
+        return came
+
+    def _ping(self) -> None:
+        for worker in self.bootstraps:
+            with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: its silence says so
+                self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
+
+    @property
+    def refused(self) -> Counter[str]:
+        """What was turned away so far, by kind."""
+        return Counter(self._refusals.by_kind)
+
+    def close(self) -> None:
+        """Close sockets and the authenticator's thread. Idempotent."""
+        with self._wakeup_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._poller.unregister(self._wakeup)
+            os.close(self._wakeup)
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+
+
+def decode(worker: str, payload: bytes) -> ToEngine:
+    """A worker's message. Raises WorkerError, naming it, for anything else."""
+    try:
+        message: ToEngine = _TO_ENGINE.decode(payload)
+    except msgspec.DecodeError as error:
+        raise WorkerError(
+            worker, f"it sent what is no message: {error}; run the same release of lamina in all workers"
+        ) from error
+    return message
+
+
+class ControlClient:
+    """A worker's end. One thread owns it.
+
+    Attributes:
+        data_secret: what proves on the data plane that a worker is of this cluster.
+        local_address: this machine's, where it is reached by those that the engine's machine reaches.
+    """
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self.name = bootstrap.name
+        self.data_secret = bootstrap.data_secret
+        self._context = zmq.Context()
+        self._socket = self._connect(bootstrap, b"")
+        self._socket.linger = 2000  # a last Failed must still leave
+        heartbeat = self._connect(bootstrap, HEARTBEAT)
+        threading.Thread(target=_echo, args=(heartbeat,), name="heartbeat", daemon=True).start()
+        self.local_address = local_address(bootstrap.address)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def _connect(self, bootstrap: Bootstrap, suffix: bytes) -> "zmq.Socket[bytes]":
+        connected = self._context.socket(zmq.DEALER)
+        connected.identity = bootstrap.name.encode() + suffix
+        connected.curve_serverkey = bootstrap.engine_key
+        connected.curve_publickey, connected.curve_secretkey = bootstrap.public_key, bootstrap.secret_key
+        connected.linger = 0
+        connected.sndhwm = connected.rcvhwm = 0
+        connected.connect(bootstrap.address)
+        return connected
+
+    def send(self, message: ToEngine) -> None:
+        """Queue one message to the engine."""
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, timeout_s: float) -> ToWorker:
+        """The engine's next message. Raises DeadlineError after ``timeout_s``."""
+        if not self._socket.poll(_milliseconds(timeout_s)):
+            raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
+        return self._decode(self._socket.recv())
+
+    def poll(self) -> ToWorker | None:
+        """The engine's next message if one is there."""
+        try:
+            return self._decode(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def _decode(self, payload: bytes) -> ToWorker:
+        message: ToWorker = self._decoder.decode(payload)
+        return message
+
+    def close(self) -> None:
+        """Flush what was sent (at most 2 s) and close."""
+        self._socket.close()
+        self._context.term()
+
+
+def _echo(heartbeat: "zmq.Socket[bytes]") -> None:
+    """Echo every message until the context ends, in one native call that does not need Python's lock."""
+    with heartbeat, contextlib.suppress(zmq.ContextTerminated):
+        zmq.proxy(heartbeat, heartbeat)
+
+
+def local_address(address: str) -> str:
+    """The address of this machine that packets to tcp://host:port leave from. Raises TransportError if none can."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))  # sends nothing
+        except OSError as error:
+            raise TransportError(f"there is no way to {host} from this machine: {error}") from error
+        local: str = probe.getsockname()[0]
+    return local
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return max(0, math.ceil(timeout_s * 1000))  # ZeroMQ waits for ever on a negative number
+
+
+def expect(control: ControlClient, kind: type[MessageT], timeout_s: float = SETUP_TIMEOUT_S) -> MessageT:
+    """The engine's next message during set-up, which must be of ``kind``. Raises DeadlineError, WorkerError."""
+    message = control.receive(timeout_s)
+    if not isinstance(message, kind):
+        raise WorkerError(control.name, f"expected {kind.__name__} from the engine, got {type(message).__name__}")
+    return message

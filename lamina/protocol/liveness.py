@@ -1,0 +1,49 @@
+"""Who has answered lately: a process may stop without ending (SIGSTOP, a debugger, a machine or network that hangs).
+
+The engine pings every worker once a second, and a native thread of the worker echoes the ping (``protocol.control``):
+neither a long step nor a native call that holds Python's lock nor a slow load delays the echo.
+"""
+
+PING_S = 1.0
+SUSPECT_S = 4.0  # unanswered for so long, a worker is reported
+LOST_S = 13.0  # and for so long it is given up
+MAX_TURN_S = 1.0
+
+
+class Liveness:
+    """How long each worker has been silent, in seconds of a clock that stands still while the engine does.
+
+    Attributes:
+        awake_s: that clock. Each turn advances it by ``MAX_TURN_S`` at most: when the engine's own process was stopped
+            (Ctrl-Z) or starved, answers lie unread in its sockets, and that time must not be held against the workers.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.awake_s = 0.0
+        self._turned = now
+        self._pinged = float("-inf")
+        self._heard: dict[str, float] = {}  # when, by awake_s; a worker is watched once it has been heard
+
+    def turn(self, now: float) -> bool:
+        """Begin a turn at ``now`` of a monotonic clock; True if pings are to be sent."""
+        self.awake_s += min(now - self._turned, MAX_TURN_S)
+        self._turned = now
+        due = self.awake_s >= self._pinged + PING_S
+        if due:
+            self._pinged = self.awake_s
+        return due
+
+    def heard(self, worker: str) -> None:
+        """Something came from ``worker`` in this turn."""
+        self._heard[worker] = self.awake_s
+
+    def suspects(self) -> dict[str, float]:
+        """Seconds of silence of the workers that have been silent for ``SUSPECT_S``."""
+        return self._silent(SUSPECT_S)
+
+    def lost(self) -> dict[str, float]:
+        """Seconds of silence of the workers that have been silent for ``LOST_S``."""
+        return self._silent(LOST_S)
+
+    def _silent(self, limit_s: float) -> dict[str, float]:
+        return {worker: self.awake_s - at for worker, at in self._heard.items() if self.awake_s - at >= limit_s}

@@ -1,0 +1,210 @@
+"""Messages of the control plane, encoded with msgspec's MessagePack. Sent once a step at most, and small."""
+
+import msgspec
+
+from lamina.config import LoadFormat, Overlap
+from lamina.protocol.channel import Layout
+from lamina.protocol.choice import Offer, Transport
+from lamina.protocol.timeline import Span
+from lamina.types import AttentionSpec, DType, Logprob, StepPlan
+
+
+class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
+    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``."""
+
+    model: str
+    dtype: DType | None
+    load_format: LoadFormat
+    seed: int
+    threads: int
+    rows: int
+    overlap: Overlap
+    eos_token_ids: list[int]
+    trace: bool
+
+
+class MemorySetup(msgspec.Struct, tag=True, frozen=True):
+    """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions."""
+
+    attentions: list[AttentionSpec]
+    dtype: DType
+    capacity: int
+    threads: int
+    overlap: Overlap
+    trace: bool
+
+
+class Register(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: make an arena of this size for peers of all ``workers``, and let them in by these transports,
+    with ``tls`` only by those that can be encrypted or stay on one machine; answered by Registered.
+
+    ``spin_s``: seconds that its waits look for messages before they sleep, if all its links use one transport.
+    """
+
+    nbytes: int
+    doorbells: int
+    workers: list[str]
+    transports: list[Transport]
+    spin_s: float
+    tls: bool = False
+
+
+class Link(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: connect to these peers (transport and descriptor, by name) and prove it; answered by Linked.
+
+    ``round`` counts up from 1: pairs that could not prove a link are linked again in the next one.
+    """
+
+    round: int
+    peers: dict[str, tuple[Transport, bytes]]
+
+
+class Connect(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: all links stand, this is what they are for; answered by Connected.
+
+    A worker's number is its place in ``computes`` or ``memories``, which name all of a pool.
+    """
+
+    computes: list[str]
+    memories: list[str]
+    layout: Layout
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: run this plan."""
+
+    plan: StepPlan
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: end now; answered by Traced if ``trace`` was asked for."""
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: started, on this ``host`` (see ``transport.shm``)."""
+
+    host: str
+
+
+class LoadProgress(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: ``done`` of ``total`` tensors of ``stage`` are there."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
+    """Compute worker to engine: the model is split and its weights are in memory.
+
+    ``context_nbytes`` is the most that a step hands from slice to slice.
+    """
+
+    attentions: list[AttentionSpec]
+    dtype: DType
+    parameters: int
+    context_nbytes: int
+
+
+class SlabReady(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: the slab is allocated."""
+
+
+class Registered(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: the arena exists; peers connect as offered."""
+
+    offer: Offer
+
+
+class Linked(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: done; why not, for peers with which it could not exchange proofs."""
+
+    failures: dict[str, str]
+
+
+class Connected(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: ready for steps."""
+
+
+class Draw(msgspec.Struct, array_like=True, frozen=True):
+    """The token drawn for one sequence; ``logprobs`` has the drawn token first, empty if none were asked for."""
+
+    sequence: int
+    token: int
+    logprobs: list[Logprob] = []
+
+
+class StepDone(msgspec.Struct, tag=True, frozen=True):
+    """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan.
+
+    ``undrawable`` sequences got none, since the model gave them no finite logits; ``error`` says so. ``rows`` went
+    through the slices, which took ``busy_s`` in all on this worker. ``waited_s`` is how long slices waited for
+    attention in all, by those of which this worker ran the one before and was idle at the end; 0 if there were none.
+    """
+
+    step: int
+    draws: list[Draw]
+    undrawable: list[int] = []
+    error: str = ""
+    rows: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+
+
+class SlabUsage(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: slots in use and sequences known after the plan last sent was applied.
+
+    ``busy_s`` is the time it has spent on attention so far.
+    """
+
+    used: int
+    sequences: int
+    busy_s: float = 0.0
+
+
+REPORT_S = 1.0  # from one Working of a worker to the next, at least
+
+
+class Working(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine, now and then during long steps: it gets on with these lanes."""
+
+    lanes: list[int]
+
+
+class Migrated(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: all that migration ``number`` was to bring is here."""
+
+    number: int
+
+
+class Traced(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine, its last message: what it did when."""
+
+    spans: list[Span]
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: it cannot go on. ``kind`` is the exception's class name; ``user`` marks a UserError."""
+
+    kind: str
+    message: str
+    user: bool
+    traceback: str
+
+
+ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Stop
+ToEngine = (
+    Hello
+    | LoadProgress
+    | ModelLoaded
+    | SlabReady
+    | Registered
+    | Linked
+    | Connected
+    | StepDone
+    | SlabUsage
+    | Working
+    | Migrated
+    | Traced
+    | Failed
+)

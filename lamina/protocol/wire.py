@@ -1,0 +1,275 @@
+"""What a data-plane message holds, derived from the StepPlan by both ends alike: no header, no serialisation.
+
+A request carries, for one attention of one step and one memory worker, three blocks one after another:
+k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
+in the model's element type. K and V of prompt chunks lie in a bulk slot, from which the memory worker fetches them (see
+``protocol.channel``): pieces of rows, each k and then v, where all rows of the step before it would end.
+
+The reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
+
+A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
+batches of query rows, and q before k and v (Lamina, section 4.2.2).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lamina.config import MOST_MINI_BATCHES, Overlap
+from lamina.errors import PlacementError
+from lamina.types import AttentionSpec, DType, Segment, SequenceStep, StepPlan
+
+Array = npt.NDArray[np.generic]
+
+NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
+    DType.FLOAT32: np.dtype(np.float32),
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.BFLOAT16: np.dtype(np.uint16),  # numpy has no bfloat16: its bits
+}
+
+
+class SegmentRows(msgspec.Struct, frozen=True, gc=False):
+    """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop)."""
+
+    sequence: int
+    row: int
+    rows: int
+    start: int
+    kv_start: int
+    kv_stop: int
+
+
+class PulledRows(msgspec.Struct, frozen=True, gc=False):
+    """Rows [row, row + rows) of a step: tokens of one sequence whose k and v are fetched."""
+
+    sequence: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class MessageRows:
+    """The rows of one step that concern one memory worker, in the order their bytes travel.
+
+    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the step's rows; ``attends`` covers ``queries`` in order,
+    ``kept`` = (sequence, tokens) covers ``appends`` in order. ``pulled`` are kept too, but not part of the request.
+    """
+
+    queries: npt.NDArray[np.int64]
+    appends: npt.NDArray[np.int64]
+    attends: tuple[SegmentRows, ...]
+    kept: tuple[tuple[int, int], ...]
+    pulled: tuple[PulledRows, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """True if no message is exchanged."""
+        return len(self.queries) == 0 and len(self.appends) == 0 and not self.pulled
+
+
+def attends_locally(step: SequenceStep) -> bool:
+    """A chunk of several tokens attends to itself on the compute worker; a single token's new k and v are read back
+    from the memory worker with all the others."""
+    return len(step.tokens) > 1
+
+
+def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) -> None:
+    """Refuse segments that messages and page tables could not serve, whose partials would be wrong or lost.
+
+    Those of a sequence name it, hold all ``kv_heads`` key/value heads (the most that an attention has), are on
+    different workers, and their token ranges follow one another from 0 on without an end. Raises PlacementError.
+    """
+    ordered = sorted(segments, key=lambda segment: segment.tokens[0])
+    starts = [segment.tokens[0] for segment in ordered]
+    stops = [segment.tokens[1] for segment in ordered]
+    if any(segment.sequence != sequence for segment in segments):
+        why = "a segment names another sequence"
+    elif any(segment.heads != (0, kv_heads) for segment in segments):
+        why = f"a segment must hold all heads, 0 to {kv_heads}"
+    elif len({segment.worker for segment in segments}) < len(segments):
+        why = "a memory worker can hold one segment of a sequence"
+    elif [0, *stops] != [*starts, None] or any(start == stop for start, stop in zip(starts, stops, strict=True)):
+        why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
+    else:
+        return
+    places = ", ".join(f"{each.worker} heads {each.heads} tokens {each.tokens}" for each in segments)
+    raise PlacementError(f"sequence {sequence} is placed on {places or 'no worker'}", why)
+
+
+def check_placements(plan: StepPlan, kv_heads: int) -> None:
+    """``check_segments`` of all that a plan places. Raises PlacementError."""
+    for admission in plan.admitted:
+        check_segments(admission.sequence, admission.segments, kv_heads)
+    for segment in plan.moved:
+        check_segments(segment.sequence, [segment], kv_heads)
+
+
+def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
+    """The same places for another completion of a request."""
+    return [dataclasses.replace(segment, sequence=sequence) for segment in segments]
+
+
+def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:
+    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows."""
+    queries: list[tuple[int, int]] = []
+    appends: list[tuple[int, int]] = []
+    attends: list[SegmentRows] = []
+    kept: list[tuple[int, int]] = []
+    pulled: list[PulledRows] = []
+    row = 0
+    for step in plan.sequences:
+        sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
+        stop = start + count
+        visible = start if chunk else stop
+        for segment in segments.get(sequence, ()):
+            if segment.worker != worker:
+                continue
+            first, last = segment.tokens
+            if last is None:
+                last = stop
+            low, high = max(start, first), min(stop, last)
+            if low < high and chunk:
+                pulled.append(PulledRows(sequence, row + low - start, high - low))
+            elif low < high:
+                appends.append((row + low - start, high - low))
+                kept.append((sequence, high - low))
+            seen = min(visible, last)
+            if first < seen:
+                queries.append((row, count))
+                attends.append(SegmentRows(sequence, row, count, start, first, seen))
+        row += count
+    return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled))
+
+
+def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """All numbers of ranges (start, count), one range after the other."""
+    starts, counts = np.array(ranges, np.int64).reshape(-1, 2).T
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())
+
+
+def request_nbytes(attentions: Sequence[AttentionSpec], dtype: DType, rows: int) -> int:
+    """Bytes of the largest request with ``rows`` rows."""
+    return rows * max(spec.query_bytes_per_token(dtype) + spec.kv_bytes_per_token(dtype) for spec in attentions)
+
+
+def reply_nbytes(attentions: Sequence[AttentionSpec], rows: int) -> int:
+    """Bytes of the largest reply with ``rows`` rows."""
+    return rows * max(spec.query_heads * (spec.v_dim + 1) * 4 for spec in attentions)
+
+
+MOST_PIECES = MOST_MINI_BATCHES + 1  # k and v may come after q
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a request: query rows [start, stop) of the message, which are those of ``attends[first:last]``, and all
+    of its k and v if ``keeps``."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    keeps: bool
+
+
+def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
+    """How a request with these rows is cut, in the order in which its pieces travel."""
+    count = min(overlap.mini_batches, len(rows.attends))
+    if count == 0:
+        return (Piece(0, 0, 0, 0, keeps=True),)
+    ends = np.cumsum([0, *(attend.rows for attend in rows.attends)])
+    cuts = [len(rows.attends) * i // count for i in range(count + 1)]
+    q_first = overlap.q_first and len(rows.appends) > 0
+    queries = tuple(
+        Piece(int(ends[first]), int(ends[last]), first, last, keeps=first == 0 and not q_first)
+        for first, last in itertools.pairwise(cuts)
+    )
+    return (*queries, Piece(int(ends[-1]), int(ends[-1]), count, count, keeps=True)) if q_first else queries
+
+
+def request_number(turn: int, piece: int) -> int:
+    """What the doorbell is rung with for one piece of the request of a lane's attention ``turn``."""
+    return turn * MOST_PIECES + piece + 1
+
+
+def reply_number(turn: int) -> int:
+    """What the doorbell is rung with for the reply to a lane's attention ``turn``."""
+    return turn + 1
+
+
+def query_offset(spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int) -> int:
+    """Byte of a request at which its query row ``start`` lies."""
+    return len(rows.appends) * spec.kv_bytes_per_token(dtype) + start * spec.query_bytes_per_token(dtype)
+
+
+def read_queries(
+    buffer: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int, stop: int
+) -> Array:
+    """View q [stop - start, Hq, D] of a request's bytes: its query rows [start, stop)."""
+    shape = (stop - start, spec.query_heads, spec.qk_dim)
+    return _view(buffer, dtype, shape, query_offset(spec, dtype, rows, start))
+
+
+def keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
+    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of what lies at ``offset`` of a request, bulk or landing slot."""
+    k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
+    return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
+
+
+def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRows]:
+    """The pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
+    for rows in pulled:
+        for first in range(0, rows.rows, most):
+            yield PulledRows(rows.sequence, rows.row + first, min(most, rows.rows - first))
+
+
+def migrated_pieces(
+    attentions: Sequence[AttentionSpec], dtype: DType, tokens: int, most_nbytes: int
+) -> list[tuple[int, int, int]]:
+    """The pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in order."""
+    pieces = []
+    for layer, spec in enumerate(attentions):
+        most = most_nbytes // spec.kv_bytes_per_token(dtype)
+        pieces += [(layer, first, min(first + most, tokens)) for first in range(0, tokens, most)]
+    return pieces
+
+
+def migration_number(migration: int, piece: int) -> int:
+    """What the doorbells are rung with for one piece of a migration."""
+    return (migration << 32) + piece + 1
+
+
+def _view(buffer: memoryview, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
+    return np.frombuffer(buffer, NUMPY_DTYPE[dtype], math.prod(shape), offset).reshape(shape)
+
+
+def read_reply(
+    buffer: memoryview, spec: AttentionSpec, queries: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Views (out [queries, Hq, Dv], lse [queries, Hq]) of a reply's bytes."""
+    count = queries * spec.query_heads * spec.v_dim
+    out = np.frombuffer(buffer, np.float32, count).reshape(queries, spec.query_heads, spec.v_dim)
+    lse = np.frombuffer(buffer, np.float32, queries * spec.query_heads, count * 4)
+    return out, lse.reshape(queries, spec.query_heads)
+
+
+def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
+    """Bytes that travel for one decoded token whose KV is on one memory worker: q, k and v there, out and lse back."""
+    return sum(request_nbytes([spec], dtype, 1) + reply_nbytes([spec], 1) for spec in attentions)
+
+
+def paper_nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> float:
+    """What the paper counts for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
+
+    q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It knows no lse, and counts out
+    in the model's element type, where partials here travel in float32.
+    """
+    element = NUMPY_DTYPE[dtype].itemsize
+    return float(sum(2 * (spec.query_heads + spec.kv_heads) * spec.qk_dim * element for spec in attentions))

@@ -1,0 +1,1 @@
+"""Which tokens run next. Pure: no clock, no sockets, no tensors."""

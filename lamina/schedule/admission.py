@@ -1,0 +1,168 @@
+"""Which requests are admitted next, and where: an order that is fair, room for their KV, a seat in a lane. Pure.
+
+A request that fits nowhere when its turn comes is set aside, and is tried again whenever something is given back. Those
+behind it pass it together, every ``PAUSE`` steps: prompts that are admitted one by one, as soon as there is room, fill
+steps badly, and where requests end often the one that was set aside has room by then. Once it has waited for
+``PATIENCE`` steps, the room of one memory worker and the seats that it needs are kept for it, and sequences move away
+from there if that helps: it is admitted at the latest when all that then ran there has ended. Meanwhile others are
+admitted elsewhere.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lamina.groups import Group
+from lamina.placement.map import Placement
+from lamina.placement.relocation import Relocations
+from lamina.schedule.seats import Seats
+from lamina.schedule.waiting import WaitingQueue
+
+PAUSE = 32  # steps, of all lanes together
+PATIENCE = 256
+MOST_ASIDE = 32  # requests set aside: all of them are tried again when something is given back
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The room of ``worker``, and seats, are kept for ``group``; at step ``since`` it was sought last."""
+
+    group: Group
+    worker: str
+    since: int
+
+
+class Admissions:
+    """Requests that wait; ``deal`` picks those that go to lanes."""
+
+    def __init__(self, max_num_seqs: int, rows: int, placement: Placement, relocations: Relocations) -> None:
+        """``max_num_seqs`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
+        self._max_num_seqs = max_num_seqs
+        self._rows = rows
+        self._placement = placement
+        self._relocations = relocations
+        self._waiting = WaitingQueue()
+        self._aside: dict[Group, int] = {}  # with the step at which each was refused
+        self._kept: _Kept | None = None
+        self._passed = 0  # the step at which all that could pass had passed
+        self._steps = 0
+        self._exhausted = False  # nothing that waits fits, and nothing has changed since it was tried
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._aside)
+
+    @property
+    def due(self) -> bool:
+        """True if ``deal`` may find something."""
+        return not self._exhausted and len(self) > 0
+
+    @property
+    def full(self) -> bool:
+        """True if no request that waits fits, and nothing has been given back since that was found."""
+        return self._exhausted and len(self) > 0
+
+    def add(self, group: Group) -> None:
+        """A request waits from now on."""
+        self._waiting.add(group)
+        if self._waiting.first() is group:
+            self._exhausted = False
+
+    def remove(self, group: Group) -> None:
+        """A request waits no more."""
+        if group in self._aside:
+            del self._aside[group]
+            self._keep_no_more(group)
+        else:
+            self._waiting.remove(group)
+        self._exhausted = False
+
+    def given_back(self) -> None:
+        """There is more room, or there are more seats, than before."""
+        self._exhausted = False
+
+    def step_completed(self) -> None:
+        """Time passes for those set aside."""
+        self._steps += 1
+        if self._exhausted and self._aside and (self._may_pass or self._is_overdue):
+            self._exhausted = False
+
+    @property
+    def _may_pass(self) -> bool:
+        """True if those behind the first that was set aside need not wait for it."""
+        return not self._aside or self._steps >= max(next(iter(self._aside.values())), self._passed) + PAUSE
+
+    @property
+    def _is_overdue(self) -> bool:
+        """True if room is to be sought for the first of those set aside, now or once more."""
+        since = next(iter(self._aside.values())) if self._kept is None else self._kept.since
+        return self._steps >= since + PATIENCE
+
+    def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
+        """Requests with the lane and the memory worker they go to, reserved, in the order of their turns.
+
+        The caller counts each one's seats before it asks for the next. ``may_take``: whether a lane's next step has
+        anything left for another prompt; those that wait for the emptiest lane wait.
+        """
+        if not self.due:
+            return
+        for group in self._in_turn():
+            lane = seats.emptiest
+            if not may_take(lane):
+                return
+            if seats.total >= self._max_num_seqs:
+                break
+            memory = self._room_for(group, lane, seats)
+            if memory is not None:
+                self._leave(group)
+                group.lane, group.memory = lane, memory
+                group.seats = group.holders = len(group.completions)
+                self._relocations.settle(group)
+                yield group
+            elif not self._may_be_passed(group):
+                break
+        self._exhausted = True
+        if self._may_pass:
+            self._passed = self._steps
+
+    def _in_turn(self) -> Iterator[Group]:
+        """Those set aside, and then the first of the others, until it stays the first."""
+        yield from list(self._aside)
+        while self._waiting:
+            yield self._waiting.first()
+
+    def _room_for(self, group: Group, lane: int, seats: Seats) -> str | None:
+        """The memory worker where this request's tokens are now reserved; None if they, or its seats, do not fit."""
+        wanted, besides = len(group.completions), None
+        if self._kept is not None and self._kept.group is not group:
+            wanted += len(self._kept.group.completions)
+            besides = self._kept.worker
+        if seats.total + wanted > self._max_num_seqs or seats.taken[lane] + wanted > self._rows:
+            return None
+        return self._placement.reserve(group.tokens, besides)
+
+    def _may_be_passed(self, group: Group) -> bool:
+        """Set aside a request that does not fit, if it is not yet; False if all behind it have to wait."""
+        if group not in self._aside:
+            if len(self._aside) == MOST_ASIDE:
+                return False
+            self._waiting.pop()
+            self._aside[group] = self._steps
+        if group is next(iter(self._aside)) and self._is_overdue:
+            self._keep_room(group)
+        return self._may_pass
+
+    def _leave(self, group: Group) -> None:
+        if group in self._aside:
+            del self._aside[group]
+            self._keep_no_more(group)
+        else:
+            self._waiting.pop()
+
+    def _keep_room(self, group: Group) -> None:
+        """Nobody else gets the room of one worker; and move sequences away from there, if that helps."""
+        kept = None if self._kept is None else self._kept.worker
+        source = self._relocations.make_room(group.tokens, kept)
+        self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
+
+    def _keep_no_more(self, group: Group) -> None:
+        if self._kept is not None and self._kept.group is group:
+            self._kept = None

@@ -1,0 +1,172 @@
+"""How many lanes pay, and in which order: from what steps took, how fast each arrangement would be. Pure."""
+
+import bisect
+import math
+from collections.abc import Mapping
+
+from lamina.pipeline import Arrangement, Pipeline
+
+FORGET = 0.98  # weight of what was known before, per step
+CONSTANT = 0.2  # share of a wait that does not grow with its rows
+LEARN = 0.2  # weight of a step in what is known of as many rows
+WORTH = 1.04  # the arrangement changes if another is predicted to be so many times as fast, twice in a row
+SATURATED = 0.9  # share of the time from which replicas are taken never to be idle
+ROTATION = 0.6  # of what unequal steps cost is lost even if steps are equal: their first and last slices are longer
+STEPS_BETWEEN_LOOKS = 8  # of each lane in use, at least
+
+
+def chooser(pipeline: Pipeline) -> "LaneChooser | None":
+    """What chooses among a pipeline's arrangements; None if there is no choice."""
+    return LaneChooser(pipeline) if len(pipeline.choices) > 1 else None
+
+
+class _Waits:
+    """Seconds by rows: in proportion to their mean, but for a part that messages take whatever is in them."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._weight > 0
+
+    def note(self, rows: int, seconds: float) -> None:
+        self._weight = FORGET * self._weight + 1
+        self._rows = FORGET * self._rows + rows
+        self._seconds = FORGET * self._seconds + seconds
+
+    def at(self, rows: float) -> float:
+        mean = self._seconds / self._weight
+        return mean * (CONSTANT + (1 - CONSTANT) * rows * self._weight / self._rows)
+
+
+class _Table:
+    """Seconds by rows, as measured last at numbers of rows that are sqrt(2) apart: between them, and beyond the first
+    and last of them, a line. What is needed is no line as a whole: weights are read once, whatever the rows, until
+    arithmetic takes longer."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # rows and seconds
+
+    def note(self, rows: int, seconds: float) -> None:
+        place = round(2 * math.log2(rows))
+        known = self._means.get(place, (rows, seconds))
+        self._means[place] = known[0] + LEARN * (rows - known[0]), known[1] + LEARN * (seconds - known[1])
+
+    def at(self, rows: float) -> float:
+        """No slope or constant below zero."""
+        points = sorted(self._means.values())
+        above = min(max(bisect.bisect(points, (rows, 0.0)), 1), len(points) - 1)
+        x, y = points[above - 1] if above else points[0]
+        more, longer = points[above] if above else points[0]
+        slope = (longer - y) / (more - x) if more > x else 0.0
+        return y + min(max(slope, 0.0), y / x) * (rows - x)
+
+
+class LaneChooser:
+    """Watches steps and says how many of a pipeline's lanes to use, and in which order.
+
+    A lane goes round between a replica, where a step of b rows takes c0 + c1 b (weights are read once, rows
+    multiplied), and a wait for attention and its messages, which grows with b too. That is a closed queueing network
+    with the lanes as customers: if all steps take the same time, n lanes on r replicas make n / (slices + wait) steps a
+    second, until the replicas or the memory workers are never idle; the more unequal steps are, the nearer it is to
+    what mean value analysis says of service times without memory (Reiser and Lavenberg 1980). In fixed order
+    each replica has n / r customers of its own; in rotational order all lanes visit all replicas in turn, so
+    that one long step holds up everyone behind it.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.active = pipeline.start
+        self._slices, self._waits = _Table(), _Waits()
+        self._attention: dict[str, float] = {}  # seconds so far, by memory worker
+        self._attention_before: Mapping[str, float] = {}
+        self._steps = self._rows = self._decoding = 0
+        self._seconds = self._squares = 0.0
+        self._seen: list[tuple[int, float]] = []  # waits
+        self._since: float | None = None
+        self._best = pipeline.start  # at the last look
+
+    def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
+        """A step of ``rows`` rows, of which so many decoded, was ``busy_s`` in slices. Between them it ``waited_s`` for
+        attention; 0 if that is not known."""
+        self._slices.note(rows, busy_s)
+        self._seconds += busy_s
+        self._squares += busy_s * busy_s
+        if waited_s > 0:
+            self._seen.append((rows, waited_s))
+        self._steps += 1
+        self._rows += rows
+        self._decoding += decoding
+
+    def note_attention(self, worker: str, seconds: float) -> None:
+        """A memory worker has spent ``seconds`` on attention so far."""
+        self._attention[worker] = seconds
+
+    @property
+    def due(self) -> bool:
+        """True when ``choose`` looks at the times again."""
+        return self._steps >= STEPS_BETWEEN_LOOKS * self.active.lanes
+
+    def choose(self, sequences: int, now: float) -> Arrangement:
+        """What to use where so many sequences would decode if all their prompts were done: looked at again every few
+        steps, else what is in use. ``now`` in seconds, of any clock."""
+        if not self.due or not sequences:
+            return self.active
+        lanes, steps = self.active.lanes, self._steps
+        before = self._attention_before
+        attention = max((now - before.get(name, 0.0) for name, now in self._attention.items()), default=0.0) / steps
+        rows, decoding = self._rows / steps, self._decoding / steps
+        prompts = max(0.0, 1.0 - decoding * lanes / sequences)
+        unequal = min(1.0, max(0.0, steps * self._squares / self._seconds**2 - 1)) if self._seconds else 0.0
+        self._note_waits(now)
+        self._steps = self._rows = self._decoding = 0
+        self._seconds = self._squares = 0.0
+        self._attention_before = dict(self._attention)
+
+        def speed(one: Arrangement) -> float:
+            # What decodes is dealt out to the lanes; prompts fill their steps as far as it is prompts that requests
+            # wait for, and are as many a round as before otherwise.
+            more = one.lanes / lanes
+            chunks = (rows - decoding) * (prompts + (1 - prompts) / more)
+            each = decoding / more + chunks
+            progress = 1 + prompts * (more - 1)
+            return progress * self._rate(one, each, attention * each / rows, unequal) / one.lanes
+
+        allowed = [one for one in self._pipeline.choices if one.lanes <= max(sequences, self._pipeline.replicas)]
+        best_before, self._best = self._best, max(allowed, key=speed)
+        if self._best == best_before and speed(self._best) > WORTH * speed(self.active):
+            self.active = self._best
+        return self.active
+
+    def _note_waits(self, now: float) -> None:
+        """Believe the waits seen. Where replicas were hardly idle only long ones are: what it is at most."""
+        elapsed = now - self._since if self._since is not None else math.inf
+        idle = self._seconds < SATURATED * elapsed * self._pipeline.replicas
+        for rows, seconds in self._seen:
+            if idle or not self._waits.known or seconds < self._waits.at(rows):
+                self._waits.note(rows, seconds)
+        self._seen.clear()
+        self._since = now
+
+    def _rate(self, one: Arrangement, rows: float, attention: float, unequal: float) -> float:
+        """Steps a second of all lanes together, each of so many rows, with so much attention of the busiest worker and
+        of such a squared coefficient of variation, 1 at most."""
+        replicas, slices = self._pipeline.replicas, self._slices.at(rows)
+        wait = max(self._waits.at(rows) if self._waits.known else 0.0, attention)
+        visited, customers, systems = (replicas, one.lanes, 1) if one.rotates else (1, one.lanes // replicas, replicas)
+        equal = min(visited / slices, customers / (slices + wait))
+        memoryless = _mean_value(customers, visited, slices / visited, wait)
+        share = max(unequal, ROTATION) if one.rotates else unequal
+        rate = systems * (equal + share * (memoryless - equal))
+        return min(rate, 1 / attention) if attention else rate
+
+
+def _mean_value(customers: int, stations: int, demand: float, wait: float) -> float:
+    """Throughput of a closed network of equal stations, ``demand`` seconds of each, with a wait outside them."""
+    queue, rate = 0.0, 0.0
+    for number in range(1, customers + 1):
+        response = demand * (1 + queue)
+        rate = number / (stations * response + wait)
+        queue = rate * response
+    return rate

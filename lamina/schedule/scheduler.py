@@ -1,0 +1,483 @@
+"""Continuous batching: which tokens of which sequences run in the next step of a lane.
+
+A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort`` and
+``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
+engine does.
+
+A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the workers hear of it with
+the lane's next plan) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the
+workers forget it and its slots are free).
+
+A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
+that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
+
+Which request is next is said by ``lamina.schedule.admission``. Where one has found no room on a memory worker for long,
+although all together have it, sequences move, one at a time (``lamina.placement.relocation``). One that moves decodes on
+while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and
+the next plan says that it lives elsewhere and goes on.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lamina.schedule.admission import Admissions
+from lamina.schedule.batch import DecodeBatch
+from lamina.schedule.chunks import PromptBatch
+from lamina.groups import Completion, Group, Owner
+from lamina.placement.map import Placement
+from lamina.placement.relocation import Relocations
+from lamina.schedule.seats import Seats
+from lamina.errors import RequestError
+from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request, of one step, and of the sequences that all lanes together decode at once."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(eq=False, slots=True)
+class _Planned:
+    """A step in flight, with whom its parts are for: sequences that decode, and those that chunks draw for."""
+
+    plan: StepPlan
+    decoding: Mapping[int, Owner]
+    prompted: dict[int, Owner]
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """The requests of one lane, by what they do; dicts are ordered sets."""
+
+    running: dict[Group, None] = field(default_factory=dict)  # all of them
+    dealt: dict[Group, None] = field(default_factory=dict)  # that no plan has admitted yet
+    allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
+    prompts: PromptBatch = field(default_factory=PromptBatch)
+    prompted: list[Group] = field(default_factory=list)  # whose prompt the last plan has finished
+    decoding: DecodeBatch = field(default_factory=DecodeBatch)
+    finished: list[Owner] = field(default_factory=list)  # but steps in flight still run them
+    ending: list[Owner] = field(default_factory=list)
+    in_flight: collections.deque[_Planned] = field(default_factory=collections.deque)
+    completed: int = 0  # of the steps that ``decoding`` counts
+    turn: int = 0
+    histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
+
+
+class Scheduler:
+    """Fair between clients; decode before prompts; prompts are cut into chunks that share what a step has left.
+
+    What a step costs depends on its sequences, not on how many lanes, requests or memory workers there are besides.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        placement: Placement,
+        lanes: int,
+        attentions: int,
+        kv_heads: int,
+    ) -> None:
+        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first."""
+        self.limits = limits
+        self.placement = placement
+        self.active = lanes
+        self.rotates = False
+        self._attentions = attentions
+        self._kv_heads = kv_heads
+        self._lanes = [_Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
+        self._seats = Seats(self.active)
+        # A lane may have something to plan, has as many steps in flight as ``plannable`` was asked for, or had nothing
+        # to plan when it was asked last.
+        self._changed = set(range(lanes))
+        self._ahead = set[int]()
+        self._resting = set[int]()
+        self._moving = False
+        self._requests: dict[str, Group] = {}
+        self._relocations = Relocations(placement, self._computed)
+        self._admissions = Admissions(limits.max_num_seqs, limits.max_num_batched_tokens, placement, self._relocations)
+        self._sequences = itertools.count()
+        self._steps = itertools.count(1)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no lane has yet."""
+        return len(self._admissions)
+
+    @property
+    def running(self) -> int:
+        """Requests that lanes have and that have not finished."""
+        return sum(len(lane.running) for lane in self._lanes)
+
+    @property
+    def full(self) -> bool:
+        """True if no request that waits fits, and nothing has been given back since that was found."""
+        return self._admissions.full
+
+    @property
+    def sequences(self) -> int:
+        """Those that would decode if all prompts were done, of requests that have room or have not been refused it."""
+        waiting = 0 if self.full else self.waiting
+        return min(self._seats.total + waiting, self.limits.max_num_seqs)
+
+    @property
+    def migrating(self) -> int | None:
+        """Number of the migration that is under way; None if there is none."""
+        return self._relocations.migrating
+
+    def in_flight(self, lane: int) -> int:
+        """Planned steps of a lane that have not completed."""
+        return len(self._lanes[lane].in_flight)
+
+    def check(self, prompt_length: int, params: SamplingParams) -> None:
+        """Refuse what can never be served. Raises RequestError with the figures."""
+        limit = self.limits.max_model_len
+        if prompt_length == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        if prompt_length >= limit:
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens; this runtime takes at most {limit - 1} "
+                f"(max_model_len {limit}, one left for the answer). Shorten the prompt or raise max_model_len"
+            )
+        together = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)  # of one request, in one lane
+        if params.n > together:
+            raise RequestError(f"n is {params.n}; this runtime decodes {together} sequences of a request at once")
+        room = self._max_tokens(prompt_length, params)
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}; a prompt of {prompt_length} tokens leaves room for {room} "
+                f"(max_model_len {limit}). Lower min_tokens or shorten the prompt"
+            )
+        self.placement.require_possible(prompt_length + params.n * (room - 1))
+
+    def _max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        room = self.limits.max_model_len - prompt_length
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        # As many as can be kept at all: the last token drawn is not.
+        return max(1, min(room, (self.placement.largest - prompt_length) // params.n + 1))
+
+    def add(self, request: Request) -> Group:
+        """Queue a request. Raises RequestError if it can never be served."""
+        length = len(request.prompt_token_ids)
+        self.check(length, request.params)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
+        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        group = Group(request, self._max_tokens(length, request.params), completions, heads=(0, self._kv_heads))
+        self._requests[request.request_id] = group
+        self._admissions.add(group)
+        return group
+
+    def use_lanes(self, active: int, rotates: bool = False) -> None:
+        """Spread all requests over the first ``active`` lanes, in this order of their slices, as soon as no step is in
+        flight."""
+        if (active, rotates) != (self.active, self.rotates):
+            self.active, self.rotates = active, rotates
+            self._moving = True
+
+    def _move(self) -> None:
+        """Deal the requests out anew, those with many sequences first."""
+        self._moving = False
+        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
+        groups = sorted(running, key=lambda group: -len(group.completions))
+        before = [own.decoding for own in self._lanes]
+        dealt = {group for own in self._lanes for group in own.dealt}
+        ending = [owner for own in self._lanes for owner in own.ending]
+        for own in self._lanes:
+            own.dealt.clear()
+            for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
+                content.clear()
+            own.decoding, own.completed = DecodeBatch(), 0
+        self._seats = Seats(self.active)
+        self._admissions.given_back()
+        self._changed, self._resting = set(range(len(self._lanes))), set()
+        for group in groups:
+            decoding, group.lane, group.until = before[group.lane], self._seats.emptiest, 0
+            self._seats.change(group.lane, group.seats)
+            own = self._lanes[group.lane]
+            own.running[group] = None
+            own.histories |= group.histories
+            if group in dealt:
+                own.dealt[group] = None
+            elif not group.prompt_done:
+                own.prompts.add(group)
+            elif not group.forked:
+                own.prompted.append(group)
+            elif self._relocations.is_paused(group):
+                group.completions[0].until = 0
+            else:
+                for completion in group.alive:
+                    own.decoding.join(group, completion, decoding.position(completion.sequence))
+        for lane, own in enumerate(self._lanes):
+            own.allowance = self._rows_left(lane)
+        for owner in ending:  # a request's lane releases what it is still to fork from
+            self._lanes[owner[0].lane].ending.append(owner)
+
+    def plannable(self, depth: int) -> Iterator[int]:
+        """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
+
+        Looked up as it goes on: what is planned for one lane may give another one something to do.
+        """
+        lane = -1
+        while after := [one for one in self._candidates() if one > lane]:
+            lane = min(after)
+            if self.in_flight(lane) < depth:
+                yield lane
+            if self.in_flight(lane) >= depth:
+                self._ahead.add(lane)
+                self._changed.discard(lane)
+                self._resting.discard(lane)
+
+    def _has_changed(self, lane: int) -> None:
+        self._changed.add(lane)
+        self._resting.discard(lane)
+
+    def _candidates(self) -> set[int]:
+        if self._moving:
+            return set(range(len(self._lanes))) - self._ahead
+        if self._admissions.due and self._resting:  # whichever is asked first deals, also to the others
+            return self._changed | {min(self._resting)}
+        return self._changed
+
+    def plan(self, lane: int) -> StepPlan | None:
+        """The next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
+        if self._moving:
+            if any(own.in_flight for own in self._lanes):
+                return None
+            self._move()
+        own = self._lanes[lane]
+        forks = self._forks(own)
+        released = self._release(own)
+        moved = self._relocated(lane)
+        self._deal()
+        admitted = self._admit(own)
+        migrations = self._relocations.begun()
+        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
+        chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+        own.allowance = self._rows_left(lane)
+        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
+            self._changed.discard(lane)
+            self._resting.add(lane)
+            return None
+        histories, own.histories = own.histories, {}
+        plan = StepPlan(
+            next(self._steps),
+            lane,
+            own.turn,
+            forks,
+            released,
+            admitted,
+            chunks,
+            rows,
+            moved,
+            migrations,
+            self.rotates,
+            histories,
+        )
+        if chunks or rows.sequences:
+            own.turn += self._attentions
+            own.decoding.steps += 1
+        own.in_flight.append(_Planned(plan, own.decoding.members, prompted))
+        return plan
+
+    @staticmethod
+    def _forks(lane: _Lane) -> list[Fork]:
+        """Requests whose prompt is done decode from now on."""
+        forks = []
+        for group in lane.prompted:
+            group.forked = True
+            first = group.completions[0]
+            for completion in group.alive:
+                lane.decoding.join(group, completion, group.prompt_length)
+                if completion is not first:
+                    forks.append(Fork(first.sequence, completion.sequence, group.prompt_length))
+        lane.prompted.clear()
+        return forks
+
+    def _release(self, lane: _Lane) -> list[int]:
+        """Let go of finished completions, whose own slots are free once this plan is applied."""
+        ending, lane.ending = lane.ending, []
+        for group, _ in ending:
+            group.holders -= 1
+            prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
+            self.placement.release(group.memory, group.own_tokens + prompt)
+            self._admissions.given_back()
+            if not group.holders:
+                self._relocations.leave(group)
+        return [completion.sequence for _, completion in ending]
+
+    def _relocated(self, lane: int) -> list[Segment]:
+        """Where a sequence of this lane lives that has moved, and goes on from now on."""
+        own = self._lanes[lane]
+        finished = self._relocations.finish(lane, own.completed)
+        if finished is None:
+            return []
+        group, position = finished
+        (completion,) = group.completions
+        own.decoding.resume(group, completion, position)
+        self._admissions.given_back()
+        return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
+
+    def _computed(self, group: Group) -> int | None:
+        """Tokens of a request whose steps have completed; None if it cannot move now.
+
+        Completions that share a prompt's slots stay where they are.
+        """
+        own, (first, *others) = self._lanes[group.lane], group.completions
+        if others or first.sequence not in own.decoding or own.completed < group.until:
+            return None
+        planned = own.decoding.steps - own.completed  # one that resumed since may not run in all of them
+        return max(own.decoding.position(first.sequence) - planned, group.prompt_length)
+
+    def _rows_left(self, lane: int) -> int:
+        """Rows of a step of this lane that sequences do not need once all of them decode."""
+        return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
+
+    def _deal(self) -> None:
+        """Give lanes requests that wait, always the emptiest lane, as many prompts as its next step can run.
+
+        The lanes that are not being planned admit theirs with their next plan.
+        """
+        for group in self._admissions.deal(self._seats, lambda lane: self._lanes[lane].allowance > 0):
+            own = self._lanes[group.lane]
+            own.running[group] = own.dealt[group] = None
+            own.allowance -= group.prompt_length
+            self._seats.change(group.lane, group.seats)
+            self._has_changed(group.lane)
+
+    def _admit(self, lane: _Lane) -> list[Admission]:
+        """Whom the lane has been dealt, from now on known to the workers."""
+        admitted = [self._admission(group) for group in lane.dealt]
+        for group in lane.dealt:
+            lane.prompts.add(group)
+        lane.dealt.clear()
+        return admitted
+
+    def _admission(self, group: Group) -> Admission:
+        params, first = group.request.params, group.completions[0].sequence
+        segment = Segment(first, group.memory, group.heads, (0, None))
+        prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+        return Admission(
+            first, len(group.completions), group.prompt_length, [segment], params, group.request.seed, prompt
+        )
+
+    @staticmethod
+    def _chunks(lane: _Lane, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
+        """Parts of prompts, planned from now on, of ``budget`` tokens at most, and the completions they draw for."""
+        chunks: list[SequenceStep] = []
+        drawing: dict[int, Owner] = {}
+        for group, tokens in lane.prompts.share(budget).items():
+            group.until = lane.decoding.steps + 1
+            draws: list[int] = []
+            if group.prompt_done:
+                lane.prompted.append(group)
+                draws = [completion.sequence for completion in group.alive]
+                drawing.update((completion.sequence, (group, completion)) for completion in group.alive)
+            start, first = group.cached - tokens, group.completions[0]
+            chunks.append(
+                SequenceStep(first.sequence, start, group.request.prompt_token_ids[start : group.cached], draws)
+            )
+        return chunks, drawing
+
+    def migrated(self, number: int) -> None:
+        """All that migration ``number`` was to bring has arrived; nothing happens if its sequence is at its end."""
+        group = self._relocations.expected(number)
+        if group is None:
+            return
+        (completion,) = group.completions
+        own = self._lanes[group.lane]
+        if completion.sequence in own.decoding:
+            self._relocations.pause(own.decoding.pause(completion.sequence))
+        if self._relocations.is_paused(group):
+            self._relocations.arrived()
+            self._has_changed(group.lane)
+
+    def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
+        """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
+
+        Returns, by sequence, the completions that drew a token and live: not to be changed, and the same object as
+        before if they are the same and none has joined or left the lane since.
+
+        The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
+        """
+        own = self._lanes[lane]
+        planned = own.in_flight[0]
+        if step is not None and planned.plan.step != step:
+            planned = next(one for one in own.in_flight if one.plan.step == step)
+            if planned.plan.runs and planned is not next(one for one in own.in_flight if one.plan.runs):
+                raise AssertionError(f"step {step} of lane {lane} was completed before an earlier one")
+        own.in_flight.remove(planned)
+        self._ahead.discard(lane)
+        self._has_changed(lane)
+        if not planned.plan.runs:
+            return {}
+        own.completed += 1
+        self._admissions.step_completed()
+        if own.finished:
+            self._retire(own)
+        if not planned.prompted and planned.decoding is own.decoding.members:
+            return planned.decoding
+        drawn = {**planned.decoding, **planned.prompted}
+        return {sequence: owner for sequence, owner in drawn.items() if not owner[1].finished}
+
+    def finish(self, group: Group, completion: Completion) -> None:
+        """A completion has ended, by itself or by its caller's wish; with the last one the request's id is free."""
+        self._end(group, completion)
+        if not group.alive and self._requests.get(group.request.request_id) is group:
+            del self._requests[group.request.request_id]
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its id is free at once. Nothing happens if it is not known (any more)."""
+        group = self._requests.pop(request_id, None)
+        if group is None:
+            return
+        if group.lane < 0:
+            self._admissions.remove(group)
+        elif group in self._lanes[group.lane].dealt:
+            self._take_back(group)
+        else:
+            self._lanes[group.lane].prompts.discard(group)
+        for completion in group.completions:
+            self._end(group, completion)
+
+    def _take_back(self, group: Group) -> None:
+        """No worker has heard of this request, and none will."""
+        own = self._lanes[group.lane]
+        del own.dealt[group], own.running[group]
+        own.allowance += group.prompt_length
+        self._seats.change(group.lane, -group.seats)
+        self.placement.release(group.memory, group.tokens)
+        self._relocations.leave(group)
+        self._admissions.given_back()
+        group.lane = -1
+
+    def _end(self, group: Group, completion: Completion) -> None:
+        if completion.finished:
+            return
+        completion.finished = True
+        if group.lane >= 0:
+            own = self._lanes[group.lane]
+            own.decoding.leave(completion.sequence)
+            own.finished.append((group, completion))
+            self._retire(own)
+
+    def _retire(self, lane: _Lane) -> None:
+        """Hand finished completions, once no step in flight runs them, to the next plan for release."""
+        for owner in lane.finished:
+            group, completion = owner
+            if lane.completed >= max(group.until, completion.until):
+                completion.retired = True
+                lane.ending.append(owner)
+                self._has_changed(group.lane)
+                group.seats -= 1
+                self._seats.change(group.lane, -1)
+                self._admissions.given_back()
+                if not group.seats:
+                    del lane.running[group]
+        lane.finished = [owner for owner in lane.finished if not owner[1].retired]

@@ -1,0 +1,144 @@
+"""Requests that wait to be admitted, shared fairly between clients. Pure: no clock, no threads.
+
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), counted in tokens as in "Fairness in Serving Large
+Language Models" (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has been given so far, on a scale on
+which a newcomer begins where the queue now is. The lowest tag is next. Deficit round robin takes constant time, but has
+a quantum to choose: with one that is too small it goes round many times for a large request, with one too large small
+requests wait. Here a newcomer comes before anybody's second request, however large.
+
+Of two clients that both have requests waiting all the time, neither is given more than the other by more than one
+request of each. A client is charged for all the KV tokens that its request reserves: they are what others cannot have.
+"""
+
+import heapq
+from collections import OrderedDict
+
+from lamina.groups import Group
+from lamina.errors import OverloadedError
+from lamina.types import Client
+
+
+class _Line:
+    """The requests of one connection, first in, first out."""
+
+    def __init__(self) -> None:
+        self._groups = OrderedDict[Group, None]()  # unlike a dict's, its first is found in constant time
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: Group) -> None:
+        self._groups[group] = None
+
+    def first(self) -> Group:
+        return next(iter(self._groups))
+
+    def pop(self) -> Group:
+        return self._groups.popitem(last=False)[0]
+
+    def remove(self, group: Group) -> None:
+        del self._groups[group]
+
+
+class WaitingQueue:
+    """Requests in the order in which they are to be admitted: fair between accounts, within an account fair between its
+    connections, within a connection first in, first out.
+
+    A change costs O(log clients), whatever the number of requests. A client without requests keeps its tag until the
+    others have caught up with it, so that it gains nothing by coming and going. When nobody waits, tags are forgotten.
+    """
+
+    def __init__(self, level: int = 0) -> None:
+        """``level``: the field of ``Client`` that tells apart those who share."""
+        self._level = level
+        self._lines: dict[str, WaitingQueue | _Line] = {}
+        self._order: list[tuple[int, int, str]] = []  # a heap of (tag, joined, name): one for each of the lines
+        self._now = 0  # the tag of who was served last
+        self._joined = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, group: Group) -> None:
+        """Queue a request behind those of its connection."""
+        name = group.request.client[self._level]
+        line = self._lines.get(name)
+        if line is None:
+            last = self._level + 1 == len(group.request.client)
+            line = self._lines[name] = _Line() if last else WaitingQueue(self._level + 1)
+            self._joined += 1
+            heapq.heappush(self._order, (self._now, self._joined, name))
+        line.add(group)
+        self._length += 1
+
+    def _next(self) -> "WaitingQueue | _Line":
+        """The line whose turn it is. Those in front of it without requests are forgotten."""
+        while not (line := self._lines[self._order[0][2]]):
+            self._now, _, name = heapq.heappop(self._order)
+            del self._lines[name]
+        return line
+
+    def first(self) -> Group:
+        """The request to be admitted next; there must be one."""
+        return self._next().first()
+
+    def pop(self) -> Group:
+        """Take out the first request and charge its client for it."""
+        group = self._next().pop()
+        self._now, joined, name = self._order[0]
+        heapq.heapreplace(self._order, (self._now + group.tokens, joined, name))
+        self._shorten()
+        return group
+
+    def remove(self, group: Group) -> None:
+        """Take out a request, wherever it waits."""
+        self._lines[group.request.client[self._level]].remove(group)
+        self._shorten()
+
+    def _shorten(self) -> None:
+        self._length -= 1
+        if not self._length:
+            self._lines.clear()
+            self._order.clear()
+
+
+class Places:
+    """How many requests an engine takes at once, and whose they are.
+
+    A client may take as many places as are still free (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking 1998). Alone it gets half of all; whatever some take, others still find places.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: for one client alone."""
+        self._free = 2 * most
+        self._clients: dict[str, Client] = {}  # by request
+        self._taken: dict[Client, int] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._clients
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def take(self, request_id: str, client: Client) -> None:
+        """Raises OverloadedError, with the figures, if this client has its share."""
+        taken = self._taken.get(client, 0)
+        if taken >= self._free:
+            raise OverloadedError(
+                f"{len(self)} requests are in the engine, {taken} of them from this client, which may have as many as "
+                f"there are free places: {self._free}; try again later"
+            )
+        self._clients[request_id] = client
+        self._taken[client] = taken + 1
+        self._free -= 1
+
+    def leave(self, request_id: str) -> None:
+        """A request has ended; nothing happens if it is not here."""
+        client = self._clients.pop(request_id, None)
+        if client is not None:
+            self._free += 1
+            self._taken[client] -= 1
+            if not self._taken[client]:
+                del self._taken[client]

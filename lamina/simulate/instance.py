@@ -1,0 +1,207 @@
+"""One copy of the weights with a paged KV cache of its own, and continuous batching: what the baselines are made of.
+
+As vLLM does it: blocks of 16 tokens are taken when they are needed; when none is left, the sequence that came last
+loses its own and is computed anew later. Two policies: whole prompts first, decoding waits meanwhile (``chunked``
+False); or decoding first, and chunks of prompts fill what a step has left (Sarathi-Serve).
+"""
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.plan.cost import CostModel
+from lamina.simulate.step_times import SliceTimes
+
+BLOCK = 16  # tokens of KV that are given out together
+WATERMARK = 0.01  # of the blocks, left free when a request is admitted
+
+
+class Running:
+    """A request in an instance.
+
+    Attributes:
+        index, prompt: of the request. drawn: tokens so far.
+        cached: tokens whose KV is here. target: those there must be before a token can be drawn.
+        blocks: of KV that it holds.
+    """
+
+    __slots__ = ("blocks", "cached", "drawn", "index", "prompt", "target")
+
+    def __init__(self, index: int, prompt: int) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.target = prompt
+        self.drawn = self.cached = self.blocks = 0
+
+
+def blocks_of(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // BLOCK)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + length) of a prompt."""
+
+    sequence: Running
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: sequences that decode, and chunks of prompts."""
+
+    decoding: Sequence[Running]
+    chunks: Sequence[Chunk]
+
+
+class Instance:
+    """Plans steps, one at a time, and says how long they take.
+
+    Attributes:
+        blocks, free: of KV. waiting, running: requests; ``coming``: those whose KV is on its way here.
+        preempted: sequences that lost their KV. factor: how many times as long everything takes.
+        busy_s, sent_s: seconds so far in steps that have ended, and of its network cards.
+        idle, lost: whether no step runs; whether it is gone.
+    """
+
+    def __init__(
+        self, cost: CostModel, tensor_parallel: int, max_num_seqs: int, max_num_batched_tokens: int, chunked: bool
+    ) -> None:
+        shape = cost.shape
+        free = tensor_parallel * cost.usable_bytes - shape.weight_bytes
+        self.blocks = int(free / shape.kv_bytes_per_token) // BLOCK
+        self.free = self.blocks
+        self.waiting: collections.deque[Running] = collections.deque()
+        self.running: list[Running] = []
+        self.coming: list[Running] = []
+        self.preempted = 0
+        self.factor = 1.0
+        self.busy_s = self.sent_s = self.sent_until_s = 0.0
+        self.idle, self.lost = True, False
+        self._seats, self._rows, self._chunked = max_num_seqs, max_num_batched_tokens, chunked
+        self._cost, self._tp = cost, tensor_parallel
+        # A prompt that is never cut may be longer than the budget: then it runs alone.
+        self._slices = SliceTimes(cost, tensor_parallel, max(max_num_batched_tokens, max_num_seqs))
+
+    @property
+    def load(self) -> int:
+        """Requests that wait or run here."""
+        return len(self.waiting) + len(self.running)
+
+    def could_hold(self, tokens: int) -> bool:
+        """Whether a request of so many tokens fits at all."""
+        return blocks_of(tokens) <= self.blocks - self._watermark
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a request of so many tokens could be admitted now."""
+        return len(self.running) + len(self.coming) < self._seats and blocks_of(tokens) <= self.free - self._watermark
+
+    @property
+    def _watermark(self) -> int:
+        return int(self.blocks * WATERMARK)
+
+    def hold(self, sequence: Running) -> None:
+        """Take the blocks for what a sequence has cached or is about to have. There must be room."""
+        needed = blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks
+        sequence.blocks += needed
+        self.free -= needed
+
+    def let_go(self, sequence: Running) -> None:
+        """Give a sequence's blocks back."""
+        self.free += sequence.blocks
+        sequence.blocks = 0
+
+    def plan(self) -> Batch | None:
+        """The next step, None if there is nothing to do."""
+        if self._chunked:
+            decoding = self._decoding()
+            batch = Batch(decoding, self._chunks(self._rows - len(decoding)))
+        else:
+            chunks = self._whole_prompts()
+            batch = Batch([] if chunks else self._decoding(), chunks)
+        return batch if batch.decoding or batch.chunks else None
+
+    def _decoding(self) -> list[Running]:
+        """Sequences that can decode, each with room for one more token: the last ones give way if there is none."""
+        decoding = [sequence for sequence in self.running if sequence.cached >= sequence.target]
+        full = [sequence for sequence in decoding if sequence.cached == sequence.blocks * BLOCK]
+        for sequence in full:
+            while not self.free and sequence.blocks:
+                self._preempt(self.running[-1])
+            if sequence.blocks:
+                sequence.blocks += 1
+                self.free -= 1
+        return [sequence for sequence in decoding if sequence.blocks]
+
+    def _preempt(self, victim: Running) -> None:
+        self.running.remove(victim)
+        self.let_go(victim)
+        victim.cached, victim.target = 0, victim.prompt + victim.drawn
+        self.waiting.appendleft(victim)
+        self.preempted += 1
+
+    def _whole_prompts(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = self._rows
+        while self.waiting and self.has_room(self.waiting[0].target):
+            length = self.waiting[0].target
+            if chunks and length > budget:
+                break
+            sequence = self._admit()
+            chunks.append(Chunk(sequence, 0, length))
+            budget -= length
+        return chunks
+
+    def _chunks(self, budget: int) -> list[Chunk]:
+        """Of prompts that have begun, then of new ones."""
+        chunks: list[Chunk] = []
+        begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
+        while budget > 0 and (begun or (self.waiting and self.has_room(self.waiting[0].target))):
+            sequence = begun.pop(0) if begun else self._admit()
+            length = min(budget, sequence.target - sequence.cached)
+            chunks.append(Chunk(sequence, sequence.cached, length))
+            budget -= length
+        return chunks
+
+    def _admit(self) -> Running:
+        sequence = self.waiting.popleft()
+        self.hold(sequence)
+        self.running.append(sequence)
+        return sequence
+
+    def seconds(self, batch: Batch) -> float:
+        """How long a step takes."""
+        layers, cost, tp = self._cost.shape.layers, self._cost, self._tp
+        rows = len(batch.decoding) + sum(chunk.length for chunk in batch.chunks)
+        draws = len(batch.decoding) + sum(chunk.start + chunk.length == chunk.sequence.target for chunk in batch.chunks)
+        attention = 0.0
+        if batch.decoding:
+            tokens = sum(sequence.cached for sequence in batch.decoding) + len(batch.decoding)
+            attention += float(cost.attention_seconds(tokens, len(batch.decoding), 1 / tp))
+        for chunk in batch.chunks:
+            attention += float(cost.chunk_attention_seconds(chunk.length, chunk.start, tp))
+        return self.factor * (layers * (self._slice(rows) + attention) + self._slices.ends[draws])
+
+    def _slice(self, rows: int) -> float:
+        inner = self._slices.inner
+        return inner[rows] if rows < len(inner) else float(self._cost.slice_seconds(rows, self._tp))
+
+    def complete(self, batch: Batch) -> list[Running]:
+        """A step has run. Returns the sequences that drew a token."""
+        drew = list(batch.decoding)
+        for sequence in drew:
+            sequence.cached += 1
+        for chunk in batch.chunks:
+            chunk.sequence.cached = chunk.start + chunk.length
+            if chunk.sequence.cached == chunk.sequence.target:
+                drew.append(chunk.sequence)
+        for sequence in drew:
+            sequence.drawn += 1
+        return drew
+
+    def leave(self, sequence: Running) -> None:
+        """A running sequence has ended."""
+        self.running.remove(sequence)
+        self.let_go(sequence)

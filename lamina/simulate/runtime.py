@@ -1,0 +1,326 @@
+"""The runtime under a virtual clock: its own Scheduler, Placement, Pipeline and LaneChooser; its workers are models.
+
+``Simulation`` does what ``Engine._step`` does: it takes in what workers say, plans steps for lanes that have fewer than
+two in flight, and hears of drawn tokens. Tokens have no value here; a request ends when it has drawn as many as it is
+said to. Decisions take no virtual time (``Result.decisions`` says what they cost in CPU time); the control plane has
+no latency. Every one of a worker's slowness and every message between the pools is the virtual cluster's.
+"""
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+
+from lamina import _native
+from lamina.cluster import sizing
+from lamina.config import EngineConfig
+from lamina.schedule.lanes import LaneChooser, chooser
+from lamina.placement.map import Placement
+from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.errors import RequestError
+from lamina.simulate.arrivals import Arrivals, Ints
+from lamina.simulate.deployment import Deployment
+from lamina.simulate.faults import Fault
+from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
+from lamina.simulate.step_times import StepModel
+from lamina.protocol.timeline import Span
+from lamina.types import Request, SamplingParams, StepPlan
+
+DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead
+TIMED = 8  # one turn of so many has its decisions timed: reading the clock of CPU time is a system call
+MOST_WAITING = 16384  # with the scheduler; others wait outside, in order, which decides nothing and saves their prompts
+
+
+class _Numbers:
+    """What a mapping says of a lane's sequences, looked up anew only when they are another object than the last."""
+
+    def __init__(self, numbers: Mapping[int, int]) -> None:
+        self._numbers = numbers
+        self._sequences: Collection[int] = ()
+        self._last: Ints = np.zeros(0, np.int64)
+
+    def of(self, sequences: Collection[int]) -> Ints:
+        """Of sequences that do not change while they are the same object."""
+        if sequences is not self._sequences:
+            self._sequences = sequences
+            self._last = np.array([self._numbers[sequence] for sequence in sequences], np.int64)
+        return self._last
+
+
+class Simulation:
+    """One run. ``run`` is called once."""
+
+    def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
+        """Raises ConfigError for what cannot be."""
+        self._deployment = deployment
+        self._arrivals = arrivals
+        self._asked = arrivals.asked
+        self._arrival_s: list[float] = arrivals.arrival_s.tolist()
+        self._faults = sorted(faults, key=lambda fault: fault.at_s)
+        deployment.require_weights(deployment.compute_cost)
+        self._model = StepModel(deployment)
+        self._config = EngineConfig(
+            lanes=deployment.lanes,
+            pipelining=deployment.pipelining,
+            max_num_seqs=deployment.max_num_seqs,
+            max_num_batched_tokens=deployment.max_num_batched_tokens,
+        )
+        sizing.check(self._config)
+        self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=False)
+        self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
+        self._numbers = {name: index for index, name in enumerate(self._memories)}
+        self._scheduler = self._make_scheduler()
+        self._lanes = chooser(self._pipeline)
+        self._cluster = _native.VirtualCluster(
+            deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
+        )
+        self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
+        self._log = RequestLog(arrivals)
+        self._live: dict[int, int] = {}  # requests with the scheduler, by sequence
+        self._homes: dict[int, int] = {}
+        lanes = range(self._pipeline.lanes)
+        self._requests = [_Numbers(self._live) for _ in lanes]
+        self._decoding = [_Numbers(self._homes) for _ in lanes]
+        self._rows: dict[int, tuple[int, int]] = {}  # by step in flight, and those that decode
+        self._migration: tuple[float, int] | None = None  # when the latest is done, and its number
+        self._steps = 0
+        self._queued_s = self._refused_s = 0.0
+        self._next = 0  # of the arrivals
+        self._next_fault = 0
+        self._dead = False
+        self._clock: Callable[[], float] = _stopped
+        self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
+
+    def _make_scheduler(self) -> Scheduler:
+        deployment, shape = self._deployment, self._deployment.model
+        longest = int((self._arrivals.prompt + self._asked).max(initial=2))
+        capacity = deployment.memory_cost.kv_tokens
+        sequences = sizing.most_sequences(self._config, self._pipeline)
+        scheduler = Scheduler(
+            Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
+            Placement(dict.fromkeys(self._memories, capacity)),
+            self._pipeline.lanes,
+            attentions=shape.layers,
+            kv_heads=shape.kv_heads,
+        )
+        scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
+        return scheduler
+
+    def _orders(self, rotates: bool) -> list[list[list[int]]]:
+        """By lane and by the turn a step begins with: the replicas of its slices, in order, as the Pipeline says."""
+        pipeline, slices = self._pipeline, self._deployment.model.layers + 1
+        period = pipeline.replicas if rotates else 1
+        return [
+            [[pipeline.replica(lane, turn + k, rotates) for k in range(slices)] for turn in range(period)]
+            for lane in range(pipeline.lanes)
+        ]
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
+        """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
+        now, turns = 0.0, 0
+        while self._log.ended < len(self._arrivals):
+            before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
+            self._clock = time.process_time if turns % TIMED == 0 else _stopped
+            finished = self._cluster.advance(self._next_from_outside())
+            if finished is not None:
+                now, lane, step, busy, waited = finished
+                self._complete(now, lane, step, busy, waited)
+            else:
+                now = self._next_from_outside()
+                assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
+                self._happen(now)
+            self._queued_s += now - before if queued else 0.0
+            self._refused_s += now - before if refused else 0.0
+            self._launch(now)
+            turns += 1
+            if on_progress is not None and turns % 256 == 0:
+                on_progress(self._log.ended)
+        return self._result(now)
+
+    def _next_from_outside(self) -> float:
+        """When the next request may come in, fault happens or migration is done."""
+        arrival = fault = math.inf
+        if self._next < len(self._arrival_s) and self._scheduler.waiting < MOST_WAITING:
+            arrival = self._arrival_s[self._next]
+        if self._next_fault < len(self._faults):
+            fault = self._faults[self._next_fault].at_s
+        return min(arrival, fault, math.inf if self._migration is None else self._migration[0])
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def _happen(self, now: float) -> None:
+        while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
+            self._strike(self._faults[self._next_fault], now)
+            self._next_fault += 1
+        if self._migration is not None and self._migration[0] <= now:
+            self._scheduler.migrated(self._migration[1])
+            self._migration = None
+        while (
+            self._next < len(self._arrival_s)
+            and self._arrival_s[self._next] <= now
+            and self._scheduler.waiting < MOST_WAITING
+            and not self._dead
+        ):
+            self._arrive(self._next)
+            self._next += 1
+
+    def _arrive(self, index: int) -> None:
+        prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
+        try:
+            self._scheduler.check(prompt, params)  # before its tokens are made, which may be more than memory holds
+        except RequestError:
+            self._log.end(index, State.REFUSED, self._arrival_s[index])
+            return
+        request = Request(str(index), None, [0] * prompt, params)
+        begun = self._clock()
+        group = self._scheduler.add(request)
+        self._decisions.seconds["add"] += self._clock() - begun
+        (completion,) = group.completions
+        completion.generated.append(0)  # what it is to run wherever a plan must say it
+        self._live[completion.sequence] = index
+
+    def _strike(self, fault: Fault, now: float) -> None:
+        if fault.factor is None:
+            self._die(now)
+        elif fault.role == "compute":
+            self._cluster.slow_replica(fault.worker // self._deployment.tensor_parallel, fault.factor)
+        else:
+            self._cluster.slow_memory(fault.worker, fault.factor)
+
+    def _die(self, now: float) -> None:
+        """A lost worker ends every request with an error, and the engine: what comes later is refused."""
+        self._dead = True
+        come = max(self._next, bisect.bisect_left(self._arrival_s, now))
+        for index in (*self._live.values(), *range(self._next, come)):
+            self._log.end(index, State.ERROR, now)
+        for index in range(come, len(self._arrivals)):
+            self._log.end(index, State.REFUSED, self._arrival_s[index])
+        self._live.clear()
+
+    # -- the engine's turn --------------------------------------------------------------------------------------
+
+    def _complete(self, now: float, lane: int, step: int, busy_s: float, waited_s: float) -> None:
+        sequences = self._scheduler.sequences  # before what ends gives room back
+        begun = self._clock()
+        drawn = self._scheduler.complete(lane, step)
+        self._decisions.seconds["complete"] += self._clock() - begun
+        rows = self._rows.pop(step)
+        if self._lanes is not None:
+            self._choose_lanes(self._lanes, now, sequences, rows, busy_s, waited_s)
+        requests = self._requests[lane].of(drawn)
+        if ended := self._log.draw(now, requests):
+            owners = list(drawn.values())
+            for place in ended:
+                group, completion = owners[place]
+                self._scheduler.finish(group, completion)
+                self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
+
+    def _choose_lanes(
+        self, chooser: LaneChooser, now: float, sequences: int, rows: tuple[int, int], busy_s: float, waited_s: float
+    ) -> None:
+        chooser.note_step(*rows, busy_s, waited_s)
+        if chooser.due:
+            for index, name in enumerate(self._memories):
+                chooser.note_attention(name, self._cluster.memory_work(index)[0])
+            chosen = chooser.choose(sequences, now)
+            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
+
+    def _launch(self, now: float) -> None:
+        """All the steps that lanes may have in flight begin; those without sequences are done at once."""
+        if self._dead:
+            return
+        begun = self._clock()
+        scheduler = self._scheduler
+        planned: list[StepPlan] = []
+        for lane in scheduler.plannable(DEPTH):
+            while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
+                planned.append(plan)
+        self._decisions.seconds["plan"] += self._clock() - begun
+        empty = [plan for plan in planned if not plan.runs]
+        for plan in planned:
+            self._submit(plan, now)
+        for plan in empty:
+            scheduler.complete(plan.lane, plan.step)
+        if empty:
+            self._launch(now)
+
+    def _submit(self, plan: StepPlan, now: float) -> None:
+        for sequence in plan.released:
+            del self._homes[sequence]
+        for segment in plan.moved:
+            self._homes[segment.sequence] = self._numbers[segment.worker]
+        for migration in plan.migrations:  # one at a time; the one before may have been given up
+            seconds = self._model.migration_seconds(migration.stop - migration.start)
+            self._migration = now + seconds, migration.number
+        for admission in plan.admitted:
+            self._homes[admission.sequence] = self._numbers[admission.segments[0].worker]
+        if not plan.runs:
+            return
+        self._steps += 1
+        self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
+        decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
+        times = self._model.times(plan, decoding, [self._homes[chunk.sequence] for chunk in plan.chunks])
+        self._rows[plan.step] = times.rows, len(plan.decoding.sequences)
+        orders = self._replicas[plan.rotates][plan.lane]
+        tick = self._pipeline.tick(plan.lane, plan.turn)
+        self._cluster.submit(
+            plan.lane,
+            now,
+            plan.step,
+            orders[plan.turn % len(orders)],
+            tick,
+            self._pipeline.tick(plan.lane, plan.turn + 1) - tick,
+            times.first_s,
+            times.inner_s,
+            times.last_s,
+            times.chunks_s,
+            times.send_s,
+            times.receive_s,
+            times.context_s,
+            times.shares,
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _result(self, now: float) -> Result:
+        deployment = self._deployment
+        self._decisions.steps = self._steps
+        self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
+        replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
+        memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
+        assert deployment.memory is not None
+        return Result(
+            system="lamina",
+            log=self._log,
+            seconds=now,
+            pools=(
+                _use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now),
+                _use("memory", deployment.memory.kind, deployment.memory_workers, memories, now),
+            ),
+            usd_per_hour=deployment.usd_per_hour,
+            queued=self._queued_s / now if now else 0.0,
+            refused=self._refused_s / now if now else 0.0,
+            steps=self._steps,
+            decisions=self._decisions,
+            spans=self._spans(),
+        )
+
+    def _spans(self) -> dict[str, list[Span]]:
+        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._deployment.replicas)}
+        spans |= {name: [] for name in self._memories}
+        for stage, worker, lane, begin, end in self._cluster.spans():
+            name = self._memories[worker] if stage == "attention" else f"compute{worker}"
+            spans[name].append(Span(stage, lane, round(begin * 1e9), round(end * 1e9)))
+        return spans
+
+
+def _stopped() -> float:
+    return 0.0
+
+
+def _use(name: str, kind: str, workers: int, work: list[tuple[float, float, float]], seconds: float) -> PoolUse:
+    busy = [own[0] / seconds for own in work] if seconds else [0.0]
+    network = max((max(own[1:]) / seconds for own in work), default=0.0) if seconds else 0.0
+    return PoolUse(name, kind, workers, sum(busy) / len(busy), max(busy), network)

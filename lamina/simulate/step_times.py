@@ -1,0 +1,131 @@
+"""How long a step's slices, attentions and messages take on given workers: the model behind the virtual cluster."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lamina import _native
+from lamina.plan.cost import GEMMS, POINTWISE, CostModel
+from lamina.simulate.arrivals import Ints
+from lamina.simulate.deployment import Deployment
+from lamina.protocol.wire import attends_locally
+from lamina.types import StepPlan
+
+_BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
+"""Operators of a layer that slice k runs before attention k; the others follow it."""
+
+
+_MANY = 2.0**20  # tokens at which attention's seconds per token are read off
+
+
+class SliceTimes:
+    """Dense seconds of steps by their rows, on ``tensor_parallel`` devices. Asked for often, so kept in tables."""
+
+    def __init__(self, cost: CostModel, tensor_parallel: int, most_rows: int) -> None:
+        rows = np.maximum(np.arange(most_rows + 1), 1)
+        before = sum(cost.operator_seconds(name, rows, tensor_parallel) for name in _BEFORE_ATTENTION)
+        layer = cost.slice_seconds(rows, tensor_parallel)
+        ends = cost.ends_seconds(rows, tensor_parallel)
+        if cost.fits.slices is not None and tensor_parallel == 1:  # measured whole: the operators say where to cut
+            whole = sum(cost.operator_seconds(name, rows, 1) for name in (*GEMMS, *POINTWISE))
+            before = before / whole * layer
+        self.first: list[float] = np.asarray(before).tolist()
+        self.inner: list[float] = layer.tolist()
+        self.after: list[float] = np.asarray(layer - before).tolist()
+        self.ends: list[float] = ends.tolist()
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step of ``rows`` rows, as ``VirtualCluster.submit`` takes them."""
+
+    rows: int
+    first_s: float
+    inner_s: float
+    last_s: float
+    chunks_s: float
+    send_s: float
+    receive_s: float
+    context_s: float
+    shares: _native.Shares
+
+
+class StepModel:
+    """Times of steps as the runtime runs them: decode attention and what a prompt's chunks see of earlier ones on the
+    memory workers, the rest of a chunk's attention on the replica (``compute/exchange.py``).
+
+    What a memory worker needs for one attention is linear in the tokens that rows see, and any function of the number
+    of rows.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        compute, memory, shape = deployment.compute_cost, deployment.memory_cost, deployment.model
+        tp = deployment.tensor_parallel
+        self._slices = SliceTimes(compute, tp, deployment.max_num_batched_tokens)
+        self._compute, self._memory = compute, memory
+        self._layers = shape.layers
+        item = shape.dtype.itemsize
+        self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
+        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row, and as much back
+        self._context_bytes = shape.hidden * item
+        # A device of a group sends and receives its heads' part.
+        self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
+        self._memory_byte_s = float(memory.wire_seconds(1.0))
+        self.latency_s = memory.fits.runtime.round_trip_s / 2
+        lengths = np.arange(deployment.max_num_batched_tokens + 1)
+        self._chunk_s: list[float] = compute.chunk_attention_seconds(lengths, 0, tp).tolist()
+        attend_s = memory.attention_seconds(0, lengths)  # by rows
+        self._shares = _native.DecodeShares(
+            deployment.memory_workers,
+            (self._kept_bytes + self._asked_bytes) * self._memory_byte_s,
+            self._asked_bytes * self._memory_byte_s,
+            (float(memory.attention_seconds(_MANY, 1)) - float(attend_s[1])) / _MANY,
+            attend_s.tolist(),
+        )
+
+    def times(self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int]) -> StepTimes:
+        """Of one step. ``homes``: the memory worker of each sequence that decodes, ``chunk_homes`` of each chunk's."""
+        starts = plan.decoding.starts
+        chunks = list(zip(plan.chunks, chunk_homes, strict=True))
+        if singles := [pair for pair in chunks if not attends_locally(pair[0])]:  # as rows that decode
+            chunks = [pair for pair in chunks if attends_locally(pair[0])]
+            starts = starts + [chunk.start for chunk, _ in singles]
+            homes = np.append(homes, [home for _, home in singles])
+        rows = draws = asked = len(starts)
+        chunks_s = 0.0
+        more: list[tuple[int, float, float, float]] = []
+        for chunk, home in chunks:
+            length = len(chunk.tokens)
+            rows += length
+            draws += bool(chunk.draws)
+            chunks_s += self._chunk_s[length]
+            more.append((home, length * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
+            if chunk.start:
+                asked += length
+                there = length * self._asked_bytes * self._memory_byte_s
+                more.append((home, there, self._prefix_seconds(length, chunk.start), there))
+        shares = self._shares.of(homes, starts, more)
+        slices, runtime = self._slices, self._compute.fits.runtime
+        exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
+        drawing_s = runtime.step_s + runtime.step_row_s * draws
+        return StepTimes(
+            rows=rows,
+            first_s=slices.first[rows] + exchange_s,
+            inner_s=slices.inner[rows] + exchange_s,
+            last_s=slices.after[rows] + slices.ends[draws] + drawing_s,
+            chunks_s=chunks_s,
+            send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
+            receive_s=asked * self._asked_bytes * self._compute_byte_s,
+            context_s=rows * self._context_bytes * self._compute_byte_s,
+            shares=shares,
+        )
+
+    def migration_seconds(self, tokens: int) -> float:
+        """K and V of ``tokens`` tokens on their way from one memory worker's network card to another's."""
+        return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
+
+    def _prefix_seconds(self, chunk: int, prefix: int) -> float:
+        """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""
+        cost = self._memory
+        arithmetic = cost.chunk_attention_seconds(chunk, prefix) - cost.chunk_attention_seconds(chunk, 0)
+        return max(float(arithmetic), float(cost.attention_seconds(prefix, 1)))

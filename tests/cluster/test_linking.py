@@ -1,0 +1,65 @@
+"""Rounds of linking: pairs that cannot prove a link get the next transport, the others keep theirs."""
+
+from typing import Any, cast
+
+import pytest
+
+from lamina.cluster.gather import Gather
+from lamina.cluster.linking import link
+from lamina.errors import TransportError
+from lamina.protocol.choice import Choice, Offer, Transport
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import Link, Linked
+
+SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
+PAIRS = [("compute0", "memory0"), ("compute0", "memory1")]
+WORKERS = ("compute0", "memory0", "memory1")
+OFFERS = {
+    name: Offer(name, {transport: f"{name} by {transport}".encode() for transport in Transport}, {}) for name in WORKERS
+}
+
+
+class FakeWorkers:
+    """Both the control server and the gatherer of workers that fail as told: (round, worker) -> failures."""
+
+    def __init__(self, failures: dict[tuple[int, str], dict[str, str]]) -> None:
+        self._failures = failures
+        self.heard: list[tuple[str, Link]] = []
+
+    def send(self, workers: list[str], message: Link) -> None:
+        self.heard += [(worker, message) for worker in workers]
+
+    def all(self, kind: type[Linked], names: list[str], timeout_s: float) -> dict[str, Linked]:
+        round_ = self.heard[-1][1].round
+        return {name: Linked(self._failures.get((round_, name), {})) for name in names}
+
+    def link(self, wanted: Any) -> dict[tuple[str, str], Choice]:
+        return link(cast(ControlServer, self), cast(Gather, self), wanted, OFFERS, PAIRS)
+
+
+def test_every_worker_is_told_how_to_reach_its_peers() -> None:
+    workers = FakeWorkers({})
+    assert workers.link("tcp") == dict.fromkeys(PAIRS, Choice(TCP, "asked for by name"))
+    assert {name: message.peers for name, message in workers.heard} == {
+        "compute0": {"memory0": (TCP, b"memory0 by tcp"), "memory1": (TCP, b"memory1 by tcp")},
+        "memory0": {"compute0": (TCP, b"compute0 by tcp")},
+        "memory1": {"compute0": (TCP, b"compute0 by tcp")},
+    }
+
+
+@pytest.mark.parametrize(("side", "peer"), [("memory0", "compute0"), ("compute0", "memory0")])
+def test_a_failure_on_either_side_moves_that_pair_alone_to_the_next_transport(side: str, peer: str) -> None:
+    workers = FakeWorkers({(1, side): {peer: "nothing arrived"}})
+    assert workers.link("auto") == {
+        PAIRS[0]: Choice(TCP, "different hosts; no rdma: nothing arrived"),
+        PAIRS[1]: Choice(RDMA, "different hosts"),
+    }
+    again = {name: message for name, message in workers.heard if message.round == 2}
+    assert sorted(again) == ["compute0", "memory0"]
+    assert list(again["compute0"].peers) == ["memory0"]
+
+
+def test_a_transport_asked_for_by_name_is_not_replaced() -> None:
+    workers = FakeWorkers({(1, "memory1"): {"compute0": "nothing arrived"}})
+    with pytest.raises(TransportError, match=r"compute0 and memory1 cannot be linked: .* no rdma: nothing arrived"):
+        workers.link("rdma")

@@ -1,0 +1,243 @@
+"""The sampler against Hugging Face's logits processors, chi-square, and its promise of reproducible draws."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lamina.compute.sampler import Row, distribution, sample
+from lamina.errors import LogitsError
+from lamina.types import SamplingParams
+
+VOCABULARY = 60
+
+
+def random_logits(rows: int, vocabulary: int = VOCABULARY, *, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def hugging_face(scores: Tensor, row: Row) -> Tensor:
+    """The distribution of one row [V] by transformers, in vLLM's order; it has no presence or frequency penalty."""
+    history = torch.tensor([[*row.prompt, *row.output]])
+    params = row.params
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    if params.top_k > 0:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    return processors(history, scores[None].clone())[0].softmax(-1)
+
+
+@st.composite
+def random_rows(draw: st.DrawFn) -> Row:
+    tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.3, 1.0, 2.5])),
+        top_k=draw(st.sampled_from([0, -1, 1, 5, VOCABULARY, 1000])),
+        top_p=draw(st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01])),
+        min_p=draw(st.sampled_from([0.0, 0.02, 0.3, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.7])),
+    )
+    return Row(0, params, prompt=draw(tokens), output=draw(tokens))
+
+
+@given(rows=st.lists(random_rows(), min_size=1, max_size=6), seed=st.integers(0, 1000))
+@settings(max_examples=150, deadline=None, derandomize=True)  # else one run in thousands meets a rounding edge
+def test_distribution_equals_hugging_face_in_any_mix_of_rows(rows: list[Row], seed: int) -> None:
+    logits = random_logits(len(rows), seed=seed)
+    expected = torch.stack([hugging_face(scores, row) for scores, row in zip(logits, rows, strict=True)])
+    torch.testing.assert_close(distribution(logits, rows), expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0])  # a nucleus of most of the vocabulary, and one of few tokens
+def test_nucleus_of_a_large_vocabulary(spread: float) -> None:
+    logits = random_logits(4, 5000, spread=spread)
+    rows = [Row(r, SamplingParams(top_p=p), prompt=[0]) for r, p in enumerate([0.1, 0.5, 0.9, 0.999])]
+    expected = torch.stack([hugging_face(scores, row) for scores, row in zip(logits, rows, strict=True)])
+    kept = (distribution(logits, rows) > 0).sum(-1) - (expected > 0).sum(-1)
+    assert kept.abs().max() <= 1, "beyond the rounding of a sum of 5000 numbers"
+    torch.testing.assert_close(distribution(logits, rows), expected, rtol=1e-3, atol=3e-4)
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    logits = random_logits(1)
+    params = SamplingParams(presence_penalty=0.7, frequency_penalty=0.4)
+    expected = logits.clone()
+    expected[0, 3] -= 0.7 + 3 * 0.4
+    expected[0, 9] -= 0.7 + 0.4
+    actual = distribution(logits, [Row(0, params, prompt=[1, 1, 3], output=[3, 9, 3, 3])])
+    torch.testing.assert_close(actual, expected.softmax(-1))
+
+
+def test_penalties_before_the_first_token() -> None:
+    logits = random_logits(1)
+    params = SamplingParams(presence_penalty=1.0, repetition_penalty=1.5)
+    torch.testing.assert_close(distribution(logits, [Row(0, params)]), logits.softmax(-1))
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, 1.0]])
+    assert (distribution(logits, [Row(0, SamplingParams(top_k=3))]) > 0).all()
+    assert (distribution(logits, [Row(0, SamplingParams(top_p=0.92))]) > 0).all()
+    assert (distribution(logits, [Row(0, SamplingParams(top_k=2))]) > 0).tolist() == [[False, True, False, True, False]]
+
+
+@pytest.mark.parametrize("temperature", [1e-60, 1e-10, 1e-3, 100.0])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    logits = random_logits(1)
+    probabilities = distribution(logits, [Row(0, SamplingParams(temperature=temperature))])
+    assert probabilities.sum().item() == pytest.approx(1)
+    assert probabilities.argmax() == logits.argmax()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(temperature=1.5, top_k=12, min_p=0.01), SamplingParams(top_p=0.9)],
+    ids=["plain", "top_k and min_p", "top_p"],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    draws = 20_000
+    logits = random_logits(1, 30, spread=1.0)
+    rows = [Row(0, params, seed=7, generated=i) for i in range(draws)]
+    drawn = np.array([draw.token for draw in sample(logits.expand(draws, -1), rows)])
+    expected = hugging_face(logits[0], Row(0, params, prompt=[0])).double().numpy() * draws
+    observed = np.bincount(drawn, minlength=30)
+    assert (observed[expected == 0] == 0).all(), "a token that was cut has been drawn"
+    kept = expected > 0
+    freedom = int(kept.sum()) - 1
+    chi_square = (((observed - expected) ** 2)[kept] / expected[kept]).sum()
+    # Wilson-Hilferty: the cube root of chi-square over its mean is normal; 4 sigma is one in 30,000.
+    sigma = math.sqrt(2 / (9 * freedom))
+    assert abs((chi_square / freedom) ** (1 / 3) - (1 - sigma**2)) < 4 * sigma
+
+
+def test_seeds_completions_and_positions_draw_independently() -> None:
+    logits = torch.zeros(300, VOCABULARY)
+    rows = [
+        Row(0, SamplingParams(), seed=s, completion=c, generated=g)
+        for s in range(3)
+        for c in range(10)
+        for g in range(10)
+    ]
+    tokens = np.array([draw.token for draw in sample(logits, rows)])
+    assert len(set(tokens.tolist())) > 50, "60 equally likely tokens, 300 draws"
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject) -> None:
+    rows = [replace(data.draw(random_rows()), sequence=r, seed=r) for r in range(6)]
+    rows[2] = replace(rows[2], params=replace(rows[2].params, temperature=0.0))
+    logits = random_logits(len(rows))
+    alone = [sample(logits[r : r + 1], [row])[0] for r, row in enumerate(rows)]
+    order = data.draw(st.permutations(range(6)))[: data.draw(st.integers(1, 6))]
+    assert sample(logits[order], [rows[r] for r in order]) == [alone[r] for r in order]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_is_the_first_of_the_most_likely(dtype: torch.dtype) -> None:
+    logits = random_logits(5).to(dtype)
+    logits[2, [7, 30]] = 50.0
+    before = logits.clone()
+    draws = sample(logits, [Row(r + 100, SamplingParams(temperature=0)) for r in range(5)])
+    assert [draw.sequence for draw in draws] == [100, 101, 102, 103, 104]
+    assert [draw.token for draw in draws] == [int(np.argmax(row)) for row in logits.float().numpy()]
+    assert draws[2].token == 7
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_low_precision_logits_are_processed_in_float32(penalty: float) -> None:
+    logits = random_logits(3).bfloat16()
+    params = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=penalty)
+    rows = [Row(r, params, output=[1]) for r in range(3)]
+    assert torch.equal(distribution(logits, rows), distribution(logits.float(), rows))
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = random_logits(3)
+    logits[:, 11] = 20.0
+    before = logits.clone()
+    params = SamplingParams(temperature=3.0, top_k=5, presence_penalty=2.0, min_tokens=5, logprobs=4)
+    rows = [
+        Row(0, params, output=[11], eos_token_ids=[11]),
+        Row(1, SamplingParams()),
+        Row(2, SamplingParams(temperature=0, logprobs=0)),
+    ]
+    first, second, third = sample(logits, rows)
+    assert torch.equal(logits, before)
+    expected = torch.log_softmax(logits.double(), -1)
+    ranking = expected[0].argsort(descending=True).tolist()
+    drawn, *top = first.logprobs
+    assert drawn.token_id == first.token != 11
+    assert drawn.rank == ranking.index(first.token) + 1
+    assert [entry.token_id for entry in top] == ranking[:4]
+    assert [entry.rank for entry in top] == [1, 2, 3, 4]
+    for entry in first.logprobs:
+        assert entry.logprob == pytest.approx(expected[0, entry.token_id].item(), abs=1e-5)
+    assert second.logprobs == []
+    assert [(entry.token_id, entry.rank) for entry in third.logprobs] == [(11, 1)]
+
+
+def test_no_end_before_min_tokens() -> None:
+    logits = random_logits(3)
+    logits[:, [4, 5]] = torch.tensor([60.0, 50.0])
+    short = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=[5, VOCABULARY + 7])
+    rows = [Row(r, short, generated=generated, eos_token_ids=[4]) for r, generated in enumerate([0, 2, 3])]
+    tokens = [draw.token for draw in sample(logits, rows)]
+    rest = logits.clone()
+    rest[:, [4, 5]] = -math.inf
+    assert tokens == [int(rest[0].argmax()), int(rest[1].argmax()), 4]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_name_their_rows(value: float, temperature: float) -> None:
+    logits = random_logits(4)
+    logits[1, 5] = logits[3, 0] = value
+    rows = [Row(r, SamplingParams(temperature=temperature)) for r in range(4)]
+    with pytest.raises(LogitsError, match=r"rows \[1, 3\]") as error:
+        sample(logits, rows)
+    assert error.value.rows == [1, 3]
+
+
+def test_masked_tokens_are_no_error_but_an_empty_choice_is() -> None:
+    logits = random_logits(2)
+    logits[0, 3] = -math.inf
+    rows = [Row(r, SamplingParams()) for r in range(2)]
+    assert len(sample(logits, rows)) == 2
+    logits[1] = -math.inf
+    with pytest.raises(LogitsError, match=r"rows \[1\]"):
+        sample(logits, rows)
+
+
+def test_rows_must_match_logits() -> None:
+    with pytest.raises(ValueError, match=r"shape \[2, 60\]; 1 rows need \[1, vocabulary\]"):
+        sample(random_logits(2), [Row(0, SamplingParams())])
+
+
+def test_the_largest_random_number_draws_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.compute.sampler._uniform", lambda row: 1 - 2**-48)
+    logits = random_logits(1, 5000, spread=1.0)
+    logits[0, 4000:] = -math.inf
+    params = SamplingParams(top_k=300)
+    token = sample(logits, [Row(0, params)])[0].token
+    assert token == int(distribution(logits, [Row(0, params)])[0].nonzero().max())

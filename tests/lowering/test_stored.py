@@ -1,0 +1,114 @@
+"""Lowered models survive being written and read bit for bit; a record can call nothing but what lowered graphs call."""
+
+import operator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from split_oracle import Runner
+from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
+from torch import fx
+
+from lamina.splitter import split
+from lamina.lowering import LoweredModel
+from lamina.lowering import lower
+from lamina.lowering.stored import (
+    NotStorableError,
+    StoredModel,
+    StoredNode,
+    decode_dtype,
+    encode_dtype,
+    restore,
+    store,
+)
+from lamina.types import DType
+
+
+def written_and_read(model: LoweredModel) -> LoweredModel:
+    content = msgspec.msgpack.encode(store(model), enc_hook=encode_dtype)
+    return restore(msgspec.msgpack.decode(content, type=StoredModel, dec_hook=decode_dtype))
+
+
+def assert_same(name: str, dtype: DType) -> None:
+    """The same logits of two sequences, prompts then decode, and the same facts about the model."""
+    model = split(variant(name), dtype)
+    torch.manual_seed(0)
+    weights = {key: 0.25 * torch.randn(weight.shape).to(weight.dtype) for key, weight in model.weights.items()}
+    fresh, recalled = Runner(model, weights), Runner(model, weights)
+    lowered = lower(model)
+    restored = written_and_read(lowered)
+    recalled.lowered = restored.with_weights(weights)
+    for batch in ({0: [5, 6, 7], 1: [3]}, {0: [9], 1: [8, 4]}, {0: [1], 1: [1]}):
+        tokens = {sequence: torch.tensor(ids) % VOCABULARY for sequence, ids in batch.items()}
+        expected = fresh.step(tokens, last_rows_only=True)
+        assert torch.equal(recalled.step(tokens, last_rows_only=True), expected)
+    for fact in ("dtype", "contexts", "attentions", "sinks", "weights", "positions"):
+        assert getattr(restored, fact) == getattr(lowered, fact)
+    assert restored.constants.keys() == lowered.constants.keys()
+    assert all(torch.equal(restored.constants[key], value) for key, value in lowered.constants.items())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ANOTHER else []) for name in NAMES]
+)
+def test_every_family_is_the_same_when_read_again(name: str) -> None:
+    assert_same(name, DType.FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_low_precision_is_the_same_when_read_again(name: str) -> None:
+    assert_same(name, DType.BFLOAT16)
+
+
+def test_equal_slices_still_share_their_graphs() -> None:
+    restored = written_and_read(lower(split(variant("llama", layers=6))))
+    assert [part.graphs is restored.parts[1].graphs for part in restored.parts] == [False, *[True] * 5, False]
+
+
+@pytest.fixture(scope="module")
+def llama() -> LoweredModel:
+    return lower(split(variant("llama")))
+
+
+@pytest.mark.parametrize(
+    ("position", "node"),
+    [
+        (0, StoredNode("placeholder", "x=__import__('os')", [], {})),
+        (0, StoredNode("placeholder", "lambda", [], {})),
+        (0, StoredNode("get_attr", "weight", [], {})),
+        (-1, StoredNode("call_function", "system", ["true"], {})),
+        (-1, StoredNode("call_function", "torch.load", ["file"], {})),
+        (-1, StoredNode("call_function", "aten.nothing.default", [], {})),
+        (-1, StoredNode("call_function", "aten.add.nothing", [], {})),
+        (-1, StoredNode("call_function", "aten.__class__.mro", [], {})),
+        (-1, StoredNode("call_method", "__reduce__", [["node", 0]], {})),
+        (-1, StoredNode("call_method", "view", [["node", 0]], {"size=print(1)": 1})),
+        (-1, StoredNode("call_method", "view", [["node", 10_000]], {})),
+        (-1, StoredNode("call_method", "view", [["node", -1]], {})),
+        (-1, StoredNode("call_method", "view", [["dtype", "nn"]], {})),
+        (-1, StoredNode("call_method", "view", [["unknown", 1]], {})),
+        (-1, StoredNode("call_method", "view", [{"a": 1}], {})),
+    ],
+    ids=lambda value: f"{value.op} {value.target}" if isinstance(value, StoredNode) else "",
+)
+def test_a_record_cannot_call_anything_else(llama: LoweredModel, position: int, node: StoredNode) -> None:
+    stored = store(llama)
+    stored.graphs[0].main.insert(position, node)
+    with pytest.raises(NotStorableError, match="lowered graphs have no"):
+        restore(stored)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [(torch.sin, 1.0), (operator.xor, 1), (torch.ops.prims.sin.default, 1.0), (operator.add, 1j), (operator.add, {})],
+)
+def test_what_cannot_be_written_is_refused(llama: LoweredModel, function: Any, argument: object) -> None:
+    graph = llama.parts[-1].graphs.main.graph
+    with graph.inserting_before(graph.output_node()):
+        node: fx.Node = graph.call_function(function, (argument,))
+    try:
+        with pytest.raises(NotStorableError):
+            store(llama)
+    finally:
+        graph.erase_node(node)

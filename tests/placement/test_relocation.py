@@ -1,0 +1,87 @@
+"""Sequences that the scheduler moves to another memory worker, so that a request fits."""
+
+import pytest
+
+from lamina.schedule.scheduler import Scheduler
+from lamina.types import Migration, Segment
+from tests.schedule.schedules import plan_of, request, scheduler
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def draw(under_test: Scheduler, ends: str = "") -> None:
+    """The oldest step of lane 0 ends, and with it the request called ``ends``."""
+    for group, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+        if group.request.request_id == ends:
+            under_test.finish(group, completion)
+
+
+def fragmented() -> Scheduler:
+    """Two workers with 40 tokens each, of which "a" and "b" hold 24 each, and "large", which needs 30, waits."""
+    under_test = scheduler({"memory0": 40, "memory1": 40})
+    for name in "ab":
+        under_test.add(request(name, 4, max_tokens=21))
+    under_test.plan(0)
+    draw(under_test)
+    for name in "cd":  # 12 each
+        under_test.add(request(name, 2, max_tokens=11))
+    under_test.plan(0)
+    draw(under_test)
+    assert under_test.placement.reserved == {"memory0": 36, "memory1": 36}
+    under_test.plan(0)
+    draw(under_test, ends="a")
+    under_test.plan(0)
+    draw(under_test, ends="d")
+    under_test.add(request("large", 20, max_tokens=11))
+    under_test.plan(0)
+    draw(under_test)
+    return under_test
+
+
+def test_a_sequence_moves_to_make_room_decodes_meanwhile_and_pauses_for_the_tail_alone() -> None:
+    under_test = fragmented()
+    plan = plan_of(under_test)  # "c" (12 tokens) can join "b" (24): then all of memory0 is free
+    (migration,) = plan.migrations
+    moves = {"number": 1, "sequence": 2, "source": "memory0", "target": "memory1", "start": 0}
+    assert migration == Migration(**moves, stop=plan.sequences[1].start)
+    assert [step.sequence for step in plan.sequences] == [1, 2] and not plan.admitted
+    ahead = plan_of(under_test)
+    assert [step.sequence for step in ahead.sequences] == [1, 2] and not ahead.migrations
+    under_test.migrated(1)
+    paused = plan_of(under_test)
+    assert [step.sequence for step in paused.sequences] == [1] and not paused.migrations
+    draw(under_test)
+    draw(under_test)
+    tail = plan_of(under_test)
+    stop = migration.stop + 2
+    assert tail.migrations == [Migration(2, 2, "memory0", "memory1", migration.stop, stop)] and not tail.moved
+    under_test.migrated(1)  # heard already
+    assert not plan_of(under_test).moved
+    under_test.migrated(2)
+    switch = plan_of(under_test)
+    assert switch.moved == [Segment(2, "memory1", (0, 2), (0, None))]
+    assert [(step.sequence, step.start) for step in switch.sequences][1] == (2, stop)
+    assert [admission.segments[0].worker for admission in switch.admitted] == ["memory0"]
+    assert under_test.placement.reserved == {"memory0": 30, "memory1": 36}
+
+
+@pytest.mark.parametrize("when", ["at once", "paused", "tail"])
+def test_a_request_that_ends_while_it_moves_gives_back_both_reservations(when: str) -> None:
+    under_test = fragmented()
+    plan_of(under_test)
+    if when != "at once":
+        plan_of(under_test)
+        under_test.migrated(1)
+    if when == "tail":
+        draw(under_test)
+        draw(under_test)
+        assert plan_of(under_test).migrations
+    under_test.abort("c")
+    while under_test.in_flight(0):
+        draw(under_test)
+    plan = plan_of(under_test)
+    assert plan.released == [2] and not plan.moved and not plan.migrations
+    under_test.migrated(2 if when == "tail" else 1)  # too late: the worker had said so already
+    assert [admission.segments[0].worker for admission in plan.admitted] == ["memory0"]
+    assert under_test.placement.reserved == {"memory0": 30, "memory1": 24}

@@ -1,0 +1,171 @@
+"""Workers' links: proved both ways, over several transports at once, replaced when one fails."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from lamina.errors import DeadlineError, PeerLostError
+from lamina.protocol import links as module
+from lamina.transport.arena import MappedArena
+from lamina.protocol.channel import Slot
+from lamina.protocol.choice import Offer, Transport
+from lamina.transport.endpoint import SPIN_S
+from lamina.protocol.links import Links, WaitInTurns
+from lamina.transport.listener import decode
+from lamina.protocol.messages import Link, Linked, Register
+from lamina.transport.shm import ShmEndpoint
+from lamina.transport.tcp import TcpEndpoint
+
+SECRET = b"a secret of these tests"
+TIMEOUT_S = 30.0
+SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
+SLOT = Slot(64, 64, 1)
+LONG_SPIN_S = 0.001
+
+
+class Cluster:
+    """Workers that all let each other in by shm and tcp, and are linked as a test says."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.links = {name: Links(name, SECRET, "127.0.0.1") for name in names}
+        self.arenas: dict[str, MappedArena] = {}
+        self.offers: dict[str, Offer] = {}
+        for name, links in self.links.items():
+            self.arenas[name], self.offers[name] = links.register(
+                Register(200, 2, names, [SHM, TCP], spin_s=LONG_SPIN_S)
+            )
+
+    def link(self, pairs: dict[tuple[str, str], Transport], round_: int = 1) -> dict[str, Linked]:
+        """What every worker answers, each working in a thread of its own."""
+        peers: dict[str, dict[str, tuple[Transport, bytes]]] = {}
+        for (a, b), transport in pairs.items():
+            for name, peer in ((a, b), (b, a)):
+                peers.setdefault(name, {})[peer] = transport, self.offers[peer].descriptors[transport]
+        with ThreadPoolExecutor(len(peers)) as pool:
+            answers = {name: pool.submit(self.links[name].link, Link(round_, peers[name])) for name in peers}
+            return {name: answer.result(TIMEOUT_S) for name, answer in answers.items()}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    opened: list[Cluster] = []
+
+    def make(*names: str) -> Cluster:
+        opened.append(Cluster(list(names)))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        for links in each.links.values():
+            links.close()
+
+
+@pytest.mark.parametrize("transport", [SHM, TCP])
+def test_a_pair_is_linked_and_waits_on_its_one_endpoint(cluster: Callable[..., Cluster], transport: Transport) -> None:
+    pair = cluster("a", "b")
+    assert pair.link({("a", "b"): transport}) == {"a": Linked({}), "b": Linked({})}
+    waits = {name: links.settle() for name, links in pair.links.items()}
+    for wait in waits.values():
+        endpoint = getattr(wait, "__self__", None)
+        assert isinstance(endpoint, ShmEndpoint | TcpEndpoint)
+        assert endpoint.spin_s == LONG_SPIN_S
+    for sequence, (name, peer) in enumerate([("a", "b"), ("b", "a")], 1):
+        pair.links[name].outbox(peer, SLOT).send([name.encode()], sequence)
+        assert waits[peer]([(1, sequence)], TIMEOUT_S) == 0
+        assert bytes(pair.arenas[peer].view(64, 1)) == name.encode()
+
+
+def test_one_worker_hears_peers_over_different_transports(cluster: Callable[..., Cluster]) -> None:
+    three = cluster("a", "b", "c")
+    three.link({("a", "b"): SHM, ("a", "c"): TCP})
+    waits = {name: links.settle() for name, links in three.links.items()}
+    assert isinstance(waits["a"], WaitInTurns)
+    for sequence in range(1, 20):
+        for peer, doorbell in (("b", 0), ("c", 1)):
+            three.links[peer].outbox("a", Slot(64, 64, doorbell)).send([peer.encode()], sequence)
+            assert waits["a"]([(doorbell, sequence)], TIMEOUT_S) == 0
+            assert bytes(three.arenas["a"].view(64, 1)) == peer.encode()
+            three.links["a"].outbox(peer, SLOT).send([b"answer"], sequence)
+            assert waits[peer]([(1, sequence)], TIMEOUT_S) == 0
+    with pytest.raises(DeadlineError, match=r"a waited 0\.02 s .* 0 is at 19 of 20, 1 is at 19 of 20"):
+        waits["a"]([(0, 20), (1, 20)], 0.02)
+    with pytest.raises(DeadlineError):
+        waits["a"]([(0, 20)], 0.0)
+
+
+@pytest.mark.parametrize("gone", ["b", "c"])
+def test_a_peer_over_either_transport_that_ends_is_noticed(cluster: Callable[..., Cluster], gone: str) -> None:
+    three = cluster("a", "b", "c")
+    three.link({("a", "b"): SHM, ("a", "c"): TCP})
+    wait = three.links["a"].settle()
+    threading.Timer(0.05, three.links[gone].close).start()
+    with pytest.raises(PeerLostError) as lost:
+        wait([(0, 1)], TIMEOUT_S)
+    assert lost.value.peer == gone
+    three.links["a"].disconnect(gone)
+    with pytest.raises(DeadlineError):
+        wait([(0, 1)], 0.02)
+
+
+def test_a_write_that_does_not_arrive_proves_nothing(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer can be connected to, but does not write: as over a network that lets only one way pass."""
+    pair = cluster("a", "b")
+    descriptors = {peer: {peer: (TCP, pair.offers[peer].descriptors[TCP])} for peer in ("a", "b")}
+    with monkeypatch.context() as impatient:
+        impatient.setattr(module, "PROOF_TIMEOUT_S", 0.2)
+        answer = pair.links["a"].link(Link(1, descriptors["b"]))
+    assert answer.failures["b"] == "b connected, and a saw nothing of its write within 0.2 s"
+    assert pair.link({("a", "b"): SHM}, round_=2) == {"a": Linked({}), "b": Linked({})}
+    wait = pair.links["a"].settle()
+    pair.links["b"].outbox("a", SLOT).send([b"by memory"], 1)
+    assert wait([(1, 1)], TIMEOUT_S) == 0
+
+
+def test_who_tries_another_in_vain_first_still_proves_its_link(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "a" tries the silent one before it turns to "b", which has long connected to it by then."""
+    monkeypatch.setattr(module, "PROOF_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 3.0)
+    three = cluster("a", "b", "silent")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = decode(three.offers["silent"].descriptors[TCP], "tcp")
+        nowhere = msgspec.msgpack.encode(replace(where, port=silent.getsockname()[1]))
+        three.offers["silent"].descriptors[TCP] = nowhere
+        answers = three.link({("a", "silent"): TCP, ("a", "b"): TCP})
+    assert list(answers["a"].failures) == ["silent"]
+    assert answers["b"] == Linked({})
+
+
+def test_a_write_that_arrives_as_something_else_proves_nothing(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = cluster("a", "b")
+    monkeypatch.setattr(module, "_proof", lambda *_: os.urandom(8))
+    for answer in pair.link({("a", "b"): SHM}).values():
+        assert [reason.partition(" reached ")[2][1:] for reason in answer.failures.values()] == [" as something else"]
+
+
+def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None:
+    links = Links("a", SECRET, "192.0.2.1")  # an address of another machine
+    _, offer = links.register(Register(64, 1, ["a", "b"], [SHM, TCP], SPIN_S))
+    assert list(offer.descriptors) == [SHM]
+    assert "a: a cannot listen on 192.0.2.1" in offer.obstacles[TCP]
+    links.close()
+    links.close()
+
+
+def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
+    links = Links("a", SECRET, "127.0.0.1")
+    _, offer = links.register(Register(64, 1, ["a", "b"], [RDMA, TCP], SPIN_S, tls=True))
+    assert list(offer.descriptors) == [TCP]
+    assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls asks for"}
+    links.close()

@@ -1,0 +1,64 @@
+"""What travels for a token, counted by hand and against the paper's formula."""
+
+import pytest
+
+from lamina.errors import PlacementError
+from lamina.protocol.wire import check_placements, check_segments, nbytes_per_token, paper_nbytes_per_token
+from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, StepPlan
+
+
+@pytest.mark.parametrize(
+    ("layers", "query_heads", "kv_heads", "dim", "paper", "ours"),
+    [
+        # LLaMA-7B: 4 e d L = 4 x 2 x 4096 x 32. Here q, k, v in bf16; out and one lse per head in float32.
+        (32, 32, 32, 128, 1048576, 32 * (3 * 4096 * 2 + 4096 * 4 + 32 * 4)),
+        # Llama-3-70B, 8 query heads per KV head: (2 + 2/8) x 2 x 8192 x 80.
+        (80, 64, 8, 128, 2949120, 80 * ((8192 + 2 * 1024) * 2 + 8192 * 4 + 64 * 4)),
+    ],
+)
+def test_bytes_per_token(layers: int, query_heads: int, kv_heads: int, dim: int, paper: int, ours: int) -> None:
+    spec = AttentionSpec(layer=0, query_heads=query_heads, kv_heads=kv_heads, qk_dim=dim, v_dim=dim, scale=dim**-0.5)
+    assert paper_nbytes_per_token([spec] * layers, DType.BFLOAT16) == paper
+    assert nbytes_per_token([spec] * layers, DType.BFLOAT16) == ours
+
+
+ALL, WHOLE = (0, 8), (0, None)
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        [Segment(3, "memory0", ALL, WHOLE)],
+        [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory1", ALL, (7, None))],
+        [Segment(3, "memory1", ALL, (7, None)), Segment(3, "memory0", ALL, (0, 7))],
+    ],
+)
+def test_whole_sequences_and_ranges_on_different_workers_are_served(placed: list[Segment]) -> None:
+    check_segments(3, placed, 8)
+
+
+REFUSED = {
+    "another sequence": [Segment(4, "memory0", ALL, WHOLE)],
+    "all heads": [Segment(3, "memory0", (0, 4), WHOLE), Segment(3, "memory1", (4, 8), WHOLE)],
+    "hold one segment": [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory0", ALL, (7, None))],
+    "from 0 on": [Segment(3, "memory0", ALL, (1, None))],
+    "follow one another": [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory1", ALL, (6, None))],
+    "no end": [Segment(3, "memory0", ALL, (0, 7))],
+    "must follow": [Segment(3, "memory0", ALL, (0, 0)), Segment(3, "memory1", ALL, (0, None))],
+    "no worker": [],
+}
+
+
+@pytest.mark.parametrize(("why", "placed"), REFUSED.items(), ids=REFUSED)
+def test_what_would_be_served_wrongly_is_refused(why: str, placed: list[Segment]) -> None:
+    with pytest.raises(PlacementError, match=f"sequence 3 .*{why}"):
+        check_segments(3, placed, 8)
+    plan = StepPlan(0, 0, 0, [], [], [Admission(3, 1, 5, placed, SamplingParams(), 0)], [], DecodeRows([], [], []))
+    with pytest.raises(PlacementError):
+        check_placements(plan, 8)
+
+
+def test_a_sequence_that_moves_does_so_as_a_whole() -> None:
+    moved = [Segment(3, "memory0", ALL, (5, None))]
+    with pytest.raises(PlacementError, match="from 0 on"):
+        check_placements(StepPlan(0, 0, 0, [], [], [], [], DecodeRows([], [], []), moved=moved), 8)

@@ -1,0 +1,22 @@
+"""Schedulers and requests of the size that these tests need."""
+
+from lamina.placement.map import Placement
+from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.types import Request, SamplingParams, StepPlan
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32)
+ATTENTIONS = 3
+
+
+def scheduler(capacities: dict[str, int], lanes: int = 1, limits: Limits = LIMITS) -> Scheduler:
+    return Scheduler(limits, Placement(capacities), lanes, attentions=ATTENTIONS, kv_heads=2)
+
+
+def request(name: str, prompt: int, **params: int) -> Request:
+    return Request(name, None, list(range(prompt)), SamplingParams(**params))
+
+
+def plan_of(under_test: Scheduler) -> StepPlan:
+    plan = under_test.plan(0)
+    assert plan is not None
+    return plan

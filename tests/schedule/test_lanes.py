@@ -1,0 +1,78 @@
+"""The choice of lanes against the truth it is to find out: times that a test made up."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.schedule.lanes import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
+from lamina.pipeline import Arrangement, Pipeline
+
+
+def choices(replicas: int) -> Pipeline:
+    """Two, one or three fixed lanes for each replica."""
+    return Pipeline(3 * replicas, replicas, choices=tuple(Arrangement(each * replicas) for each in (2, 1, 3)))
+
+
+def settle(
+    chooser: LaneChooser, sequences: int, constant: float, per_row: float, wait_per_row: float, prompts: int = 0
+) -> int:
+    """Run until the choice stands: slices of constant + per_row x rows and a wait in proportion to the rows, in steps
+    of all sequences that decode, or of ``prompts`` rows of prompts that are all that runs."""
+    now = 0.0
+    for _ in range(60 * STEPS_BETWEEN_LOOKS * chooser.active.lanes):
+        lanes = chooser.active.lanes
+        decoding = 0 if prompts else -(-sequences // lanes)
+        rows = decoding + prompts
+        busy, wait = constant + per_row * rows, wait_per_row * rows
+        now += max(busy, busy + wait if lanes == 1 else 0.0) / lanes
+        chooser.note_step(rows, decoding, busy, wait)
+        chooser.choose(sequences, now)
+    return chooser.active.lanes
+
+
+def round_s(lanes: int, sequences: int, constant: float, per_row: float, wait_per_row: float) -> float:
+    rows = sequences / lanes
+    slices = constant + per_row * rows
+    return max(lanes * slices, slices + wait_per_row * rows)
+
+
+@given(
+    sequences=st.integers(6, 200),
+    constant=st.floats(0.1, 10),
+    per_row=st.floats(0, 1),
+    wait_per_row=st.floats(0.001, 1),
+)
+def test_decoding_takes_few_lanes_where_weights_bound_it_and_more_where_it_waits(
+    sequences: int, constant: float, per_row: float, wait_per_row: float
+) -> None:
+    chosen = settle(LaneChooser(choices(1)), sequences, constant, per_row, wait_per_row)
+    times = {lanes: round_s(lanes, sequences, constant, per_row, wait_per_row) for lanes in (1, 2, 3)}
+    # A slope that no other number of rows has shown is not known, nor how much of a wait is constant.
+    assert times[chosen] <= min(times.values()) * 1.5
+
+
+def test_prompts_alone_use_lanes_though_nothing_decodes() -> None:
+    """Steps are full whatever the number of lanes: one lane would leave its replica idle while it waits."""
+    assert settle(LaneChooser(choices(1)), 100, 0.01, 0.001, 0.0007, prompts=2048) >= 2
+
+
+def test_it_changes_its_mind_when_the_load_does() -> None:
+    chooser = LaneChooser(choices(1))
+    assert settle(chooser, 128, constant=0.1, per_row=0.01, wait_per_row=0.01) >= 2
+    assert settle(chooser, 2, constant=0.1, per_row=0.01, wait_per_row=0.001) == 1
+    assert settle(chooser, 128, constant=0.1, per_row=0.01, wait_per_row=0.01) >= 2
+
+
+def test_one_lucky_look_changes_nothing() -> None:
+    chooser = LaneChooser(choices(1))
+    for step in range(2 * STEPS_BETWEEN_LOOKS):
+        chooser.note_step(2, 2, 1.0, 0.01)
+        assert chooser.choose(4, float(step)) == Arrangement(2)
+
+
+def test_nothing_running_changes_nothing() -> None:
+    assert LaneChooser(choices(1)).choose(0, 0.0) == Arrangement(2)
+
+
+def test_where_lanes_were_asked_for_nothing_chooses() -> None:
+    assert chooser(Pipeline(3, 2, rotates=True)) is None
+    assert chooser(choices(2)) is not None

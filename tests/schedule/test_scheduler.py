@@ -1,0 +1,443 @@
+"""The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
+
+import itertools
+import sys
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.groups import Group
+from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.errors import RequestError
+from lamina.memory.slab import Slab
+from lamina.types import LAST_DRAWN, Migration, Request, SamplingParams, StepPlan
+from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+MANY = Limits(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
+
+
+class MemoryModel:
+    """What a memory worker does with a plan, on a real slab, checking every position it is given."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.slab = Slab(capacity)
+        self.here: set[int] = set()
+
+    def apply(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            if fork.parent in self.here:
+                self.slab.fork(fork.parent, fork.child, fork.tokens)
+                self.here.add(fork.child)
+        for sequence in plan.released:
+            self.forget(sequence)
+        for segment in plan.moved:
+            if segment.worker == self.name:
+                self.here.add(segment.sequence)
+            else:
+                self.forget(segment.sequence)
+        self.migrate(plan.migrations)
+        for admission in plan.admitted:
+            if admission.segments[0].worker == self.name:
+                self.slab.open(admission.sequence)
+                self.here.add(admission.sequence)
+        for step in plan.sequences:
+            if step.sequence in self.here:
+                assert len(self.slab.slots(step.sequence)) == step.start
+                self.slab.append(step.sequence, len(step.tokens))  # CapacityError: admission was not exact
+
+    def migrate(self, migrations: list[Migration]) -> None:
+        for migration in migrations:
+            if migration.source == self.name:
+                assert migration.sequence in self.here
+                assert migration.stop <= len(self.slab.slots(migration.sequence))
+            if migration.target == self.name:
+                if migration.sequence not in self.slab:
+                    self.slab.open(migration.sequence)
+                assert len(self.slab.slots(migration.sequence)) == migration.start < migration.stop
+                self.slab.append(migration.sequence, migration.stop - migration.start)
+
+    def forget(self, sequence: int) -> None:
+        self.here.discard(sequence)
+        if sequence in self.slab:
+            self.slab.free(sequence)
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 20),  # prompt
+        st.integers(1, 12),  # max_tokens
+        st.integers(1, 3),  # n
+        st.lists(st.integers(0, 14), min_size=3, max_size=3),  # a completion stops by itself after that many tokens
+        st.one_of(st.none(), st.integers(0, 25)),  # aborted at this turn
+        st.integers(0, 10),  # arrives at this turn
+    ),
+    max_size=12,
+)
+
+
+class Cluster:
+    """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
+
+    def __init__(self, requests: list, memories: int, lanes: int, depth: int, limits: Limits = LIMITS) -> None:
+        self.requests = requests
+        self.limits = limits
+        self.memories = [MemoryModel(f"memory{index}", 60) for index in range(memories)]
+        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes, limits)
+        self.groups: dict[int, Group] = {}
+        self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
+        self._depth = depth
+        self._in_flight: list[list[StepPlan]] = [[] for _ in range(lanes)]
+        self._turns = [0] * lanes
+        self._computed: dict[int, int] = {}  # tokens whose steps have completed, by sequence
+        self._migrations: list[Migration] = []  # that have begun and are not done
+        self.moved = 0
+
+    def migrate(self) -> None:
+        """The oldest migration is done, be its sequence still there or not."""
+        if self._migrations:
+            self.scheduler.migrated(self._migrations.pop(0).number)
+
+    def arrive(self, turn: int) -> None:
+        for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
+            if arrival == turn:
+                self.groups[index] = self.scheduler.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+            if aborted is not None and aborted == turn - arrival:
+                self.scheduler.abort(str(index))
+
+    def complete(self, lane: int) -> None:
+        """The oldest step of a lane ends."""
+        for step in self._in_flight[lane].pop(0).sequences:
+            self._computed[step.sequence] = step.stop
+        for group, completion in self.scheduler.complete(lane).values():
+            completion.generated.append(7)
+            name = group.request.request_id
+            if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
+                self.lengths.setdefault(name, []).append(len(completion.generated))
+                self.scheduler.finish(group, completion)
+
+    def plan(self, lane: int) -> None:
+        """All the steps a lane may have in flight begin."""
+        while self.scheduler.in_flight(lane) < self._depth and (plan := self.scheduler.plan(lane)) is not None:
+            assert plan.turn == self._turns[lane]
+            self._turns[lane] += ATTENTIONS if plan.sequences else 0
+            assert sum(len(step.tokens) for step in plan.sequences) <= self.limits.max_num_batched_tokens
+            assert sum(len(step.draws) for step in plan.sequences) <= self.limits.max_num_seqs
+            earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
+            for step in plan.sequences:
+                assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
+            running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
+            moved = {segment.sequence for segment in plan.moved}
+            assert not (running | earlier) & {*plan.released, *moved}
+            for migration in plan.migrations:
+                assert migration.stop <= self._computed[migration.sequence]
+            self._migrations += plan.migrations
+            self.moved += len(plan.moved)
+            for memory in self.memories:
+                memory.apply(plan)
+            for sequence in (*(step.sequence for step in plan.sequences), *(fork.child for fork in plan.forks)):
+                assert sum(sequence in memory.here for memory in self.memories) == 1
+            self._in_flight[lane].append(plan)
+
+    @property
+    def busy(self) -> bool:
+        held = self.scheduler.waiting or any(self.scheduler.placement.reserved.values()) or any(self._in_flight)
+        return bool(held) or len(self.groups) < len(self.requests)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=requests,
+    memories=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 20), st.integers(1, 3), max_size=4),
+    limits=st.sampled_from([LIMITS, MANY]),
+    migration_turns=st.integers(1, 6),
+)
+def test_every_request_ends_and_every_slot_comes_back(
+    requests: list,
+    memories: int,
+    lanes: int,
+    depth: int,
+    switches: dict[int, int],
+    limits: Limits,
+    migration_turns: int,
+) -> None:
+    """Whatever is planned ahead, moves between memory workers, and however often the number of lanes changes."""
+    cluster = Cluster(requests, memories, lanes, depth, limits)
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        if turn in switches:
+            cluster.scheduler.use_lanes(min(switches[turn], lanes))
+        cluster.arrive(turn)
+        if turn % migration_turns == 0:
+            cluster.migrate()
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:  # steps overlap turns
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 20 and not cluster.busy:
+            break
+    assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
+    assert all(reserved == 0 for reserved in cluster.scheduler.placement.reserved.values())
+    for index, (_, _, n, stops, aborted, _) in enumerate(requests):
+        if aborted is None:
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+def test_a_completion_that_ended_goes_to_another_lane_with_those_to_be_forked_from_it() -> None:
+    larger, smaller = (4, 8, 3, [0, 0, 0], None, 0), (4, 8, 2, [1, 0, 0], None, 0)
+    cluster = Cluster([larger, smaller], memories=1, lanes=2, depth=1, limits=MANY)
+    cluster.scheduler.use_lanes(1)
+    cluster.arrive(0)
+    cluster.plan(0)
+    cluster.scheduler.use_lanes(2)  # the larger request goes to lane 0, the other, with its first completion, to lane 1
+    cluster.complete(0)
+    cluster.plan(0)
+    cluster.plan(1)
+    assert cluster.groups[0].lane == 0 and cluster.groups[1].lane == 1
+    assert [len(memory.here) for memory in cluster.memories] == [4]
+
+
+def turn_of(under_test: Scheduler, lanes: Iterable[int], depth: int) -> list[StepPlan]:
+    plans = []
+    for lane in lanes:
+        while under_test.in_flight(lane) < depth and (plan := under_test.plan(lane)) is not None:
+            plans.append(plan)
+    return plans
+
+
+def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
+    """The oldest step of a lane ends."""
+    for group, completion in under_test.complete(lane).values():
+        completion.generated.append(7)
+        stops = requests[int(group.request.request_id)][3]
+        if len(completion.generated) in (group.max_tokens, stops[completion.index]):
+            under_test.finish(group, completion)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=requests,
+    lanes=st.integers(1, 5),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 20), st.integers(1, 5), max_size=4),
+    random=st.randoms(use_true_random=False),
+)
+def test_lanes_that_are_not_plannable_have_nothing_to_plan(
+    requests: list, lanes: int, depth: int, switches: dict[int, int], random: Random
+) -> None:
+    """Asking only those gives the plans that asking every lane in every turn gives."""
+    asked, all_asked = (scheduler({"memory0": 60, "memory1": 40}, lanes) for _ in range(2))
+    pair = (asked, all_asked)
+    for turn in range(120):
+        for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(requests):
+            for one in pair:
+                if arrival == turn:
+                    one.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+                if aborted is not None and aborted == turn - arrival:
+                    one.abort(str(index))
+        lane = random.randrange(lanes)
+        number = asked.migrating
+        if number is not None and random.random() < 0.3:
+            for one in pair:
+                one.migrated(number)
+        if asked.in_flight(lane):
+            for one in pair:
+                draw_all(one, lane, requests)
+        if turn in switches:
+            for one in pair:
+                one.use_lanes(min(switches[turn], lanes))
+        assert turn_of(asked, asked.plannable(depth), depth) == turn_of(all_asked, range(lanes), depth)
+
+
+def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind() -> None:
+    """A compute worker answers a plan that only releases at once, while the step before still runs."""
+    under_test = scheduler({"memory0": 100})
+    for name, tokens in (("short", 2), ("long", 3)):
+        under_test.add(request(name, 2, max_tokens=tokens))
+    plans = [under_test.plan(0), under_test.plan(0)]
+    last = plans[0]
+    for plan in plans:  # both draw twice, and "short" ends; meanwhile the last token of "long" is being drawn
+        assert plan is not None
+        behind = under_test.plan(0)
+        for group, completion in under_test.complete(0, plan.step).values():
+            completion.generated.append(7)
+            if len(completion.generated) == group.max_tokens:
+                under_test.finish(group, completion)
+        last = last if behind is None else behind
+    release = under_test.plan(0)
+    assert release is not None and release.released and not release.sequences
+    assert under_test.complete(0, release.step) == {}
+    assert last is not None
+    (drawn,) = under_test.complete(0, last.step).values()
+    assert drawn[0].request.request_id == "long"
+
+
+def test_a_step_with_sequences_does_not_complete_before_an_earlier_one() -> None:
+    under_test = scheduler({"memory0": 1000})
+    under_test.add(request("a", 3, max_tokens=5))
+    first = plan_of(under_test)
+    second = plan_of(under_test)
+    with pytest.raises(AssertionError, match="before an earlier one"):
+        under_test.complete(0, second.step)
+    assert first.runs and second.runs
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> None:
+    under_test = scheduler({"memory0": 100})
+    under_test.add(request("short", 2, max_tokens=9))
+    under_test.plan(0)
+    for _, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+    under_test.add(request("long", 20, max_tokens=2))
+    chunks = []
+    for _ in range(3):
+        plan = under_test.plan(0)
+        assert plan is not None
+        decode, prompt = plan.sequences
+        assert decode.tokens == [7] and decode.draws == [decode.sequence]
+        chunks.append((prompt.start, len(prompt.tokens), bool(prompt.draws)))
+        for _, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+    assert chunks == [(0, 7, False), (7, 7, False), (14, 6, True)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        (0, {}, "empty"),
+        (32, {}, "32 tokens; this runtime takes at most 31"),
+        (4, {"n": 5}, "n is 5"),
+        (20, {"max_tokens": 12}, "may need 31 KV tokens; the largest memory worker holds 30"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_figures(prompt: int, params: dict, says: str) -> None:
+    under_test = scheduler({"memory0": 30, "memory1": 10})
+    with pytest.raises(RequestError, match=says):
+        under_test.add(request("r", prompt, **params))
+    assert under_test.plan(0) is None
+
+
+def test_more_completions_than_a_step_has_rows_are_refused_though_all_lanes_together_have_room() -> None:
+    under_test = scheduler({"memory0": 1000}, lanes=2, limits=Limits(64, 32, 32))
+    under_test.add(request("most", 4, n=32, max_tokens=2))
+    with pytest.raises(RequestError, match="n is 33; this runtime decodes 32 sequences of a request"):
+        under_test.add(request("more", 4, n=33, max_tokens=2))
+
+
+def test_requests_spread_over_lanes_and_memory_workers() -> None:
+    under_test = scheduler({"memory0": 100, "memory1": 100}, lanes=2)
+    for name in "abcd":
+        under_test.add(request(name, 2, max_tokens=4))
+    seen = []
+    for _ in range(3):
+        for lane in (0, 1):
+            plan = under_test.plan(lane)
+            if plan is None:
+                continue
+            seen += [(lane, admission.segments[0].worker) for admission in plan.admitted]
+            for _, completion in under_test.complete(lane).values():
+                completion.generated.append(1)
+    assert sorted(lane for lane, _ in seen) == [0, 0, 1, 1]
+    assert sorted(memory for _, memory in seen) == ["memory0", "memory0", "memory1", "memory1"]
+
+
+def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs() -> None:
+    under_test = scheduler({"memory0": 20})
+    under_test.add(request("same", 2, max_tokens=4))
+    under_test.plan(0)
+    under_test.abort("same")
+    under_test.add(request("same", 3, max_tokens=1))
+    assert under_test.complete(0) == {}
+    plan = under_test.plan(0)
+    assert plan is not None and len(plan.released) == 1 and len(plan.admitted) == 1
+    ((group, completion),) = under_test.complete(0).values()
+    under_test.finish(group, completion)
+    assert under_test.plan(0) is not None
+    under_test.complete(0)
+    assert under_test.plan(0) is None and under_test.placement.reserved == {"memory0": 0}
+
+
+def test_the_id_of_a_finished_request_is_free_at_once_even_while_a_step_planned_ahead_runs() -> None:
+    under_test = scheduler({"memory0": 20})
+    under_test.add(request("same", 2, max_tokens=4))
+    assert under_test.plan(0) is not None and under_test.plan(0) is not None
+    ((group, completion),) = under_test.complete(0).values()
+    under_test.finish(group, completion)  # by a stop string, say: the next token is being drawn in vain
+    again = under_test.add(request("same", 3, max_tokens=1))
+    assert under_test.complete(0) == {}
+    assert under_test.plan(0) is not None
+    ((group, completion),) = under_test.complete(0).values()
+    assert group is again
+    under_test.finish(group, completion)
+    assert under_test.plan(0) is not None
+    under_test.complete(0)
+    assert under_test.plan(0) is None and under_test.placement.reserved == {"memory0": 0}
+
+
+def test_without_max_tokens_a_request_gets_what_a_memory_worker_holds() -> None:
+    under_test = scheduler({"memory0": 20, "memory1": 12})
+    group = under_test.add(Request("r", None, [1] * 10, SamplingParams(max_tokens=None, n=2)))
+    assert (group.max_tokens, group.tokens) == (6, 20)
+    alone = under_test.add(Request("s", None, [1] * 10, SamplingParams(max_tokens=None)))
+    assert (alone.max_tokens, alone.tokens) == (11, 20)
+
+
+def calls_a_row(lanes: int, memories: int) -> float:
+    """Functions called, ours and the interpreter's, for every sequence planned and completed in a busy cluster."""
+    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64)
+    under_test = scheduler({f"memory{index}": 400 for index in range(memories)}, lanes, limits)
+    random = Random(0)
+    for index in range(24 * lanes):
+        under_test.add(request(str(index), random.randint(1, 8), max_tokens=random.randint(4, 24)))
+    calls = rows = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    while under_test.waiting or under_test.running:
+        sys.setprofile(count)
+        for lane in under_test.plannable(2):
+            while under_test.in_flight(lane) < 2 and (plan := under_test.plan(lane)) is not None:
+                rows += len(plan.sequences)
+        sys.setprofile(None)  # the looks over all lanes are this test's own
+        done = random.choice([lane for lane in range(lanes) if under_test.in_flight(lane)])
+        sys.setprofile(count)
+        for group, completion in under_test.complete(done).values():
+            completion.generated.append(7)
+            if len(completion.generated) == group.max_tokens:
+                under_test.finish(group, completion)
+        sys.setprofile(None)
+    return calls / rows
+
+
+def test_sequences_that_go_on_are_not_looked_at_one_by_one() -> None:
+    """The contract of ``complete``: while nobody joins or leaves, the same object says who has drawn."""
+    under_test = scheduler({"memory0": 100})
+    for name in "ab":
+        under_test.add(request(name, 2, max_tokens=6))
+    drawn = []
+    for _ in range(6):
+        assert under_test.plan(0) is not None
+        drawn.append(under_test.complete(0))
+        for _, completion in drawn[-1].values():
+            completion.generated.append(7)
+    assert all(same is drawn[1] for same in drawn[1:4])
+    for group, completion in drawn[-1].values():
+        under_test.finish(group, completion)
+    assert under_test.plan(0) is not None
+    assert under_test.complete(0) == {}
+
+
+def test_what_a_decision_costs_does_not_grow_with_the_cluster() -> None:
+    small = calls_a_row(lanes=4, memories=4)
+    assert calls_a_row(lanes=40, memories=40) < 1.2 * small

@@ -1,0 +1,140 @@
+"""The waiting queue: fair between clients in tokens, in order within one; and the places of an engine."""
+
+import itertools
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.groups import Completion, Group
+from lamina.schedule.waiting import Places, WaitingQueue
+from lamina.errors import OverloadedError
+from lamina.types import Client, Request, SamplingParams
+
+NUMBERS = itertools.count()
+
+
+def group(client: Client, tokens: int) -> Group:
+    number = next(NUMBERS)
+    request = Request(str(number), None, [0] * tokens, SamplingParams(), client=client)
+    return Group(request, 1, [Completion(number, 0)])
+
+
+def alone(name: str) -> Client:
+    return Client(name, name)
+
+
+sizes = st.lists(st.integers(1, 50), min_size=1, max_size=8)
+
+
+@given(st.lists(sizes, min_size=2, max_size=5))
+def test_clients_that_wait_all_the_time_are_given_equal_tokens_up_to_one_request_each(clients: list[list[int]]) -> None:
+    queue, given_to = WaitingQueue(), [0] * len(clients)
+    cycles = [itertools.cycle(own) for own in clients]
+    for name, cycle in enumerate(cycles):
+        for _ in range(2):
+            queue.add(group(alone(str(name)), next(cycle)))
+    for _ in range(100):
+        served = queue.pop()
+        name = int(served.request.client.account)
+        given_to[name] += served.tokens
+        queue.add(group(served.request.client, next(cycles[name])))
+        for one, other in itertools.combinations(range(len(clients)), 2):
+            assert abs(given_to[one] - given_to[other]) <= max(clients[one]) + max(clients[other])
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), min_size=1, max_size=60), st.data())
+def test_a_newcomer_comes_before_anybodys_second_request(waiting: list[tuple[int, int]], data: st.DataObject) -> None:
+    queue = WaitingQueue()
+    for name, tokens in waiting:
+        queue.add(group(alone(str(name)), tokens))
+    for _ in range(data.draw(st.integers(0, len(waiting) - 1))):
+        queue.pop()
+    queue.add(group(alone("new"), 1000))
+    before = []
+    while (served := queue.pop()).request.client.account != "new":
+        before.append(served.request.client.account)
+    assert len(before) == len(set(before))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 9), st.sampled_from("aaaapr")), max_size=80)
+)
+def test_every_request_comes_out_once_and_a_connections_in_order(actions: list[tuple[int, int, int, str]]) -> None:
+    queue, inside = WaitingQueue(), defaultdict[Client, list[Group]](list)
+
+    def pop() -> None:
+        first = queue.first()
+        assert queue.pop() is first is inside[first.request.client].pop(0)
+
+    for account, connection, tokens, action in actions:
+        own = inside[Client(str(account), str(connection))]
+        if action == "a":
+            own.append(group(Client(str(account), str(connection)), tokens))
+            queue.add(own[-1])
+        elif action == "r" and own:
+            queue.remove(own.pop(tokens % len(own)))
+        elif action == "p" and len(queue):
+            pop()
+        assert len(queue) == sum(len(each) for each in inside.values())
+    while len(queue):
+        pop()
+    assert not any(inside.values())
+
+
+def test_the_connections_of_an_account_share_what_it_gets() -> None:
+    queue = WaitingQueue()
+    for _ in range(30):
+        queue.add(group(Client("many", "flood"), 10))
+        queue.add(group(Client("one", "c"), 10))
+    for _ in range(10):
+        queue.pop()
+    queue.add(group(Client("many", "bystander"), 10))
+    served = [queue.pop().request.client for _ in range(40)]
+    assert "bystander" in [client.connection for client in served[:4]]
+    assert abs(sum(client.account == "one" for client in served) - 20) <= 1
+
+
+@given(st.integers(1, 20), st.integers(1, 20))
+def test_a_client_gains_nothing_by_coming_and_going(mine: int, theirs: int) -> None:
+    """One that has a single request waiting, and asks again only once it is served, beside one that always waits."""
+    queue, given_to = WaitingQueue(), {"flood": 0, "single": 0}
+    for _ in range(200):
+        queue.add(group(alone("flood"), theirs))
+    queue.add(group(alone("single"), mine))
+    for _ in range(100):
+        served = queue.pop()
+        given_to[served.request.client.account] += served.tokens
+        if served.request.client.account == "single":
+            queue.add(group(alone("single"), mine))
+    assert abs(given_to["flood"] - given_to["single"]) <= mine + theirs
+
+
+def test_clients_that_have_gone_are_forgotten_while_others_wait() -> None:
+    queue = WaitingQueue()
+    queue.add(group(alone("stays"), 1))
+    for number in range(1000):
+        queue.add(group(alone("stays"), 1))
+        queue.add(group(alone(str(number)), 1))
+        queue.pop()
+        queue.pop()
+    assert len(queue) <= 1001 and len(queue._lines) < 10
+
+
+def test_one_client_gets_half_of_the_places_and_others_still_find_some() -> None:
+    places = Places(100)
+    for number in range(100):
+        places.take(f"flood{number}", alone("flood"))
+    with pytest.raises(OverloadedError, match="100 of them from this client"):
+        places.take("more", alone("flood"))
+    for other in range(5):  # as greedy as the first
+        with pytest.raises(OverloadedError):
+            for number in range(100):
+                places.take(f"{other}-{number}", alone(str(other)))
+    places.take("one", alone("newcomer"))
+    assert "one" in places and "more" not in places
+    for number in range(100):
+        places.leave(f"flood{number}")
+        places.leave(f"flood{number}")  # again: nothing happens
+    places.take("more", alone("flood"))

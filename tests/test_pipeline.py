@@ -1,0 +1,114 @@
+"""The order of slices on replicas, played out with the times the rotational schedule is made for."""
+
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.pipeline import Pipeline
+
+rotational = st.integers(1, 6).map(lambda replicas: Pipeline(replicas + 1, replicas, rotates=True))
+fixed = st.tuples(st.integers(1, 5), st.integers(0, 6)).map(lambda pair: Pipeline(pair[0] + pair[1], pair[0]))
+
+
+def play(pipeline: Pipeline, turns: int, slice_time: int, attention_time: int) -> list[tuple[int, int, int, int]]:
+    """(begin, replica, lane, turn) of every slice when each replica runs the slice that is due first, of those whose
+    attention has come back, and the memory workers serve one lane at a time in the order of arrival."""
+    ready = [[] for _ in range(pipeline.replicas)]  # heaps of (tick, lane, turn)
+    events = [(0, 0, "ready", lane, 0) for lane in range(pipeline.lanes)]
+    free = [0] * pipeline.replicas
+    memory_free = 0
+    begun = []
+    order = 1
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, kind, lane, turn = heapq.heappop(events)
+            if kind == "ready":
+                replica = pipeline.replica(lane, turn)
+                heapq.heappush(ready[replica], (pipeline.tick(lane, turn), lane, turn))
+            elif kind == "attend":
+                memory_free = max(memory_free, now) + attention_time
+                if turn + 1 < turns:
+                    heapq.heappush(events, (memory_free, order, "ready", lane, turn + 1))
+                    order += 1
+        for replica, heap in enumerate(ready):
+            if heap and free[replica] <= now:
+                _, lane, turn = heapq.heappop(heap)
+                begun.append((now, replica, lane, turn))
+                free[replica] = now + slice_time
+                heapq.heappush(events, (now + slice_time, order, "attend", lane, turn))
+                heapq.heappush(events, (now + slice_time, order + 1, "free", lane, turn))
+                order += 2
+    return begun
+
+
+@given(rotational, st.integers(2, 40), st.integers(1, 5))
+def test_rotation_without_conflict_or_bubble_when_times_match(pipeline: Pipeline, turns: int, tick: int) -> None:
+    """Slices n - 1 times as long as attentions, lanes let in one tick after another: lane j begins slice k at tick
+    k n + j, at once on the replica it should be on, and from then on no replica ever pauses."""
+    n, slices = pipeline.lanes, pipeline.replicas * tick
+    begin: dict[tuple[int, int], int] = {}
+    for lane in range(n):
+        for turn in range(turns):
+            begin[lane, turn] = pipeline.tick(lane, turn) * tick
+    for replica in range(pipeline.replicas):
+        own = sorted(time for (lane, turn), time in begin.items() if pipeline.replica(lane, turn) == replica)
+        assert own == list(range(own[0], own[0] + slices * len(own), slices))  # back to back: no conflict, no bubble
+    attending = sorted(time + slices for time in begin.values())
+    assert attending == list(range(attending[0], attending[0] + tick * len(attending), tick))  # one lane at a time
+    assert all(
+        begin[lane, turn + 1] - begin[lane, turn] == slices + tick for lane in range(n) for turn in range(turns - 1)
+    )
+
+
+@given(st.one_of(rotational, fixed), st.integers(1, 30), st.integers(1, 9), st.integers(1, 9))
+def test_no_lane_starves_whatever_the_times(
+    pipeline: Pipeline, turns: int, slice_time: int, attention_time: int
+) -> None:
+    begun = play(pipeline, turns, slice_time, attention_time)
+    assert sorted((lane, turn) for _, _, lane, turn in begun) == [
+        (lane, turn) for lane in range(pipeline.lanes) for turn in range(turns)
+    ]
+    lasts: dict[int, int] = {}
+    for _, _, lane, turn in begun:
+        lasts[lane] = turn
+        sharing = [
+            other for other in range(pipeline.lanes) if pipeline.replicas_of(other) == pipeline.replicas_of(lane)
+        ]
+        assert turn - min(lasts.get(other, -1) for other in sharing) <= 2 + pipeline.lanes
+
+
+@given(rotational, st.integers(6, 40))
+def test_played_out_the_replicas_are_busy(pipeline: Pipeline, turns: int) -> None:
+    """All lanes at once instead of one after another: after the first round the pattern is that of the schedule."""
+    begun = play(pipeline, turns, slice_time=pipeline.replicas, attention_time=1)
+    end = max(time for time, *_ in begun) + pipeline.replicas
+    busy = len(begun) * pipeline.replicas
+    bubbles = end * pipeline.replicas - busy
+    assert bubbles <= 3 * pipeline.replicas * pipeline.lanes
+
+
+@given(st.one_of(rotational, fixed), st.integers(0, 9), st.integers(0, 200))
+def test_a_lane_runs_only_on_its_replicas(pipeline: Pipeline, lane: int, turn: int) -> None:
+    lane %= pipeline.lanes
+    assert pipeline.replica(lane, turn) in pipeline.replicas_of(lane)
+    if pipeline.moves:
+        assert pipeline.replica(lane, turn) == (lane + turn) % (pipeline.lanes - 1)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "replicas", "rotates", "interchangeable"),
+    [(1, 1, False, True), (3, 1, False, True), (3, 2, True, True), (3, 2, False, False), (2, 2, False, False)],
+)
+def test_sequences_may_change_lanes_only_among_the_same_replicas(
+    lanes: int, replicas: int, rotates: bool, interchangeable: bool
+) -> None:
+    assert Pipeline(lanes, replicas, rotates).interchangeable is interchangeable
+
+
+@pytest.mark.parametrize(("lanes", "replicas", "rotates"), [(1, 2, False), (2, 0, False), (2, 2, True), (4, 2, True)])
+def test_impossible_pipelines_are_refused(lanes: int, replicas: int, rotates: bool) -> None:
+    with pytest.raises(ValueError, match="lanes"):
+        Pipeline(lanes, replicas, rotates)

@@ -1,0 +1,1 @@
+"""Doorbells and memory of a GPU. Imports CuPy only when used."""

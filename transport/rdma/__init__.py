@@ -1,0 +1,1 @@
+"""RDMA verbs through pyverbs. The only place that imports it."""

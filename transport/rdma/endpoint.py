@@ -1,0 +1,369 @@
+"""RDMA between machines, by pyverbs (rdma-core). Implements ``transport.base.Endpoint``.
+
+Every connection is a reliable queue pair of its own, agreed on over an authenticated TCP connection
+(``transport.handshake``), which then stays open: its end tells that the peer's process has ended, and keys to the
+arena travel nowhere else. A message is one post of two writes, data then doorbell, which a reliable queue pair carries
+out in order. It is sent from registered memory that completions give back. The receiver's processor takes no part; a
+wait looks at the doorbells in its memory. One that has looked in vain sleeps: doorbells are written with immediate, so
+that they complete at the receiver too, which raises an event there if it is asked for (``transport.rdma.events``).
+
+pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it is imported when an endpoint registers.
+"""
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import msgspec
+
+from lamina._native import Arena as NativeArena
+from lamina.env import environment
+from lamina.errors import PeerLostError, TransportError
+from lamina.transport import listener
+from lamina.transport.device import memory as device_memory
+from lamina.transport.rdma import events as rdma_events
+from lamina.transport.arena import OwnArena, allocate
+from lamina.transport.base import Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
+from lamina.transport.device.memory import ArenaOnDevice, DeviceMemory, Refusal
+from lamina.transport.endpoint import ListeningEndpoint, Options
+from lamina.transport.listener import Descriptor, Listener
+from lamina.transport.rdma.devices import Choice, choose, inventory, own_numa_node
+from lamina.transport.rdma.events import Events
+from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, part_nbytes
+
+SLICE_S = 0.02  # between looks at whether peers are alive
+READ_SLICE_S = 100e-6  # between looks at whether a read is done, while awake
+SHORTEST_SLEEP_S = 1e-3  # what poll() can wait for; shorter waits nap
+WAITS = 64  # between looks at what has been received, where all waits end awake
+LAST_WORDS_S = 0.05  # for what a peer wrote before it ended
+
+
+def _verbs() -> Any:
+    """The parts of pyverbs that are used here, in one namespace."""
+    try:
+        from types import SimpleNamespace
+
+        from pyverbs import addr, cq, device, enums, mr, pd, pyverbs_error, qp, srq, wr
+    except ImportError as error:
+        raise TransportError(
+            f"rdma needs pyverbs, which cannot be imported: {error}. It comes with rdma-core (Debian: apt-get install "
+            "python3-pyverbs ibverbs-providers), for the distribution's own Python: make its directory visible to yours"
+        ) from error
+    modules = {"addr": addr, "cq": cq, "device": device, "enums": enums, "mr": mr, "pd": pd, "qp": qp, "srq": srq}
+    return SimpleNamespace(**modules, wr=wr, error=pyverbs_error.PyverbsError)
+
+
+class RdmaPeer:
+    """A connected remote arena."""
+
+    def __init__(self, where: Descriptor, connection: socket.socket, sender: Sender) -> None:
+        self.where = where
+        self.name = where.name
+        self.nbytes = where.nbytes
+        self.doorbells = where.doorbells
+        self.connection = connection
+        self.sender = sender
+        self.reader: Reader | None = None
+        self.reader_connection: socket.socket | None = None
+        self.lost = ""  # why; empty while it is not
+        self.lost_at = 0.0
+
+    def close(self) -> None:
+        """Give back all memory."""
+        self.sender.close()
+        self.connection.close()
+        if self.reader is not None and self.reader_connection is not None:
+            self.reader.close()
+            self.reader_connection.close()
+
+
+@dataclass(frozen=True)
+class _Own:
+    arena: OwnArena
+    device: Device
+    listener: Listener
+    incoming: "list[tuple[socket.socket, QueuePair]]"
+
+
+class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
+    """One worker's end of the data plane over RDMA; peers reach it at the RDMA port's own address by default.
+
+    A wait that has spun in vain sleeps in the kernel. ``register`` raises TransportError if there is no pyverbs, no
+    usable device or not enough memory that may be locked.
+    """
+
+    transport = "rdma"
+
+    def __init__(self, name: str, **options: Unpack[Options]) -> None:
+        super().__init__(name, **options)
+        self._waits = 0
+
+    @property
+    def device(self) -> str:
+        """The port in use, its address, and why it was chosen."""
+        return self._registered().device.choice.reason
+
+    def register_on(self, memory: DeviceMemory, doorbells: int) -> ArenaOnDevice:
+        """``register`` an arena whose bytes lie in a device's memory, which must outlive the endpoint.
+
+        The network card writes there itself, or peers' bytes go by way of the host (``ArenaOnDevice.decision``). What
+        this side sends comes from the host's memory all the same; peers fetch from the device's.
+        """
+        self._check_unregistered()
+        arena = allocate(self.name, memory.nbytes, doorbells)  # pages of the host that nobody touches cost nothing
+        try:
+            self._own = self._open(arena, memory)
+        except BaseException:
+            arena.close()
+            raise
+        self._allocated = arena
+        decision = self._own.device.decision
+        assert decision is not None
+        device_memory.log(self.name, decision)
+        return ArenaOnDevice(arena.native, memory, decision)
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
+        """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
+        where = listener.decode(descriptor, "rdma")
+        with contextlib.ExitStack() as undo:
+            connection, pair, granted = self._join(where, timeout_s, undo)
+            sender = Sender(self._registered().device, pair, granted, where.name)
+            undo.pop_all()
+        peer = RdmaPeer(where, connection, sender)
+        self._peers.append(peer)
+        return peer
+
+    def _join(
+        self, where: Descriptor, timeout_s: float, undo: contextlib.ExitStack
+    ) -> tuple[socket.socket, QueuePair, Granted]:
+        """Another queue pair to a peer, and the connection that stands for it."""
+        pair = undo.enter_context(contextlib.closing(QueuePair(self._registered().device)))
+        request = msgspec.msgpack.encode(pair.local)
+        connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
+        undo.callback(connection.close)
+        granted = msgspec.msgpack.decode(answer, type=Granted)
+        pair.join(granted.pair)
+        return connection, pair, granted
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer; its death no longer ends waits."""
+        known = self._connected(peer)
+        self._peers.remove(known)
+        known.close()
+
+    def write(self, peer: Peer, offset: int, data: Part) -> None:
+        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
+        known, total = self._connected(peer), part_nbytes(data)
+        check_range(offset, total, known.nbytes)
+        self._living(known).send(offset, [data], total, None, self._stall_s)
+
+    def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
+        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer."""
+        known = self._connected(peer)
+        check_doorbell(doorbell, known.doorbells)
+        self._living(known).send(0, [], 0, (doorbell, sequence), self._stall_s)
+
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
+        known = self._connected(peer)
+        check_doorbell(doorbell, known.doorbells)
+        check_range(offset, nbytes, known.nbytes)
+        total = sum(map(part_nbytes, parts))
+        if total > nbytes:
+            raise ValueError(f"a message of {total} bytes does not fit into {nbytes} bytes")
+        self._living(known).send(offset, parts, total, (doorbell, sequence), self._stall_s)
+
+    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell.
+
+        One-sided, on a queue pair of its own, which the first fetch connects.
+        """
+        own, known = self._registered(), self._connected(peer)
+        check_doorbell(doorbell, own.arena.native.doorbells)
+        check_fetch(offset, nbytes, to, known.nbytes, own.arena.native.nbytes)
+        self._living(known)
+        if known.reader is None:
+            with contextlib.ExitStack() as undo:
+                known.reader_connection, pair, granted = self._join(known.where, self._silence_s, undo)
+                known.reader = Reader(own.device, pair, granted, own.arena.native, known.name)
+                undo.pop_all()
+        known.reader.fetch(offset, nbytes, to, (doorbell, sequence), self._stall_s)
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        own = self._registered()
+        if not math.isfinite(timeout_s):
+            raise ValueError("a wait needs a finite timeout")
+        native = own.arena.native
+        self._waits += 1
+        if self._waits % WAITS == 0:
+            own.device.receiver.collect()
+        begun = time.monotonic()
+        deadline, awake_until = begun + timeout_s, begun + self.spin_s
+        index = self._spin(native, targets, min(timeout_s, self.spin_s))
+        while index is None:
+            gone = self._find_gone(own)
+            index = native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
+            if index is not None:
+                break
+            if gone is not None:
+                raise PeerLostError(gone.name, gone.lost)
+            now = time.monotonic()
+            if now >= deadline:
+                reached = [native.sequence(doorbell) for doorbell, _ in targets]
+                raise deadline_error(self.name, targets, reached, timeout_s)
+            if now < awake_until:
+                index = self._spin(native, targets, min(awake_until, deadline) - now)
+            else:
+                index = self._sleep(own, targets, min(deadline - now, SLICE_S))
+        return index
+
+    def _spin(self, native: NativeArena, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
+        """Look without a pause, for a moment only while reads are on their way."""
+        at_most = min(seconds, READ_SLICE_S) if self._reads() else seconds
+        return native.watch(targets, at_most, at_most)
+
+    def _sleep(self, own: _Own, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
+        """Sleep until a message comes or a read ends, for so long at most; what is ready then."""
+        native = own.arena.native
+        reads = self._reads()
+        if seconds < SHORTEST_SLEEP_S:
+            return native.watch(targets, min(seconds, READ_SLICE_S) if reads else seconds, 0.0)
+        sources = [own.device.receiver.events, *reads]
+        for source in sources:
+            source.arm()
+        self._collect(own)  # what came before it was armed has raised no event
+        index = native.watch(targets, 0.0, 0.0)
+        if index is None:
+            rdma_events.sleep(sources, seconds)
+            self._collect(own)
+            index = native.watch(targets, 0.0, 0.0)
+        return index
+
+    def _reads(self) -> list[Events]:
+        """Events of reads that are on their way."""
+        return [
+            peer.reader.events for peer in self._peers if peer.reader is not None and peer.reader.events is not None
+        ]
+
+    def _collect(self, own: _Own) -> None:
+        """Take in completions: of messages, and of reads, which ring."""
+        own.device.receiver.collect()
+        for peer in self._peers:
+            if peer.reader is not None:
+                peer.reader.collect()
+
+    def _open(self, arena: OwnArena, memory: DeviceMemory | None = None) -> _Own:
+        node = own_numa_node(os.sched_getaffinity(0))
+        choice = choose(inventory(), wanted=environment().rdma_device, numa_node=node)
+        host = self._host or choice.host
+        if host is None:
+            raise TransportError(f"{choice.reason} has no IPv4 address for {self.name} to listen on; name a host")
+        device = Device(_verbs(), choice, arena.native, memory)
+        incoming: list[tuple[socket.socket, QueuePair]] = []
+        try:
+            return _Own(arena, device, self._listen(arena, host, _admit_to(device, incoming)), incoming)
+        except TransportError:
+            device.close()
+            raise
+
+    def _leave(self, own: _Own) -> None:
+        own.listener.close()
+        for peer in self._peers:
+            peer.close()
+        for connection, pair in own.incoming:
+            pair.close()
+            connection.close()
+        own.device.close()
+
+    def _connected(self, peer: Peer) -> RdmaPeer:
+        if not isinstance(peer, RdmaPeer) or peer not in self._peers:
+            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
+        return peer
+
+    def _living(self, peer: RdmaPeer) -> Sender:
+        lost = peer.lost or peer.sender.failure
+        if lost:
+            raise PeerLostError(peer.name, lost)
+        return peer.sender
+
+    def _find_gone(self, own: _Own) -> RdmaPeer | None:
+        """A peer that has ended so long ago that all its writes are here. Gives back what ended peers held here."""
+        ended = _ended([peer.connection for peer in self._peers] + [connection for connection, _ in own.incoming])
+        for item in [item for item in own.incoming if item[0] in ended]:
+            own.incoming.remove(item)
+            item[1].close()
+            item[0].close()
+        now = time.monotonic()
+        for peer in self._peers:
+            if not peer.lost:
+                peer.sender.collect()
+                peer.lost = peer.sender.failure
+                if peer.reader is not None:
+                    peer.reader.collect()
+                    peer.lost = peer.lost or peer.reader.failure
+                if peer.connection in ended:
+                    peer.lost = "its process has ended or closed its endpoint"
+                peer.lost_at = now
+        return next((peer for peer in self._peers if peer.lost and now - peer.lost_at > LAST_WORDS_S), None)
+
+
+def dma_buf_obstacle(choice: Choice) -> str:
+    """Why a port's driver registers no memory of devices (``transport.device.memory``); empty if it does.
+
+    Asks it to register a file that is none: a driver that looks at the file can. Raises TransportError if the port
+    cannot be opened.
+    """
+    verbs, port = _verbs(), choice.port
+    access = verbs.enums.IBV_ACCESS_LOCAL_WRITE
+    try:
+        with (
+            contextlib.closing(verbs.device.Context(name=port.device)) as context,
+            contextlib.closing(verbs.pd.PD(context)) as domain,
+        ):
+            try:
+                verbs.mr.DmaBufMR(domain, mmap.PAGESIZE, access, dmabuf=-1).close()
+            except verbs.error as error:
+                refusal = Refusal(getattr(error, "error_code", 0), str(error))
+                return "" if refusal.number == errno.EBADF else str(refusal)
+    except verbs.error as error:
+        raise TransportError(f"cannot open {port}: {error}") from error
+    return ""
+
+
+def _admit_to(device: Device, incoming: "list[tuple[socket.socket, QueuePair]]") -> listener.Admit:
+    """Gives every peer a queue pair of its own into the arena."""
+
+    def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
+        try:
+            other = msgspec.msgpack.decode(request, type=Pair)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"the request is no queue pair: {error}") from error
+        data, doorbells = device.data, device.doorbells
+        pair = QueuePair(device, accepted=True)
+        try:
+            pair.join(other)
+        except TransportError:
+            pair.close()
+            raise
+        granted = Granted(pair.local, data.key, data.address, doorbells.key, doorbells.address)
+        return msgspec.msgpack.encode(granted), lambda accepted: incoming.append((accepted, pair))
+
+    return admit
+
+
+def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:
+    """Connections whose other side is gone. Peers say nothing over them after the handshake."""
+    poller = select.poll()
+    by_fd = {connection.fileno(): connection for connection in connections}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    return {by_fd[fd] for fd, _ in poller.poll(0)}

@@ -1,0 +1,381 @@
+"""Queue pairs of an RDMA device, and the memory that messages are sent from. ``verbs`` are the modules of pyverbs."""
+
+import contextlib
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lamina._native import DOORBELL_NBYTES
+from lamina._native import Arena as NativeArena
+from lamina.errors import PeerLostError, TransportError
+from lamina.transport.device import memory as device_memory
+from lamina.transport.arena import allocate
+from lamina.transport.base import Part
+from lamina.transport.device.memory import Decision, DeviceMemory, Refusal
+from lamina.transport.rdma.devices import INFINIBAND, Choice
+from lamina.transport.rdma.events import Events, Receiver
+
+STAGING_NBYTES = 4 << 20  # of messages that may be on their way to one peer
+CHUNK_NBYTES = STAGING_NBYTES // 4
+QUEUE_DEPTH = 256  # writes, or reads, that may be on their way to one peer
+READS = 4  # of those that a queue pair carries out at once; every device can
+NUMBER = 8  # bytes of a sequence number
+
+# Ways a write can fail, by ibv_wc_status: what it means for the one who runs the cluster.
+REMEDIES = {
+    5: "an earlier failure of the same connection stopped it",
+    10: "the peer does not let this process write there: it has closed its arena",
+    12: "the peer does not answer: check that both ports are up, that the network lets UDP port 4791 pass (RoCE v2), "
+    "and that the MTU is the same along the way",
+    13: "the peer has taken in no message for long: see whether its process still works",
+}
+
+
+class Pair(msgspec.Struct, array_like=True, frozen=True):
+    """What the other side must know of a queue pair to join it."""
+
+    number: int
+    first_packet: int
+    gid: str
+    lid: int
+    mtu: int  # ibv_mtu
+
+
+class Granted(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to a queue pair: its other end, and the way into the arena."""
+
+    pair: Pair
+    data_key: int
+    data_address: int
+    doorbells_key: int
+    doorbells_address: int
+
+
+class Region(NamedTuple):
+    """Registered memory: keys for peers and for this process, and the address of its first byte, for the device."""
+
+    key: int
+    local_key: int
+    address: int
+
+
+class Device:
+    """An open port, its protection domain, this process's arena registered there, and what tells of messages.
+
+    Attributes:
+        data, doorbells: of the arena. decision: how peers reach ``memory``, if the arena's bytes are to lie there.
+    """
+
+    def __init__(self, verbs: Any, choice: Choice, arena: NativeArena, memory: DeviceMemory | None = None) -> None:
+        self.verbs = verbs
+        self.choice = choice
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack, self.translated(f"cannot open {choice.port}"):
+            self.context = stack.enter_context(contextlib.closing(verbs.device.Context(name=choice.port.device)))
+            self.mtu: int = self.context.query_port(choice.port.number).active_mtu
+            self.gid: str = self.context.query_gid(choice.port.number, choice.gid.index).gid
+            self.domain = stack.enter_context(contextlib.closing(verbs.pd.PD(self.context)))
+            enums = verbs.enums
+            access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
+            mapped: Region | None = None
+            self.decision: Decision | None = None
+            if memory is not None:
+                mapped, self.decision = map_memory(verbs, self.domain, choice.port.device, memory, access, stack)
+            nbytes = arena.data_address - arena.doorbells_address + (0 if mapped else arena.nbytes)
+            host = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
+            self.doorbells = Region(host.rkey, host.lkey, arena.doorbells_address)
+            self.data = mapped or Region(host.rkey, host.lkey, arena.data_address)
+            receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.doorbells.local_key)
+            self.receiver = stack.enter_context(contextlib.closing(receiver))
+            self._stack = stack.pop_all()
+
+    def registered(self, address: int, nbytes: int, access: int) -> Any:
+        """A memory region that the device may use, to be closed."""
+        try:
+            return self.verbs.mr.MR(self.domain, nbytes, access, address=address)
+        except self.verbs.error as error:
+            raise TransportError(
+                f"{self.choice.port.device} cannot register {nbytes} bytes: {error}; raise the limit of locked memory "
+                "(ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file)"
+            ) from error
+
+    @contextlib.contextmanager
+    def translated(self, what: str) -> Iterator[None]:
+        """Errors of verbs as ours."""
+        try:
+            yield
+        except self.verbs.error as error:
+            raise TransportError(f"{what}: {error}") from error
+
+    def close(self) -> None:
+        """Give back the memory and the device."""
+        self._stack.close()
+
+
+def map_memory(
+    verbs: Any, domain: Any, card: str, memory: DeviceMemory, access: int, stack: contextlib.ExitStack
+) -> tuple[Region | None, Decision]:
+    """Register a device's memory with network card ``card`` until ``stack`` ends, if both drivers can."""
+    try:
+        exported = memory.export()
+    except TransportError as error:
+        return None, device_memory.choose(memory.name, card, str(error), None)
+    try:
+        region = verbs.mr.DmaBufMR(domain, exported.nbytes, access, dmabuf=exported.fd, offset=exported.offset)
+    except verbs.error as error:
+        refusal = Refusal(getattr(error, "error_code", 0), str(error))
+        return None, device_memory.choose(memory.name, card, "", refusal)
+    finally:
+        os.close(exported.fd)  # a registration keeps the memory
+    stack.enter_context(contextlib.closing(region))
+    # pyverbs has the card address a dma-buf's bytes by their offset.
+    return Region(region.rkey, region.lkey, exported.offset), device_memory.choose(memory.name, card, "", None)
+
+
+class QueuePair:
+    """A reliable queue pair and its completions.
+
+    Args:
+        accepted: it is the peer's way into the arena; this side sends nothing, and hears of messages.
+    """
+
+    def __init__(self, device: Device, *, accepted: bool = False) -> None:
+        self._device = device
+        verbs, enums = device.verbs, device.verbs.enums
+        writes = enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+        with contextlib.ExitStack() as stack, device.translated("cannot make a queue pair"):
+            self.events = device.receiver.events
+            if not accepted:
+                self.events = stack.enter_context(contextlib.closing(Events(verbs, device.context, QUEUE_DEPTH)))
+            wanted = verbs.qp.QPInitAttrEx(
+                qp_type=enums.IBV_QPT_RC,
+                scq=self.events.completions,
+                rcq=self.events.completions,
+                srq=device.receiver.queue if accepted else None,
+                cap=verbs.qp.QPCap(max_send_wr=QUEUE_DEPTH, max_recv_wr=1, max_send_sge=1, max_recv_sge=1),
+                pd=device.domain,
+                comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+                send_ops_flags=writes | enums.IBV_QP_EX_WITH_RDMA_READ,
+            )
+            self.queue = stack.enter_context(contextlib.closing(verbs.qp.QPEx(device.context, wanted)))
+            self._stack = stack.pop_all()
+        self.local = Pair(self.queue.qp_num, secrets.randbits(24), device.gid, device.choice.port.lid, device.mtu)
+
+    def join(self, other: Pair) -> None:
+        """Connect to the other end. Raises TransportError."""
+        verbs, port, gid = self._device.verbs, self._device.choice.port, self._device.choice.gid
+        with self._device.translated(f"{port.device} cannot reach {other.gid}"):
+            attributes = verbs.qp.QPAttr(port_num=port.number)
+            enums = verbs.enums
+            attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
+            attributes.max_rd_atomic = attributes.max_dest_rd_atomic = READS
+            attributes.path_mtu = min(self.local.mtu, other.mtu)
+            attributes.dest_qp_num = other.number
+            attributes.rq_psn = other.first_packet
+            attributes.sq_psn = self.local.first_packet
+            attributes.timeout = 14  # 67 ms until a packet is sent again ...
+            attributes.retry_cnt = 7  # ... as many times
+            attributes.rnr_retry = 7
+            attributes.min_rnr_timer = 12
+            route = verbs.addr.GlobalRoute(dgid=verbs.addr.GID(other.gid), sgid_index=gid.index)
+            attributes.ah_attr = verbs.addr.AHAttr(
+                gr=route,
+                is_global=int(port.link_layer != INFINIBAND),
+                dlid=other.lid,
+                port_num=port.number,
+            )
+            self.queue.to_rts(attributes)
+
+    def collect(self, what: str) -> tuple[int, str]:
+        """How many requests have been carried out since the last call; why the next failed, if one did.
+
+        ``what`` names a request in the reason.
+        """
+        count, completions = self.events.completions.poll(QUEUE_DEPTH)
+        for done, completion in enumerate(completions[:count]):
+            if completion.status != self._device.verbs.enums.IBV_WC_SUCCESS:
+                remedy = REMEDIES.get(completion.status, "the kernel's log may say more")
+                return done, (
+                    f"{what} failed with verbs status {completion.status} "
+                    f"(vendor error {completion.vendor_err}): {remedy}"
+                )
+        return count, ""
+
+    def close(self) -> None:
+        """Take the queue pair down."""
+        self._stack.close()
+
+
+class Sender:
+    """Sends messages to one peer through registered memory, used again as completions come in."""
+
+    def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
+        self._pair, self._granted, self._peer = pair, granted, peer
+        self._queue = pair.queue
+        enums = device.verbs.enums
+        self._signalled = enums.IBV_SEND_SIGNALED
+        self._receiver = device.receiver
+        self._staging_file = allocate(peer, STAGING_NBYTES, 1)
+        self._staging = self._staging_file.native
+        self._view = memoryview(self._staging)
+        self._memory = device.registered(self._staging.data_address, STAGING_NBYTES, enums.IBV_ACCESS_LOCAL_WRITE)
+        self._address = self._staging.data_address
+        self._element = device.verbs.wr.SGE(self._address, 0, self._memory.lkey)
+        self._written = 0  # bytes of staging handed out so far, and given back
+        self._freed = 0
+        self._ends: deque[int] = deque()  # where staging may be given back to, for every post that is on its way
+        self.failure = ""
+
+    def send(
+        self, offset: int, parts: Sequence[Part], total: int, ring: tuple[int, int] | None, stall_s: float
+    ) -> None:
+        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena, then ring = (doorbell, sequence)."""
+        if total <= CHUNK_NBYTES:
+            at = self._stage(parts, total, stall_s)
+            self._post(at, self._granted.data_address + offset, total, ring)
+            return
+        for view in [_flat(part) for part in parts]:
+            for start in range(0, view.nbytes, CHUNK_NBYTES):
+                piece = view[start : start + CHUNK_NBYTES]
+                at = self._stage([piece], piece.nbytes, stall_s)
+                self._post(at, self._granted.data_address + offset, piece.nbytes, None)
+                offset += piece.nbytes
+        if ring is not None:
+            self._post(self._stage([], 0, stall_s), 0, 0, ring)
+
+    def collect(self) -> None:
+        """Take in completions. Notes the first failure."""
+        done, failure = self._pair.collect("a write to it")
+        self.failure = self.failure or failure
+        for _ in range(done):
+            self._freed = self._ends.popleft()
+
+    def close(self) -> None:
+        """Give back all memory, after what was sent has arrived or a second has passed."""
+        deadline = time.monotonic() + 1.0
+        with contextlib.suppress(Exception):  # the device may be gone
+            while self._ends and not self.failure and time.monotonic() < deadline:
+                self.collect()
+        self._pair.close()
+        self._memory.close()
+        self._staging_file.close()
+
+    def _stage(self, parts: Sequence[Part], nbytes: int, stall_s: float) -> int:
+        """Copy parts into free staging, with room for a sequence number behind them; where they are."""
+        room = -(-nbytes // NUMBER) * NUMBER + NUMBER
+        at = self._written % STAGING_NBYTES
+        if at + room > STAGING_NBYTES:
+            self._written += STAGING_NBYTES - at
+            at = 0
+        if self._is_full(room) or len(self._ends) >= QUEUE_DEPTH // 4:
+            self._make_room(room, stall_s)
+        self._written += room
+        place = at
+        for part in parts:
+            self._staging.write(place, part)
+            place += part_nbytes(part)
+        return at
+
+    def _is_full(self, room: int) -> bool:
+        return self._written + room - self._freed > STAGING_NBYTES or len(self._ends) >= QUEUE_DEPTH // 2
+
+    def _make_room(self, room: int, stall_s: float) -> None:
+        self.collect()
+        deadline = time.monotonic() + stall_s
+        while self._is_full(room) and not self.failure:
+            if time.monotonic() > deadline:
+                self.failure = f"it has taken in nothing of a message for {stall_s:g} s"
+                break
+            self._receiver.collect()  # or two that send to each other, and wait for nothing, would hold each other up
+            time.sleep(0)
+            self.collect()
+        if self.failure:
+            raise PeerLostError(self._peer, self.failure)
+
+    def _post(self, at: int, address: int, nbytes: int, ring: tuple[int, int] | None) -> None:
+        """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
+        queue, element = self._queue, self._element
+        granted = self._granted
+        queue.wr_start()
+        if nbytes or ring is None:
+            queue.wr_flags = 0 if ring else self._signalled
+            queue.wr_rdma_write(granted.data_key, address)
+            element.addr, element.length = self._address + at, nbytes
+            queue.wr_set_sge(element)
+        if ring is not None:
+            doorbell, sequence = ring
+            place = at + -(-nbytes // NUMBER) * NUMBER
+            self._view[place : place + NUMBER] = sequence.to_bytes(NUMBER, "little")
+            queue.wr_flags = self._signalled
+            queue.wr_rdma_write_imm(granted.doorbells_key, granted.doorbells_address + doorbell * DOORBELL_NBYTES, 0)
+            element.addr, element.length = self._address + place, NUMBER
+            queue.wr_set_sge(element)
+        queue.wr_complete()
+        self._ends.append(self._written)
+
+
+class Reader:
+    """Reads from one peer's arena into one's own, and rings one's own doorbells as completions come in."""
+
+    def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
+        self._pair, self._granted, self._own, self._peer = pair, granted, own, peer
+        self._signalled = device.verbs.enums.IBV_SEND_SIGNALED
+        self._to = device.data.address
+        self._element = device.verbs.wr.SGE(self._to, 0, device.data.local_key)
+        self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read that is on its way
+        self.failure = ""
+
+    @property
+    def events(self) -> Events | None:
+        """Of reads that end; None while none is on its way."""
+        return self._pair.events if self._rings else None
+
+    def fetch(self, offset: int, nbytes: int, to: int, ring: tuple[int, int], stall_s: float) -> None:
+        """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
+        deadline = time.monotonic() + stall_s
+        while len(self._rings) == QUEUE_DEPTH and not self.failure:
+            self.collect()
+            if time.monotonic() > deadline:
+                self.failure = f"no read from it has ended for {stall_s:g} s"
+        if self.failure:
+            raise PeerLostError(self._peer, self.failure)
+        queue, element = self._pair.queue, self._element
+        queue.wr_start()
+        queue.wr_flags = self._signalled
+        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + offset)
+        element.addr, element.length = self._to + to, nbytes
+        queue.wr_set_sge(element)
+        queue.wr_complete()
+        self._rings.append(ring)
+
+    def collect(self) -> None:
+        """Take in completions. Notes the first failure."""
+        done, failure = self._pair.collect("a read from it")
+        self.failure = self.failure or failure
+        for _ in range(done):
+            self._own.ring(*self._rings.popleft())
+
+    def close(self) -> None:
+        """Give back the queue pair; what is under way does not arrive."""
+        self._pair.close()
+
+
+def part_nbytes(part: Part) -> int:
+    """Bytes of a part."""
+    return len(part) if isinstance(part, bytes | bytearray) else part.nbytes
+
+
+def _flat(part: Any) -> memoryview:
+    """The bytes of a part, to take slices of. Raises ValueError unless it is contiguous."""
+    view = memoryview(part)
+    if not view.c_contiguous:
+        raise ValueError("a part is not C-contiguous; copy it first")
+    if isinstance(part, np.ndarray):
+        view = memoryview(part.reshape(-1).view(np.uint8).data)
+    return view.cast("B")
