@@ -12,9 +12,9 @@ from published import Comparison
 
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.cost import GEMMS, POINTWISE, CostModel, Fits
-from lamina.profiling.measurements import read_operators
 from lamina.plan.models import ModelShape
 from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
+from lamina.profiling.measurements import read_operators
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CONTEXTS = (512, 1024, 2048, 4096)

@@ -14,8 +14,8 @@ import numpy as np
 from gpu_step import Card, Step
 
 from lamina.kernels.gpu.loop import capture_layer
-from lamina.transport.device.polling import Doorbell, Polling
 from lamina.kernels.gpu.program import KvElement
+from lamina.transport.device.polling import Doorbell, Polling
 
 TRIPS = 50
 TURNS = 32

@@ -28,11 +28,11 @@ from lamina.memory import store
 from lamina.memory.worker import MemoryWorker
 from lamina.protocol.channel import LANDING_NBYTES, Layout
 from lamina.protocol.choice import Transport
-from lamina.transport.endpoint import SPIN_S
 from lamina.protocol.links import Links
 from lamina.protocol.messages import Connect, Link, MemorySetup, Register, Step, Stop
 from lamina.protocol.secret import new
 from lamina.protocol.wire import reply_nbytes, reply_number, request_nbytes, request_number
+from lamina.transport.endpoint import SPIN_S
 from lamina.types import (
     Admission,
     AttentionSpec,

@@ -24,12 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
+from lamina.lowering import LoweredSlice, lower
+from lamina.lowering.linear import ONEDNN, Packing, packing
 from lamina.models import directory, weights
 from lamina.models.config import load_config
 from lamina.splitter import SplitModel, split
-from lamina.lowering import LoweredSlice
-from lamina.lowering import lower
-from lamina.lowering.linear import ONEDNN, Packing, packing
 from lamina.types import DType
 
 

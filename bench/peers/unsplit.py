@@ -21,11 +21,11 @@ from lamina.kernels.attention import append, partial
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
+from lamina.lowering import lower
 from lamina.memory.slab import Slab
 from lamina.models import directory, weights
 from lamina.models.config import load_config
 from lamina.splitter import as_numpy, split
-from lamina.lowering import lower
 from lamina.types import AttentionSpec, DType
 
 

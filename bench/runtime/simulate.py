@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from lamina.plan import hardware, models
-from lamina.simulate import Arrivals, Deployment, Result, draw, replay, simulate
 from lamina.plan.workload import TracedRequest, read_trace
+from lamina.simulate import Arrivals, Deployment, Result, draw, replay, simulate
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lamina.plan import hardware, models, workload
-from lamina.profiling import profile
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.planner import Goals, Partition, Planner, Pools
-from lamina.profiling.profile import Run
 from lamina.plan.store import ProfileStore
+from lamina.profiling import profile
+from lamina.profiling.profile import Run
 
 GRID = tuple((batch, context) for batch in (1, 4, 16, 32) for context in (64, 512))
 

@@ -31,14 +31,14 @@ from lamina.errors import DeadlineError
 from lamina.memory.migrations import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller, Target
 from lamina.memory.store import KvStore
-from lamina.transport.base import Arena, Endpoint
+from lamina.profiling.transports import SPINS, make_endpoint
 from lamina.protocol.channel import LANDING_NBYTES, Inbox, Layout, Outbox
 from lamina.protocol.choice import Transport
-from lamina.transport.listener import LOOPBACK
-from lamina.profiling.transports import SPINS, make_endpoint
 from lamina.protocol.messages import Connect
 from lamina.protocol.secret import Secret, new
 from lamina.protocol.wire import reply_nbytes, request_nbytes
+from lamina.transport.base import Arena, Endpoint
+from lamina.transport.listener import LOOPBACK
 from lamina.types import (
     Admission,
     AttentionSpec,

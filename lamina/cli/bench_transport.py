@@ -44,8 +44,8 @@ def transport(
     lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
     """
     from lamina.config import check_writable
-    from lamina.protocol.choice import Transport
     from lamina.profiling.transports import MAX_NBYTES
+    from lamina.protocol.choice import Transport
 
     if listen is not None:
         return _listen(listen, secret_file)
@@ -126,9 +126,9 @@ def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
 def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
     """A far side in a process of this machine, ended with the block. Each side has a core of its own if there are two:
     ``cores`` = (near, far), by default the first and the last that this process may use."""
-    from lamina.transport.listener import LOOPBACK
     from lamina.profiling.transports import Near
     from lamina.protocol.secret import new
+    from lamina.transport.listener import LOOPBACK
 
     available = sorted(os.sched_getaffinity(0))
     near_core, far_core = cores or (available[0], available[-1])

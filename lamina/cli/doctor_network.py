@@ -112,8 +112,8 @@ def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
     from lamina.env import environment
     from lamina.kernels.gpu import device
     from lamina.transport.device.peer_memory import ability
-    from lamina.transport.rdma.endpoint import dma_buf_obstacle
     from lamina.transport.rdma.devices import choose
+    from lamina.transport.rdma.endpoint import dma_buf_obstacle
 
     cards = device.find().cards or ()
     try:
@@ -181,9 +181,9 @@ def encryption(obstacle: str) -> Finding:
 
 def _try(transport: "Transport") -> str | None:
     """Why a peer cannot write into an arena and ring its doorbell; None if it can."""
-    from lamina.transport.listener import LOOPBACK
     from lamina.profiling.transports import make_endpoint
     from lamina.protocol.secret import new
+    from lamina.transport.listener import LOOPBACK
 
     secret, message = new(), secrets.token_bytes(64)
     waiter, writer = (

@@ -344,9 +344,8 @@ def _measure(file: Path) -> None:
     from lamina.cli.console import print_text
     from lamina.config import check_writable
     from lamina.plan import hardware
-    from lamina.profiling import measure
-    from lamina.profiling import profile
     from lamina.plan.store import ProfileStore
+    from lamina.profiling import measure, profile
 
     store = ProfileStore(file.with_suffix(".sqlite"))
     if store.file == file:

@@ -51,12 +51,12 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Serve a trace on pools nobody has rented yet."""
+    from lamina import simulate as sim
     from lamina.config import check_writable
     from lamina.observe.progress import counting_progress
     from lamina.observe.trace import write_trace
     from lamina.plan import hardware as catalogue_of
     from lamina.plan import models
-    from lamina import simulate as sim
     from lamina.plan.store import ProfileStore
     from lamina.protocol.timeline import MOST_SPANS
 

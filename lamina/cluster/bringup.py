@@ -5,16 +5,14 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lamina.config import TransportName
 from lamina.cluster.gather import Gather, OnProgress, Workers
 from lamina.cluster.linking import link
-from lamina.pipeline import Pipeline
-from lamina.schedule.scheduler import Limits
+from lamina.config import TransportName
 from lamina.errors import ConfigError
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import LANDING_NBYTES, Layout
 from lamina.protocol.choice import Choice, Offer, candidates
 from lamina.protocol.control import ControlServer
-from lamina.transport.endpoint import spin_s
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -27,6 +25,8 @@ from lamina.protocol.messages import (
     SlabReady,
 )
 from lamina.protocol.wire import reply_nbytes, request_nbytes
+from lamina.schedule.scheduler import Limits
+from lamina.transport.endpoint import spin_s
 from lamina.types import AttentionSpec, DType
 
 START_TIMEOUT_S = 120.0

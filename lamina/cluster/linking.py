@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Collection, Mapping
 
-from lamina.config import TransportName
 from lamina.cluster.gather import Gather
+from lamina.config import TransportName
 from lamina.errors import TransportError
 from lamina.protocol.choice import Choice, Offer, Transport, choose
 from lamina.protocol.control import ControlServer

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
+from lamina.cluster.bringup import ClusterPlan
 from lamina.config import (
     MOST_MINI_BATCHES,
     EngineConfig,
@@ -13,12 +14,11 @@ from lamina.config import (
     TransportName,
     check_writable,
 )
-from lamina.cluster.bringup import ClusterPlan
-from lamina.pipeline import Arrangement, Pipeline
-from lamina.schedule.scheduler import Limits
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
+from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.messages import ComputeSetup
+from lamina.schedule.scheduler import Limits
 
 LANES_PER_REPLICA = 3  # at most, where the engine chooses
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together

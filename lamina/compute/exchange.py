@@ -12,7 +12,6 @@ from lamina.config import Overlap
 from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
-from lamina.splitter import SliceOutput, as_numpy
 from lamina.protocol.channel import Inbox, Outbox
 from lamina.protocol.wire import (
     Array,
@@ -28,6 +27,7 @@ from lamina.protocol.wire import (
     reply_number,
     request_number,
 )
+from lamina.splitter import SliceOutput, as_numpy
 from lamina.types import AttentionSpec, DType, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]

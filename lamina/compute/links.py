@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lamina.transport.base import Arena, Buffer
 from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.protocol.links import Links
 from lamina.protocol.messages import Connect
+from lamina.transport.base import Arena, Buffer
 
 
 @dataclass(frozen=True)

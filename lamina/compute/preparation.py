@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 
 from lamina import _native
 from lamina.env import environment
-from lamina.models.directory import CONFIG, ModelDirectory
-from lamina.models.tensors import Recipe, WeightPlan
 from lamina.lowering import LoweredModel
 from lamina.lowering.linear import packing
 from lamina.lowering.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
+from lamina.models.directory import CONFIG, ModelDirectory
+from lamina.models.tensors import Recipe, WeightPlan
 from lamina.types import DType
 
 logger = logging.getLogger(__name__)
@@ -119,9 +119,9 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
 
 
 def _split(place: ModelDirectory, dtype: DType | None) -> Prepared:
+    from lamina.lowering import lower
     from lamina.models.config import load_config, resolve_dtype
     from lamina.splitter import split
-    from lamina.lowering import lower
 
     config = load_config(place)
     lowered = lower(split(config, resolve_dtype(config, dtype or "auto")))

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from lamina.lowering import LoweredModel, LoweredSlice, Room
 from lamina.splitter import SliceOutput
-from lamina.lowering import LoweredModel
-from lamina.lowering import LoweredSlice
-from lamina.lowering import Room
 from lamina.types import AttentionSpec
 
 

@@ -11,12 +11,12 @@ import torch
 from lamina.compute.exchange import Partial, StepExchange
 from lamina.compute.links import LaneLinks
 from lamina.compute.runner import Rows, SliceRunner, pad
-from lamina.pipeline import Pipeline
-from lamina.splitter import Crossing, as_numpy
 from lamina.lowering import Room
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Outbox
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import Array
+from lamina.splitter import Crossing, as_numpy
 from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
 
 

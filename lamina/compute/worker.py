@@ -17,12 +17,12 @@ from lamina.compute.links import LaneLinks, lane_links
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
-from lamina.compute.step import StepRun, context_nbytes_per_token
-from lamina.pipeline import Pipeline
 from lamina.compute.sampler import Row, sample
+from lamina.compute.step import StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, WorkerError
-from lamina.models import directory, tensors
 from lamina.lowering import Room
+from lamina.models import directory, tensors
+from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.links import Links, set_up_links
 from lamina.protocol.messages import (

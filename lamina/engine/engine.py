@@ -9,24 +9,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
-from lamina.schedule.answers import Answers
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers, failure, silence
-from lamina.schedule.lanes import chooser
-from lamina.placement.map import Placement
-from lamina.frontend.prompts import encode_prompt
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.schedule.waiting import Places
 from lamina.errors import DeadlineError, EngineDeadError, LaminaError, PeerLostError, RequestError, TransportError
+from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
+from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
 from lamina.protocol.timeline import Span, Timeline
 from lamina.protocol.wire import check_placements
+from lamina.schedule.answers import Answers
+from lamina.schedule.lanes import chooser
+from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.waiting import Places
 from lamina.types import NOBODY, Client, FinishReason, Migration, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Self
 
 from lamina.engine.engine import Engine
-from lamina.frontend.prompts import Prompt
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError
+from lamina.frontend.prompts import Prompt
 from lamina.types import Client, SamplingParams
 
 Update = tuple[int, RequestUpdate]

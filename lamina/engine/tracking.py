@@ -3,9 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 
-from lamina.groups import Completion, Group
-from lamina.frontend.stop import StopChecker, StopStrings
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
+from lamina.frontend.stop import StopChecker, StopStrings
+from lamina.groups import Completion, Group
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from lamina.protocol.messages import Draw
 from lamina.types import FinishReason, Request, Segment

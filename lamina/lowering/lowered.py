@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
 from lamina.lowering.program import Room, SliceProgram
-from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, as_output, call_hook
 from lamina.lowering.translate import translate
+from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, as_output, call_hook
 from lamina.types import AttentionSpec, DType
 
 LINEAR = torch.ops.aten.linear.default

@@ -14,8 +14,7 @@ import safetensors.torch
 import torch
 from torch import fx
 
-from lamina.lowering import elementwise
-from lamina.lowering import linear
+from lamina.lowering import elementwise, linear
 from lamina.lowering.fuse import METHODS
 from lamina.lowering.lowered import LoweredModel, LoweredPart, SliceGraphs
 from lamina.splitter.split_model import Crossing, call_hook

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from lamina.memory.pulls import Piece, Puller, Target
 from lamina.memory.store import KvStore
-from lamina.transport.base import Arena
 from lamina.protocol.channel import STAGING_SLOTS, Outbox, Slot
 from lamina.protocol.messages import Connect
 from lamina.protocol.wire import migrated_pieces, migration_number
+from lamina.transport.base import Arena
 from lamina.types import Migration, StepPlan
 
 Open = Callable[[str, Slot], Outbox]

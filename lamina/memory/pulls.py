@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from lamina.errors import DeadlineError
 from lamina.memory.store import KvStore, StepTables
-from lamina.transport.base import Arena
 from lamina.protocol.channel import Layout
 from lamina.protocol.wire import pulled_pieces
+from lamina.transport.base import Arena
 
 MOST_IN_A_ROW = 4  # requests served while something is to be pulled
 

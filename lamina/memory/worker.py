@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lamina.pipeline import Pipeline
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import Floats, KvStore, StepTables
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.links import Links, set_up_links

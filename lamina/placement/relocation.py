@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.groups import Group
-from lamina.placement.migration import Movable, make_room
 from lamina.placement.map import Placement
+from lamina.placement.migration import Movable, make_room
 from lamina.types import Migration
 
 

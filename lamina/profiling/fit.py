@@ -23,9 +23,9 @@ from scipy.optimize import least_squares
 from lamina.plan import hardware
 from lamina.plan.cost import GEMMS, POINTWISE, CollectiveFit, CostModel, Fits, PointwiseFit, TransferFit
 from lamina.plan.gemm import Floats, GemmFit
-from lamina.profiling.measurements import Series, read_network, read_operators
 from lamina.plan.models import KNOWN
 from lamina.plan.store import PACKAGED, Fit, ProfileStore, Sample
+from lamina.profiling.measurements import Series, read_network, read_operators
 
 KIND = "a100-80g"
 MODEL = KNOWN["llama-2-7b"]

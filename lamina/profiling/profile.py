@@ -135,10 +135,10 @@ def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
     """Seconds of an inner slice at each number of rows, all inner slices run in turn: medians of ROUNDS."""
     import torch
 
+    from lamina.lowering import lower
     from lamina.models import directory, weights
     from lamina.models.config import load_config
     from lamina.splitter import split
-    from lamina.lowering import lower
 
     place = directory.find(path, weights=False)
     config = load_config(place)

@@ -16,13 +16,13 @@ import numpy as np
 import zmq
 
 from lamina.errors import DeadlineError, LaminaError, TransportError
-from lamina.transport.base import Endpoint
 from lamina.protocol.choice import Transport
 from lamina.protocol.control import local_address
+from lamina.protocol.secret import Secret
+from lamina.transport.base import Endpoint
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.listener import LOOPBACK
 from lamina.transport.rdma.endpoint import RdmaEndpoint
-from lamina.protocol.secret import Secret
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 

@@ -20,7 +20,6 @@ import zmq
 import zmq.auth.thread
 
 from lamina.errors import DeadlineError, TransportError, WorkerError
-from lamina.transport.listener import LOOPBACK
 from lamina.protocol.liveness import Liveness
 from lamina.protocol.messages import (
     ComputeSetup,
@@ -32,9 +31,10 @@ from lamina.protocol.messages import (
     ToEngine,
     ToWorker,
 )
-from lamina.transport.refusals import Refusals
 from lamina.protocol.secret import Secret
 from lamina.protocol.secret import new as new_secret
+from lamina.transport.listener import LOOPBACK
+from lamina.transport.refusals import Refusals
 
 MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
 

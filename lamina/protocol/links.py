@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from lamina._native import Arena as NativeArena
 from lamina.errors import DeadlineError, PeerLostError, TransportError, WorkerError
-from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Endpoint, Peer, deadline_error
 from lamina.protocol.channel import ALIGNMENT, Outbox, Slot
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.messages import Connect, Link, Linked, Register, Registered
+from lamina.transport.arena import MappedArena, OwnArena, allocate
+from lamina.transport.base import Endpoint, Peer, deadline_error
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, host
 from lamina.transport.tcp import TcpEndpoint

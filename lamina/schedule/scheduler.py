@@ -22,14 +22,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lamina.schedule.admission import Admissions
-from lamina.schedule.batch import DecodeBatch
-from lamina.schedule.chunks import PromptBatch
+from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.relocation import Relocations
+from lamina.schedule.admission import Admissions
+from lamina.schedule.batch import DecodeBatch
+from lamina.schedule.chunks import PromptBatch
 from lamina.schedule.seats import Seats
-from lamina.errors import RequestError
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 

@@ -13,8 +13,8 @@ request of each. A client is charged for all the KV tokens that its request rese
 import heapq
 from collections import OrderedDict
 
-from lamina.groups import Group
 from lamina.errors import OverloadedError
+from lamina.groups import Group
 from lamina.types import Client
 
 

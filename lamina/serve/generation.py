@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from lamina.engine.engine import Engine
-from lamina.frontend.prompts import Prompt
 from lamina.engine.streams import AsyncOutputs
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import LaminaError
+from lamina.frontend.prompts import Prompt
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
 from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope

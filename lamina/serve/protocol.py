@@ -17,8 +17,8 @@ from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
 from lamina.engine.engine import MAX_WAITING
-from lamina.frontend.prompts import Prompt, as_prompts
 from lamina.errors import RequestError
+from lamina.frontend.prompts import Prompt, as_prompts
 from lamina.models.chat import joined_text
 from lamina.serve import fields
 from lamina.serve.errors import APIError, from_validation

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from lamina import _native
 from lamina.errors import ConfigError
 from lamina.plan.gemm import Floats
-from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.protocol.timeline import Span
+from lamina.simulate.arrivals import Arrivals, Ints
 
 
 class State(enum.Enum):

@@ -16,16 +16,16 @@ import numpy as np
 from lamina import _native
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
-from lamina.schedule.lanes import LaneChooser, chooser
-from lamina.placement.map import Placement
-from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.errors import RequestError
+from lamina.placement.map import Placement
+from lamina.protocol.timeline import Span
+from lamina.schedule.lanes import LaneChooser, chooser
+from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
 from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.simulate.step_times import StepModel
-from lamina.protocol.timeline import Span
 from lamina.types import Request, SamplingParams, StepPlan
 
 DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead

@@ -7,9 +7,9 @@ import numpy as np
 
 from lamina import _native
 from lamina.plan.cost import GEMMS, POINTWISE, CostModel
+from lamina.protocol.wire import attends_locally
 from lamina.simulate.arrivals import Ints
 from lamina.simulate.deployment import Deployment
-from lamina.protocol.wire import attends_locally
 from lamina.types import StepPlan
 
 _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")

@@ -7,9 +7,9 @@ import pytest
 
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
-from lamina.pipeline import Pipeline
 from lamina.errors import ConfigError
 from lamina.models import directory
+from lamina.pipeline import Pipeline
 from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S, spin_s
 
 ONE = Pipeline(1, 1)

@@ -22,10 +22,7 @@ from lamina.memory import store
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.splitter import SliceOutput
-from lamina.transport.base import Peer
 from lamina.protocol.channel import BULK_SLOTS, Inbox, Layout, Outbox
-from lamina.transport.shm import ShmEndpoint
 from lamina.protocol.wire import (
     MessageRows,
     SegmentRows,
@@ -36,6 +33,9 @@ from lamina.protocol.wire import (
     request_nbytes,
     request_number,
 )
+from lamina.splitter import SliceOutput
+from lamina.transport.base import Peer
+from lamina.transport.shm import ShmEndpoint
 from lamina.types import (
     Admission,
     AttentionSpec,

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from lamina.config import EngineConfig
 from lamina.cluster.bringup import Cluster
-from lamina.engine.engine import Engine
 from lamina.cluster.gather import Gather
-from lamina.pipeline import Pipeline
-from lamina.schedule.scheduler import Limits
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
 from lamina.errors import EngineDeadError, TransportError
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
+from lamina.pipeline import Pipeline
 from lamina.protocol import liveness
 from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Failed, Hello, SlabReady
+from lamina.schedule.scheduler import Limits
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 END_S = 30.0

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from lamina.cluster.bringup import Cluster
 from lamina.config import EngineConfig
 from lamina.engine import engine as module
-from lamina.cluster.bringup import Cluster
 from lamina.engine.engine import Engine
-from lamina.pipeline import Pipeline
-from lamina.schedule.scheduler import Limits
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
+from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Draw, Hello, Step, StepDone, Stop, Working
+from lamina.schedule.scheduler import Limits
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 1.0

@@ -3,14 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.groups import Group
-from lamina.placement.map import Placement
-from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import RequestUpdate, Whole, pack, unpack
+from lamina.groups import Group
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
+from lamina.placement.map import Placement
 from lamina.protocol.messages import Draw
+from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 
 TOKENIZER = Tokenizer(directory.find(None))

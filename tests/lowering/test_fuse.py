@@ -8,10 +8,8 @@ import torch
 from split_variants import variant
 from torch import Tensor, fx
 
+from lamina.lowering import elementwise, fuse, lower
 from lamina.splitter import split
-from lamina.lowering import elementwise
-from lamina.lowering import fuse
-from lamina.lowering import lower
 from lamina.types import DType
 
 aten = torch.ops.aten

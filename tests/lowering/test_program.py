@@ -8,12 +8,8 @@ from split_variants import variant
 from torch import Tensor
 
 from lamina import _native
+from lamina.lowering import LoweredModel, LoweredSlice, Room, elementwise, lower
 from lamina.splitter import SliceOutput, SplitModel, split
-from lamina.lowering import LoweredModel
-from lamina.lowering import LoweredSlice
-from lamina.lowering import Room
-from lamina.lowering import elementwise
-from lamina.lowering import lower
 from lamina.types import DType
 
 pytestmark = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX-512 bfloat16")

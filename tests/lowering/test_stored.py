@@ -10,9 +10,7 @@ from split_oracle import Runner
 from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import fx
 
-from lamina.splitter import split
-from lamina.lowering import LoweredModel
-from lamina.lowering import lower
+from lamina.lowering import LoweredModel, lower
 from lamina.lowering.stored import (
     NotStorableError,
     StoredModel,
@@ -22,6 +20,7 @@ from lamina.lowering.stored import (
     restore,
     store,
 )
+from lamina.splitter import split
 from lamina.types import DType
 
 

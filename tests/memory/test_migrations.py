@@ -13,9 +13,9 @@ from lamina.errors import DeadlineError, PeerLostError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.transport.base import Endpoint, Peer
 from lamina.protocol.channel import Layout, Outbox, Slot
 from lamina.protocol.messages import Connect
+from lamina.transport.base import Endpoint, Peer
 from lamina.transport.null import NullEndpoint
 from lamina.types import (
     Admission,

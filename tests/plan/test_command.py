@@ -15,12 +15,11 @@ from lamina.cli import app
 from lamina.cli.options import as_lanes
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
-from lamina.pipeline import Pipeline
 from lamina.errors import UserError
+from lamina.pipeline import Pipeline
 from lamina.plan import hardware, models
-from lamina.profiling import measure
-from lamina.profiling import profile
 from lamina.plan.store import Fit
+from lamina.profiling import measure, profile
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
 PAIR = "--model Llama-3-70B --compute h100 --memory h20"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lamina import _native
-from lamina.pipeline import Pipeline
 from lamina.errors import ConfigError
+from lamina.pipeline import Pipeline
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
 from lamina.plan.cost import ROUND_TRIP_S, CostModel, Fits

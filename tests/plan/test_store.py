@@ -9,11 +9,11 @@ import pytest
 from lamina.errors import ConfigError
 from lamina.plan import hardware
 from lamina.plan.cost import CollectiveFit, CostModel, Fits, PointwiseFit, TransferFit
+from lamina.plan.store import Fit, ProfileStore, Sample
 from lamina.profiling.fit import KIND, MODEL, START, fit_part, samples_of
 from lamina.profiling.fit import operators as predict_operator
 from lamina.profiling.fit import send_recv as predict_transfer
 from lamina.profiling.measurements import Series
-from lamina.plan.store import Fit, ProfileStore, Sample
 
 
 def test_a_fit_is_replaced_and_found_by_kind(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from lamina.plan import hardware, models, workload
-from lamina.profiling import profile
 from lamina.plan.cost import AttendCurve, CostModel, Fits, RuntimeFit, SliceCurve
 from lamina.plan.planner import Goals, Partition, Planner, Pools
+from lamina.plan.store import Fit, ProfileStore
+from lamina.profiling import profile
 from lamina.profiling.profile import DRAWN, Run
 from lamina.simulate import Arrivals, Deployment, simulate
-from lamina.plan.store import Fit, ProfileStore
 
 SHAPE = models.from_config(
     "tiny",

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.transport.base import Endpoint
 from lamina.protocol.channel import ALIGNMENT, Inbox, Layout, Outbox, Slot
+from lamina.transport.base import Endpoint
 from lamina.transport.null import NullEndpoint
 
 SLOT = Slot(offset=7, nbytes=10, doorbell=2)

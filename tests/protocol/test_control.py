@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, TransportError, WorkerError
-from lamina.protocol import control
-from lamina.protocol import liveness
-from lamina.protocol import secret
+from lamina.protocol import control, liveness, secret
 from lamina.protocol.control import ControlClient, ControlServer, decode
 from lamina.protocol.messages import Hello, LoadProgress, Stop, ToEngine
 

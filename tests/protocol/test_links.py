@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.protocol import links as module
-from lamina.transport.arena import MappedArena
 from lamina.protocol.channel import Slot
 from lamina.protocol.choice import Offer, Transport
-from lamina.transport.endpoint import SPIN_S
 from lamina.protocol.links import Links, WaitInTurns
-from lamina.transport.listener import decode
 from lamina.protocol.messages import Link, Linked, Register
+from lamina.transport.arena import MappedArena
+from lamina.transport.endpoint import SPIN_S
+from lamina.transport.listener import decode
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 

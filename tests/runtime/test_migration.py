@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 
 from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
-from lamina.schedule import admission
 from lamina.engine.engine import Engine
-from lamina.schedule.scheduler import Scheduler
 from lamina.engine.updates import whole
+from lamina.schedule import admission
+from lamina.schedule.scheduler import Scheduler
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
 from tests.runtime.checkpoints import GROUPED, VOCABULARY, greedy, make_checkpoint
 from tests.runtime.test_faults import wait_until, worker_processes

@@ -15,13 +15,13 @@ from typing import Literal
 
 import pytest
 
+from lamina.cluster import bringup
 from lamina.cluster.launchers.local import LocalWorkers, launch
 from lamina.config import EngineConfig
-from lamina.schedule import admission
-from lamina.cluster import bringup
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.protocol.choice import Transport
+from lamina.schedule import admission
 from lamina.types import RequestOutput, SamplingParams
 from tests.runtime import network_model
 from tests.runtime.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
-from lamina.schedule.lanes import LaneChooser
-from lamina.pipeline import Arrangement
 from lamina.engine.updates import whole
+from lamina.pipeline import Arrangement
+from lamina.schedule.lanes import LaneChooser
 from lamina.types import DType, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.schedule.answers import Answers
 from lamina.protocol.messages import StepDone
+from lamina.schedule.answers import Answers
 from lamina.types import DecodeRows, StepPlan
 
 

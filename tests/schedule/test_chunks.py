@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.schedule.chunks import SMALLEST, PromptBatch
 from lamina.groups import Completion, Group
+from lamina.schedule.chunks import SMALLEST, PromptBatch
 from lamina.types import Request, SamplingParams
 
 NUMBERS = itertools.count()

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.schedule.lanes import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
 from lamina.pipeline import Arrangement, Pipeline
+from lamina.schedule.lanes import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
 
 
 def choices(replicas: int) -> Pipeline:

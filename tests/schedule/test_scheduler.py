@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.groups import Group
-from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.errors import RequestError
+from lamina.groups import Group
 from lamina.memory.slab import Slab
+from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.types import LAST_DRAWN, Migration, Request, SamplingParams, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.errors import OverloadedError
 from lamina.groups import Completion, Group
 from lamina.schedule.waiting import Places, WaitingQueue
-from lamina.errors import OverloadedError
 from lamina.types import Client, Request, SamplingParams
 
 NUMBERS = itertools.count()

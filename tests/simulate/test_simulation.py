@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from lamina.config import Pipelining
-from lamina.placement.map import Placement
-from lamina.schedule.scheduler import Scheduler
 from lamina.errors import ConfigError
+from lamina.placement.map import Placement
 from lamina.plan import hardware, models
 from lamina.plan.cost import ROUND_TRIP_S
+from lamina.plan.workload import TracedRequest
+from lamina.schedule.scheduler import Scheduler
 from lamina.simulate import (
     Arrivals,
     Deployment,
@@ -30,7 +31,6 @@ from lamina.simulate import (
     write_requests,
 )
 from lamina.simulate import runtime as under_test
-from lamina.plan.workload import TracedRequest
 from lamina.types import Request, StepPlan
 
 CATALOGUE = hardware.load()

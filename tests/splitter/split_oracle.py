@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lamina.splitter import SliceOutput, SplitModel
 from lamina.lowering import lower
+from lamina.splitter import SliceOutput, SplitModel
 from lamina.types import AttentionSpec
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.protocol.channel import Inbox, Layout, Outbox
+from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.null import NullEndpoint
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint

@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from lamina.transport.base import Arena, Endpoint, Peer
-from lamina.protocol.choice import Transport
 from lamina.profiling.transports import make_endpoint
+from lamina.protocol.choice import Transport
 from lamina.protocol.secret import Secret
+from lamina.transport.base import Arena, Endpoint, Peer
 
 SECRET = Secret(b"a secret of the transport's soak.")
 HOST = "127.0.0.1"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lamina.errors import TransportError
-from lamina.transport.device import memory as device_memory
 from lamina.transport.arena import allocate
 from lamina.transport.base import Buffer
+from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import ArenaOnDevice, Decision, DmaBuf, Refusal, Route, choose
 from lamina.transport.rdma.queue import Region, map_memory
 

@@ -16,8 +16,8 @@ from far import SECRET, Far
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.transport.base import Buffer
 from lamina.transport.device.memory import DmaBuf, Route
-from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
 from lamina.transport.rdma.devices import choose, inventory
+from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
 from lamina.transport.rdma.events import MESSAGES, Events
 
 pytestmark = pytest.mark.skipif("LAMINA_TEST_RDMA" not in os.environ, reason="no RDMA devices: see tests/rdma")

@@ -28,13 +28,13 @@ from lamina._native import Arena as NativeArena
 from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport import listener
-from lamina.transport.device import memory as device_memory
-from lamina.transport.rdma import events as rdma_events
 from lamina.transport.arena import OwnArena, allocate
 from lamina.transport.base import Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
+from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import ArenaOnDevice, DeviceMemory, Refusal
 from lamina.transport.endpoint import ListeningEndpoint, Options
 from lamina.transport.listener import Descriptor, Listener
+from lamina.transport.rdma import events as rdma_events
 from lamina.transport.rdma.devices import Choice, choose, inventory, own_numa_node
 from lamina.transport.rdma.events import Events
 from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, part_nbytes

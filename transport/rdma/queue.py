@@ -14,9 +14,9 @@ import numpy as np
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport.device import memory as device_memory
 from lamina.transport.arena import allocate
 from lamina.transport.base import Part
+from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import Decision, DeviceMemory, Refusal
 from lamina.transport.rdma.devices import INFINIBAND, Choice
 from lamina.transport.rdma.events import Events, Receiver

@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 
 from lamina.cluster import pool, sizing
-from lamina.cluster.devices import find_devices, free_memory
-from lamina.config import EngineConfig
 from lamina.cluster.bringup import bring_up
-from lamina.engine.engine import Engine, OnTrace
+from lamina.cluster.devices import find_devices, free_memory
 from lamina.cluster.gather import OnProgress
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine, OnTrace
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
 from lamina.protocol.control import Bootstrap, ControlServer
-from lamina.transport.listener import LOOPBACK
 from lamina.protocol.secret import from_file
+from lamina.transport.listener import LOOPBACK
 
 STOP_TIMEOUT_S = 5.0
 
