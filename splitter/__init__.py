@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "lamina.splitter":
     raise ImportError(f"import this package as lamina.splitter, not {__name__}: a second copy would not share types")
 
-from lamina.lowering.lowered import LoweredModel, LoweredSlice, lower
-from lamina.lowering.program import Room
 from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel, Weight, as_numpy
 
 if TYPE_CHECKING:
@@ -16,15 +14,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Crossing",
     "Cut",
-    "LoweredModel",
-    "LoweredSlice",
-    "Room",
     "Slice",
     "SliceOutput",
     "SplitModel",
     "Weight",
     "as_numpy",
-    "lower",
     "split",
 ]
 

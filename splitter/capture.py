@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import UnsupportedModelError
-from lamina.models.config import keep_in_float32
 from lamina.splitter import adapters, trace
 from lamina.splitter.attention import OPERATOR
 from lamina.splitter.operators import EXAMPLE_ROWS, Operators, write_operators
+from lamina.splitter.precision import keep_in_float32
 from lamina.splitter.split_model import Weight
 from lamina.types import DType
 

@@ -1,6 +1,5 @@
 """The transformers side of a config: which model it describes, its weights' names and shapes, its element type."""
 
-import re
 from typing import Literal, cast
 
 import torch
@@ -8,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models.directory import CONFIG, ModelDirectory
+from lamina.splitter.precision import keep_in_float32
 from lamina.types import DType
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -75,20 +75,6 @@ def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
         raise UnsupportedModelError(f"transformers cannot build a {config.model_type} model: {error}") from error
     keep_in_float32(model, dtype)
     return cast(PreTrainedModel, model)
-
-
-def keep_in_float32(model: PreTrainedModel, dtype: DType) -> None:
-    """Make float32 again what a family keeps so, mutating ``model``, built for ``dtype``: as ``from_pretrained`` does.
-
-    The families whose norms are kept mean float16 alone: bfloat16 has float32's range.
-    """
-    kept = set(model._keep_in_fp32_modules_strict or ()) if dtype is not DType.FLOAT32 else set()
-    if dtype is DType.FLOAT16:
-        kept |= set(model._keep_in_fp32_modules or ())
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if any(pattern.search(name) for pattern in patterns):
-            tensor.data = tensor.data.float()
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
