@@ -310,14 +310,14 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
     from lamina.cli.console import print_table
     from lamina.plan import models
     from lamina.plan.cost import CostModel, Fits
-    from lamina.plan.store import ProfileStore
+    from lamina.plan.store import packaged_fit
     from lamina.profiling.validate import errors_by_operator
 
     if kind is None:
         raise ConfigError("--validate needs --kind KIND: the kind that the file was measured on")
     entry = catalogue[kind]
     shape = models.find(model)
-    fitted_to = ProfileStore().fit("gemm", entry.kind).source
+    fitted_to = packaged_fit("gemm", entry.kind).source
     table = Table(
         title=f"Predicted against measured: {shape.name} on {entry.kind}",
         caption=f"Relative errors of single measurements. Matrix products are fitted to {fitted_to} alone.",

@@ -23,7 +23,7 @@ from lamina.errors import ConfigError
 from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
-from lamina.plan.store import Fit, ProfileStore
+from lamina.plan.store import Fit, ProfileStore, packaged_fit
 
 ATTENTION_MEMORY_SHARE = 0.8
 """Of the memory bandwidth that decode attention reads keys and values with (Lamina, section 3.1: above 80%)."""
@@ -205,21 +205,22 @@ class Fits:
 
     @classmethod
     def load(cls, kind: str, measured: ProfileStore | None = None) -> "Fits":
-        """The fits for ``kind``: those that ``measured`` has of it, else the package's profile store's.
+        """The fits for ``kind``: those that ``measured`` has of it, else the package's.
 
         Raises:
             ConfigError: a store lacks a part, or was written by another version.
         """
 
-        def part(build: Callable[..., T], name: str) -> T:
-            own = measured.own_fit(name, kind) if measured else None
-            return _build(build, own or packaged.fit(name, kind), measured if measured and own else packaged)
+        def own(name: str) -> Fit | None:
+            return measured.fit(name, kind) if measured else None
 
-        packaged = ProfileStore()
-        slices, runtime = (measured.own_fit(name, kind) if measured else None for name in ("slices", "runtime"))
+        def part(build: Callable[..., T], name: str) -> T:
+            return _build(build, own(name) or packaged_fit(name, kind))
+
+        slices, runtime = own("slices"), own("runtime")
         return cls(
-            slices=part(SliceCurve, "slices") if slices else None,
-            runtime=part(RuntimeFit.stored, "runtime") if runtime else RuntimeFit(),
+            slices=_build(SliceCurve, slices) if slices else None,
+            runtime=_build(RuntimeFit.stored, runtime) if runtime else RuntimeFit(),
             gemm=part(GemmFit, "gemm"),
             pointwise=part(PointwiseFit, "pointwise"),
             all_reduce=part(CollectiveFit, "all_reduce"),
@@ -227,13 +228,13 @@ class Fits:
         )
 
 
-def _build(part: Callable[..., T], fit: Fit, store: ProfileStore) -> T:
+def _build(part: Callable[..., T], fit: Fit) -> T:
     try:
         return part(**fit.parameters)
     except TypeError as error:
         raise ConfigError(
-            f"the fit {fit.name!r} in {store.file} is of another version ({error}); make it again with "
-            "python -m lamina.profiling.fit or lamina plan --measure"
+            f"the fit {fit.name!r} of {fit.kind} was written by another version ({error}); make it again with "
+            "lamina plan --measure, or the package's with python -m lamina.profiling.fit"
         ) from error
 
 

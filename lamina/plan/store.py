@@ -1,24 +1,23 @@
-"""The profile store: fits of the cost model with the samples they come from, in SQLite.
+"""Where fits of the cost model are kept: the package's in a text file, a user's own in SQLite with their samples.
 
-``profiles.sqlite`` beside this file comes with the package and is only read; ``python -m lamina.profiling.fit`` writes it or
-any other file. One fit has a name (what it predicts) and the kind it was measured on; a kind without a fit of its own
-is served by the first one stored, with its own catalogue entry.
+``fits.json`` beside this file comes with the package and is only read; ``python -m lamina.profiling.fit`` writes it. A
+kind without a fit of its own is served by the first one there, with its own catalogue entry.
 
-Tables: ``fits`` (parameters as JSON, error summary, where the samples came from) and ``samples`` (what was measured
-and what the fit says of it, in whole nanoseconds: the residuals).
+A user's store has the tables ``fits`` (parameters as JSON, error summary, where the samples came from) and ``samples``
+(what was measured and what the fit predicts, in whole nanoseconds: the residuals).
 """
 
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lamina.errors import ConfigError
 
-PACKAGED = Path(__file__).parent / "profiles.sqlite"
+PACKAGED = Path(__file__).parent / "fits.json"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS fits (
@@ -58,10 +57,21 @@ class Fit:
     p95_error: float
 
 
-class ProfileStore:
-    """Fits and samples in one SQLite file."""
+def packaged_fit(name: str, kind: str = "") -> Fit:
+    """The package's fit of a part of the cost model for ``kind``, or else the first one made on another kind."""
+    fits = [fit for stored in json.loads(PACKAGED.read_text()) if (fit := Fit(**stored)).name == name]
+    return next((fit for fit in fits if fit.kind == kind), fits[0])
 
-    def __init__(self, file: Path = PACKAGED) -> None:
+
+def write_fits(fits: Iterable[Fit], file: Path) -> None:
+    """Write fits as a text file of the package's form, mutating nothing else."""
+    file.write_text(json.dumps([asdict(fit) for fit in fits], indent=2) + "\n")
+
+
+class ProfileStore:
+    """A user's fits and their samples in one SQLite file."""
+
+    def __init__(self, file: Path) -> None:
         self.file = file
 
     @classmethod
@@ -70,28 +80,18 @@ class ProfileStore:
         store = cls(hardware.with_suffix(".sqlite")) if hardware else None
         return store if store and store.file.is_file() else None
 
-    def fit(self, name: str, kind: str) -> Fit:
-        """The fit called ``name`` for ``kind``, or else the first one made on another kind.
+    def fit(self, name: str, kind: str) -> Fit | None:
+        """The fit called ``name`` that was made on ``kind``, if there is one.
 
         Raises:
-            ConfigError: the store has none, or is no profile store.
+            ConfigError: the file does not exist or is not a profile store.
         """
-        query = (
-            "SELECT name, kind, source, parameters, median_error, p95_error FROM fits WHERE name = ? "
-            "ORDER BY kind = ? DESC, id LIMIT 1"
-        )
+        query = "SELECT name, kind, source, parameters, median_error, p95_error FROM fits WHERE name = ? AND kind = ?"
         rows = self._read(query, (name, kind))
         if not rows:
-            raise ConfigError(
-                f"the profile store {self.file} has no fit {name!r}; make it with python -m lamina.profiling.fit"
-            )
+            return None
         stored = rows[0]
         return Fit(stored[0], stored[1], stored[2], json.loads(stored[3]), stored[4], stored[5])
-
-    def own_fit(self, name: str, kind: str) -> Fit | None:
-        """The fit called ``name`` that was made on ``kind`` itself, if there is one. Raises ConfigError as ``fit``."""
-        known = self._read("SELECT kind FROM fits WHERE name = ? AND kind = ?", (name, kind))
-        return self.fit(name, kind) if known else None
 
     def samples(self, name: str, kind: str) -> list[Sample]:
         """The samples of a fit, in the order they were written."""
@@ -129,9 +129,9 @@ class ProfileStore:
 
     def _read(self, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
         if not self.file.is_file():
-            raise ConfigError(f"there is no profile store {self.file}; make one with python -m lamina.profiling.fit")
+            raise ConfigError(f"there is no profile store {self.file}; make one with lamina plan --measure")
         try:
             with closing(sqlite3.connect(f"{self.file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
                 return connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise ConfigError(f"{self.file} is no profile store: {error}") from error
+            raise ConfigError(f"{self.file} is not a profile store: {error}") from error

@@ -1,9 +1,9 @@
-"""Fits the cost model to measurements and writes the profile store.
+"""Fits the cost model to measurements and writes the package's fits.
 
     python -m lamina.profiling.fit bench/cost/measurements
 
-fits the file of Llama-2-7B on the A100 and the two network files, and rewrites ``profiles.sqlite`` in the package;
-``--store FILE`` writes another. Needs scipy, which nothing else does. The other files in that directory are for testing
+fits the file of Llama-2-7B on the A100 and the two network files, and rewrites ``fits.json`` in the package;
+``--output FILE`` writes another file. Needs scipy, which nothing else does. The other files in that directory are for testing
 (``lamina plan --validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products
 without one operator, two of them or two degrees of tensor parallelism and prints the errors on what was left out.
 
@@ -24,7 +24,7 @@ from lamina.plan import hardware
 from lamina.plan.cost import GEMMS, POINTWISE, CollectiveFit, CostModel, Fits, PointwiseFit, TransferFit
 from lamina.plan.gemm import Floats, GemmFit
 from lamina.plan.models import KNOWN
-from lamina.plan.store import PACKAGED, Fit, ProfileStore, Sample
+from lamina.plan.store import PACKAGED, Fit, Sample, write_fits
 from lamina.profiling.measurements import Series, read_network, read_operators
 
 KIND = "a100-80g"
@@ -179,18 +179,18 @@ def cross_validate(mlp: Path) -> Iterator[tuple[str, float, float]]:
 
 def main() -> None:
     """Fit and store; print the parameters and errors."""
-    parser = argparse.ArgumentParser(description="Fit the cost model and write the profile store.")
+    parser = argparse.ArgumentParser(description="Fit the cost model and write its parameters.")
     parser.add_argument("measurements", type=Path, help="directory with the measured CSV files")
-    parser.add_argument("--store", type=Path, default=PACKAGED, help="SQLite file to write")
+    parser.add_argument("--output", type=Path, default=PACKAGED, help="JSON file to write")
     parser.add_argument("--cross-validate", action="store_true", help="print errors on parts left out of the fit")
     arguments = parser.parse_args()
     if arguments.cross_validate:
         for title, median, p95 in cross_validate(arguments.measurements / MLP):
             print(f"{title}: median {median:.2%}, 95th percentile {p95:.2%}", flush=True)
         return
-    store = ProfileStore(arguments.store)
-    for fit, samples in fit_all(arguments.measurements).values():
-        store.write(fit, samples)
+    fitted = fit_all(arguments.measurements).values()
+    write_fits((fit for fit, _ in fitted), arguments.output)
+    for fit, samples in fitted:
         print(f"{fit.name}: median {fit.median_error:.2%}, 95th percentile {fit.p95_error:.2%} of {len(samples)}")
         print("  " + ", ".join(f"{name} {value:.4g}" for name, value in fit.parameters.items()))
 
