@@ -33,7 +33,7 @@ from rich.table import Table
 
 from lamina.errors import ConfigError
 from lamina.kernels.gpu.choice import REGISTERS, SHARED_BYTES, Context, Shape, default
-from lamina.kernels.gpu.device import find, select
+from lamina.kernels.gpu.device import find, require
 from lamina.kernels.gpu.program import KvElement, Program
 from lamina.kernels.gpu.specialize import (
     append_program,
@@ -154,15 +154,12 @@ def compiled(args: argparse.Namespace) -> None:
     path.write_text(json.dumps({"triton": metadata.version("triton"), "programs": rows}, indent=1) + "\n")
 
 
-def card_index(device: str) -> int:
-    """The card's number. Ends the program if there is none, saying what is missing."""
+def require_card(index: int) -> str:
+    """The card's name. Ends the program if there is none, saying what is missing."""
     try:
-        index = select(device, find())
+        return require(index, find()).name
     except ConfigError as error:
         raise SystemExit(f"skipped: {error}") from None
-    if index is None:
-        raise SystemExit("skipped: these measurements need a card; ask for cuda:0")
-    return index
 
 
 def part(what: str, index: int) -> dict[str, Any]:
@@ -215,12 +212,12 @@ def tests(deadline_s: float) -> dict[str, Any]:
     return {"passed": TESTED}
 
 
-def attempt(what: str, device: str, deadline_s: float) -> dict[str, Any]:
+def attempt(what: str, device: int, deadline_s: float) -> dict[str, Any]:
     """One part in a process of its own: what it found or how it failed, when, and how long it took."""
     started, today = time.monotonic(), datetime.date.today().isoformat()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "part.json")
-        command = [sys.executable, __file__, what, "--here", "--device", device, "--json", str(path)]
+        command = [sys.executable, __file__, what, "--here", "--device", str(device), "--json", str(path)]
         try:
             if what == "tests":
                 found = tests(deadline_s)
@@ -238,10 +235,8 @@ def attempt(what: str, device: str, deadline_s: float) -> dict[str, Any]:
 
 def measured(args: argparse.Namespace) -> None:
     """Every part that was asked for, one after another. Ends with status 1 if one failed."""
-    index = card_index(args.device)
-    cards = find().cards
-    assert cards
-    path = args.json or RESULTS / f"gpu-{cards[index].name.lower().replace(' ', '-')}.json"
+    name = require_card(args.device)
+    path = args.json or RESULTS / f"gpu-{name.lower().replace(' ', '-')}.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     parts, until = args.what or list(DEADLINES_S), time.monotonic() + TOTAL_S
     for what in parts:
@@ -256,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"compile, or of {', '.join(DEADLINES_S)} (all)")
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES))
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", type=int, default=0, help="number of the card")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there instead of results/")
     parser.add_argument("--here", action="store_true", help="one part in this process, for profilers; writes if --json")
     args = parser.parse_args()
@@ -267,7 +262,8 @@ def main() -> None:
     elif args.here:
         if len(args.what) != 1 or args.what == ["tests"]:
             parser.error("--here takes one of " + ", ".join(list(DEADLINES_S)[1:]))
-        found = part(args.what[0], card_index(args.device))
+        require_card(args.device)
+        found = part(args.what[0], args.device)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
     else:

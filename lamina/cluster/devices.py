@@ -6,14 +6,15 @@ from pathlib import Path
 import psutil
 
 from lamina.cluster.pool import Devices
+from lamina.kernels.gpu.device import find_cards
 
 CGROUP = Path("/sys/fs/cgroup")  # inside a container: its own control group
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def find_devices() -> Devices:
-    """Cores this process may use, RAM, and GPUs as the NVIDIA kernel driver lists them."""
-    return Devices(len(os.sched_getaffinity(0)), psutil.virtual_memory().total, tuple(_nvidia_models()))
+    """Cores that this process may use, RAM, and NVIDIA GPUs."""
+    gpus = tuple(card.name for card in find_cards() or ())
+    return Devices(len(os.sched_getaffinity(0)), psutil.virtual_memory().total, gpus)
 
 
 def free_memory() -> int:
@@ -29,10 +30,3 @@ def free_memory() -> int:
         kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, int(bound) - used + int(kinds["inactive_file"]))
     return max(0, free)
-
-
-def _nvidia_models() -> list[str]:
-    if not NVIDIA_GPUS.is_dir():
-        return []
-    lines = [line for gpu in sorted(NVIDIA_GPUS.iterdir()) for line in (gpu / "information").read_text().splitlines()]
-    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

@@ -5,13 +5,13 @@ import os
 import pytest
 
 from lamina.errors import ConfigError
-from lamina.kernels.gpu.device import find, select
+from lamina.kernels.gpu.device import find, require
 
 
 def missing() -> str | None:
     """Why no card can be used in this process; None if one can."""
     try:
-        select("cuda:0", find())
+        require(0, find())
     except ConfigError as error:
         return str(error)
     if os.environ.get("TRITON_INTERPRET") == "1":

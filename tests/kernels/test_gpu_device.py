@@ -6,54 +6,59 @@ import sys
 import pytest
 
 from lamina.errors import ConfigError
-from lamina.kernels.gpu.device import Card, Found, find, select
+from lamina.kernels.gpu.device import Card, Found, find, require, visible
 
 H200, V100 = Card("NVIDIA H200", 90), Card("Tesla V100", 70)
 READY = Found((H200, H200), "3.9.0", "14.2.0")
 
 
-@pytest.mark.parametrize(("asked", "index"), [("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
-def test_what_is_there_is_taken(asked, index):
-    assert select(asked, READY) == index
-
-
-def test_a_processor_needs_nothing():
-    assert select("cpu", Found(None, None, None)) is None
+def test_what_is_there_is_taken():
+    assert require(0, READY) == require(1, READY) == H200
 
 
 @pytest.mark.parametrize(
-    ("asked", "found", "message"),
+    ("index", "found", "message"),
     [
         (
-            "cuda:1",
+            1,
             Found(None, None, None),
-            r"cuda:1 cannot be used; found no NVIDIA driver \(libcuda.so.1\); no Triton, no CuPy. "
-            r"Install NVIDIA's driver and pip install 'lamina\[cuda\]', or ask for cpu",
+            r"cuda device 1 cannot be used; found no NVIDIA driver; no Triton, no CuPy. "
+            r"Install NVIDIA's driver and pip install 'lamina\[cuda\]', or use a CPU",
         ),
-        (
-            "cuda",
-            Found((), "3.9.0", "14.2.0"),
-            "an NVIDIA driver without cards; .* CUDA_VISIBLE_DEVICES, or ask for cpu",
-        ),
-        ("cuda:2", READY, r"found cuda:0 NVIDIA H200 \(compute capability 9.0\), cuda:1 .* Ask for cuda:0 to cuda:1"),
-        ("cuda", Found((V100,), "3.9.0", "14.2.0"), "compute capability 7.0.* needs a card of compute capability 8.0"),
-        ("cuda", Found((H200,), None, "14.2.0"), r"no Triton, CuPy 14.2.0. Run pip install 'lamina\[cuda\]'"),
-        ("cuda", Found((H200,), "3.9.0", None), r"Triton 3.9.0, no CuPy. Run pip install 'lamina\[cuda\]'"),
-        ("cuda:01", READY, "device 'cuda:01' is none; give cpu, cuda or cuda:N"),
-        ("rocm", READY, "device 'rocm' is none"),
+        (0, Found((), "3.9.0", "14.2.0"), "an NVIDIA driver without cards; .* CUDA_VISIBLE_DEVICES, or use a CPU"),
+        (2, READY, r"found cuda:0 NVIDIA H200 \(compute capability 9.0\), cuda:1 .* Use a device from 0 to 1"),
+        (-1, READY, "Use a device from 0 to 1"),
+        (0, Found((V100,), "3.9.0", "14.2.0"), "compute capability 7.0.* needs compute capability 8.0"),
+        (0, Found((H200,), None, "14.2.0"), r"no Triton, CuPy 14.2.0. Run pip install 'lamina\[cuda\]'"),
+        (0, Found((H200,), "3.9.0", None), r"Triton 3.9.0, no CuPy. Run pip install 'lamina\[cuda\]'"),
     ],
 )
-def test_what_is_not_there_is_refused(asked, found, message):
+def test_what_is_not_there_is_refused(index, found, message):
     with pytest.raises(ConfigError, match=message):
-        select(asked, found)
+        require(index, found)
 
 
 def test_this_machine_is_described():
     found = find()
     assert str(found)
     if not found.cards:
-        with pytest.raises(ConfigError, match="cuda:1 cannot be used; found"):
-            select("cuda:1", found)
+        with pytest.raises(ConfigError, match="cuda device 1 cannot be used; found"):
+            require(1, found)
+
+
+def test_only_visible_cards_count():
+    cards = tuple(Card("NVIDIA H200", 90, uuid=f"GPU-{letter}{number}") for number, letter in enumerate("aab"))
+    for wanted, chosen in (
+        (None, "012"),
+        ("", ""),
+        ("2,0", "20"),
+        ("GPU-b", "2"),
+        ("GPU-a1,2", "12"),
+        ("GPU-a", ""),  # two cards: ambiguous
+        ("1,7,0", "1"),  # what follows an unknown one is not seen either
+        ("-1", ""),
+    ):
+        assert visible(cards, wanted) == tuple(cards[int(index)] for index in chosen), wanted
 
 
 def test_nothing_of_the_package_needs_triton_or_cupy_to_be_imported():

@@ -77,7 +77,7 @@ class PeerMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ImportError without CuPy; ``device.select`` says that better."""
+        """Raises ImportError without CuPy; ``lamina.kernels.gpu.device.require`` says what to install."""
         import cupy
 
         self.nbytes = nbytes

@@ -44,7 +44,7 @@ class Polling:
     """
 
     def __init__(self, peer: str) -> None:
-        """``peer`` is named by errors. Raises ImportError without CuPy; ``device.select`` says that better."""
+        """``peer`` is named by errors. Raises ImportError without CuPy; ``lamina.kernels.gpu.device.require`` says what to install."""
         import cupy
 
         self._cupy = cupy

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
-from lamina.kernels.gpu.device import find, select
+from lamina.kernels.gpu.device import find, require
 from lamina.kernels.gpu.program import KvElement, Program
 from lamina.kernels.gpu.triton_compile import ALIGNMENT, Binary, compile_program
 from lamina.kernels.segments import SegmentTable
@@ -26,7 +26,7 @@ class Cuda:
 
     def __init__(self, index: int) -> None:
         """Raises ConfigError if there is no such card or a package is missing."""
-        select(f"cuda:{index}", find())
+        require(index, find())
         self.device = cupy.cuda.Device(index)
         self.device.use()
         properties = cupy.cuda.runtime.getDeviceProperties(index)

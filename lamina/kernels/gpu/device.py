@@ -1,9 +1,9 @@
-"""Which device attention runs on: what is asked for, what there is, and what to install. Imports no GPU package."""
+"""The NVIDIA cards of this machine, and whether kernels can run on one. Imports neither CuPy nor Triton."""
 
-import ctypes
-import re
+import os
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from lamina.errors import ConfigError
 
@@ -14,10 +14,12 @@ REMEDY = "pip install 'lamina[cuda]'"
 
 @dataclass(frozen=True)
 class Card:
-    """One NVIDIA card; ``capability`` is 90 for 9.0."""
+    """One NVIDIA card. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0."""
 
     name: str
     capability: int
+    memory_bytes: int = 0
+    uuid: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} (compute capability {self.capability // 10}.{self.capability % 10})"
@@ -25,52 +27,47 @@ class Card:
 
 @dataclass(frozen=True)
 class Found:
-    """What this machine and this Python have. ``cards`` is None without a driver; versions are None if absent."""
+    """What this machine and this Python have. ``cards`` is None without a driver, a version without its package."""
 
     cards: tuple[Card, ...] | None
     triton: str | None
     cupy: str | None
 
     def __str__(self) -> str:
-        cards = "no NVIDIA driver (libcuda.so.1)" if self.cards is None else "an NVIDIA driver without cards"
+        cards = "no NVIDIA driver" if self.cards is None else "an NVIDIA driver without cards"
         if self.cards:
             cards = ", ".join(f"cuda:{index} {card}" for index, card in enumerate(self.cards))
         packages = ((self.triton, "Triton"), (self.cupy, "CuPy"))
         return f"{cards}; " + ", ".join(f"{name} {version}" if version else f"no {name}" for version, name in packages)
 
 
-def select(asked: str, found: Found) -> int | None:
-    """The card's number for ``cuda`` or ``cuda:1``, None for ``cpu``.
+def require(index: int, found: Found) -> Card:
+    """Card ``index``, if kernels can run on it.
 
     Raises:
-        ConfigError: no such device, a card too old, or a missing package; says what was found and what to do.
+        ConfigError: there is no such card, it is too old, or a package is missing; says what was found and what to do.
     """
-    if asked == "cpu":
-        return None
-    match = re.fullmatch(r"cuda(?::(0|[1-9][0-9]{0,3}))?", asked)
-    if match is None:
-        raise ConfigError(f"device {asked!r} is none; give cpu, cuda or cuda:N, such as cuda:1")
-    index = int(match[1] or 0)
 
     def refuse(remedy: str) -> ConfigError:
-        return ConfigError(f"{asked} cannot be used; found {found}. {remedy}, or ask for cpu")
+        return ConfigError(f"cuda device {index} cannot be used; found {found}. {remedy}, or use a CPU")
 
     if not found.cards:
         install = "Install NVIDIA's driver" if found.cards is None else "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
         raise refuse(install if found.triton and found.cupy else f"{install} and {REMEDY}")
-    if index >= len(found.cards):
-        raise refuse(f"Ask for cuda:0 to cuda:{len(found.cards) - 1}")
-    if found.cards[index].capability < LEAST_CAPABILITY:
-        raise refuse("Attention needs a card of compute capability 8.0 or higher: use another")
+    if not 0 <= index < len(found.cards):
+        raise refuse(f"Use a device from 0 to {len(found.cards) - 1}")
+    card = found.cards[index]
+    if card.capability < LEAST_CAPABILITY:
+        raise refuse("Attention needs compute capability 8.0 or higher: use another card")
     if not (found.triton and found.cupy):
         raise refuse(f"Run {REMEDY}")
-    return index
+    return card
 
 
 def find() -> Found:
-    """Look for cards and packages. Initialises the driver in this process, which must not fork afterwards."""
+    """Look for cards and packages. Makes no CUDA context, so this process may still fork."""
     cupy = next(filter(None, map(_version, CUPY_PACKAGES)), None)
-    return Found(_cards(), _version("triton"), cupy)
+    return Found(find_cards(), _version("triton"), cupy)
 
 
 def _version(package: str) -> str | None:
@@ -80,22 +77,43 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cards() -> tuple[Card, ...] | None:
-    """The driver's list, through its C interface. https://docs.nvidia.com/cuda/cuda-driver-api"""
+def find_cards() -> tuple[Card, ...] | None:
+    """The cards that this process may use, in the order of their PCI bus addresses; None without a driver."""
+    import pynvml  # a fiftieth of a second; most processes never ask
+
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return None
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    return tuple(_card(driver, index) for index in range(count.value))
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return visible(tuple(map(_card, handles)), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def _card(driver: ctypes.CDLL, index: int) -> Card:
-    device, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
-    driver.cuDeviceGet(ctypes.byref(device), index)
-    driver.cuDeviceGetName(name, len(name), device)
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)  # ..._MINOR
-    return Card(name.value.decode(), 10 * major.value + minor.value)
+def _card(handle: Any) -> Card:
+    import pynvml
+
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+    return Card(name, 10 * major + minor, memory, uuid)
+
+
+def visible(cards: tuple[Card, ...], wanted: str | None) -> tuple[Card, ...]:
+    """What CUDA shows of ``cards`` when CUDA_VISIBLE_DEVICES is ``wanted``: indices or the beginnings of UUIDs, up to
+    the first that names no card. https://docs.nvidia.com/cuda/cuda-programming-guide (environment variables)
+    """
+    if wanted is None:
+        return cards
+    chosen: list[Card] = []
+    for entry in map(str.strip, wanted.split(",")):
+        if entry.isdecimal():
+            named = cards[int(entry) : int(entry) + 1]
+        else:
+            named = tuple(card for card in cards if entry and card.uuid.startswith(entry))
+        if len(named) != 1:
+            break
+        chosen += named
+    return tuple(chosen)
