@@ -16,12 +16,12 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Self, cast
 
-from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
 from lamina.errors import RequestError
 from lamina.frontend.prompts import Message, Prompt, as_prompts, chat_prompt
+from lamina.launch import launch
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.progress import BatchProgress, loading_progress
 from lamina.types import DType, RequestOutput, SamplingParams

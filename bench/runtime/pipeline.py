@@ -24,8 +24,8 @@ from bench_models import COMMON, MODELS, model_directory
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
+from lamina.launch import launch
 from lamina.observe.decoding import decode_batch, decode_window
 from lamina.observe.trace import IDLE, shares
 from lamina.protocol.timeline import Span

@@ -32,7 +32,7 @@ def bench(
     if invocation.invoked_subcommand is not None:
         return
     options.check_model(config)
-    from lamina.cluster.launchers.local import launch
+    from lamina.launch import launch
     from lamina.observe.decoding import decode_batch, decode_window
     from lamina.observe.progress import loading_progress
 

@@ -184,8 +184,8 @@ class Run:
 
 def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[Run]:
     """Serve random prompts on one compute and one memory worker, each on its half of the cores."""
-    from lamina.cluster.launchers.local import launch
     from lamina.config import EngineConfig
+    from lamina.launch import launch
 
     compute, memory = (",".join(map(str, cores)) for cores in halves())
     config = EngineConfig(

@@ -18,10 +18,11 @@ import torch
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cluster.launchers.local import LocalWorkers, launch
+from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
 from lamina.engine.updates import whole
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
+from lamina.launch import launch
 from lamina.protocol import liveness
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, make_checkpoint
@@ -156,7 +157,7 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
 
 SCRIPT = """
 import sys, threading
-from lamina.cluster.launchers.local import launch
+from lamina.launch import launch
 from lamina.config import EngineConfig
 from lamina.types import SamplingParams
 engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2"))

@@ -11,10 +11,10 @@ import psutil
 import pytest
 from transformers import LlamaConfig
 
-from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
+from lamina.launch import launch
 from lamina.schedule import admission
 from lamina.schedule.scheduler import Scheduler
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan

@@ -16,10 +16,11 @@ from typing import Literal
 import pytest
 
 from lamina.cluster import bringup
-from lamina.cluster.launchers.local import LocalWorkers, launch
+from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
+from lamina.launch import launch
 from lamina.protocol.choice import Transport
 from lamina.schedule import admission
 from lamina.types import RequestOutput, SamplingParams

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
+from lamina.launch import launch
 from lamina.pipeline import Arrangement
 from lamina.schedule.lanes import LaneChooser
 from lamina.types import DType, RequestOutput, SamplingParams

@@ -7,10 +7,10 @@ import time
 import psutil
 import pytest
 
-from lamina.cluster.launchers.local import launch
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
+from lamina.launch import launch
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.runtime.checkpoints import CONFIGS, VOCABULARY, make_checkpoint
 

@@ -1,29 +1,15 @@
 """Local launcher: workers are processes of this machine."""
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 
 import msgspec
 
-from lamina.cluster import pool, sizing
-from lamina.cluster.bringup import bring_up
-from lamina.cluster.devices import find_devices, free_memory
-from lamina.cluster.gather import OnProgress
-from lamina.config import EngineConfig
-from lamina.engine.engine import Engine, OnTrace
-from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
-from lamina.observe.trace import write_trace
-from lamina.protocol.control import Bootstrap, ControlServer
-from lamina.protocol.secret import from_file
-from lamina.transport.listener import LOOPBACK
+from lamina.protocol.control import Bootstrap
 
 STOP_TIMEOUT_S = 5.0
 
@@ -106,55 +92,3 @@ class LocalWorkers:
 
 def _describe(code: int) -> str:
     return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit status {code}"
-
-
-def launch(
-    config: EngineConfig,
-    on_progress: OnProgress | None = None,
-    on_trace: OnTrace | None = None,
-    *,
-    workers: LocalWorkers | None = None,
-    host: str = LOOPBACK,
-) -> Engine:
-    """Start the workers of ``config`` on this machine and return an engine that serves.
-
-    ``on_trace`` gets what every worker did when, by worker, when the engine ends; without it and without
-    ``config.trace`` nothing is recorded. ``workers`` starts them; ``host`` is this machine's address that they reach.
-
-    Raises:
-        ConfigError, ModelError: what the user can mend, before anything is started where possible.
-        WorkerError, DeadlineError: a worker could not start; nothing is left running.
-    """
-    sizing.check(config)
-    model = directory.find(config.model, weights=config.load_format != "dummy")
-    computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
-    tokenizer = Tokenizer(model)
-    available = frozenset(os.sched_getaffinity(0))
-    receivers = [] if on_trace is None else [on_trace]
-    if config.trace is not None:
-        receivers.append(partial(write_trace, Path(config.trace)))
-    plan = sizing.cluster_plan(
-        config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
-    )
-    secret = None if config.secret_file is None else from_file(config.secret_file)
-    control = ControlServer([*computes, *memories], secret=secret, host=host)
-    workers = workers or LocalWorkers()
-    try:
-        for names, module in ((computes, COMPUTE), (memories, MEMORY)):
-            for name in names:
-                workers.spawn(name, module, control.bootstraps[name], plan.cores[name], plan.shared_cores)
-        cluster = bring_up(control, workers, plan, on_progress or (lambda worker, progress: None))
-    except BaseException:
-        control.close()
-        workers.kill()
-        raise
-    limits = plan.limits
-    if config.max_model_len is None:  # a request longer than a memory worker's slab could never be admitted
-        limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, max(cluster.capacities.values())))
-    return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
-
-
-def _names(text: str, role: pool.Role) -> tuple[str, ...]:
-    entries = pool.parse(text)
-    pool.check_available(role, entries, find_devices())
-    return tuple(f"{role}{index}" for index in range(sum(entry.count for entry in entries)))
