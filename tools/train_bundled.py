@@ -1,4 +1,4 @@
-"""Trains the model that comes with Lamina: ``python -m lamina.tools.train_bundled OUT [--minutes 35] [--threads 1]``.
+"""Trains the model that comes with Lamina: ``python tools/train_bundled.py OUT [--minutes 35] [--threads 1]``.
 
 A Llama of 1.9 million parameters learns the Python source of the standard library, which every machine that can run
 this script has. What it learns is how Python looks, not what is true: it exists so that a first run shows sensible
@@ -64,7 +64,7 @@ Software Foundation License Version 2; these weights are under Lamina's licence,
 Held-out loss: {held_out_nats_per_token} nats per token at {held_out_bytes_per_token} bytes per token, which is
 {bits_per_byte} bits per byte.
 
-**To make it again:** `python -m lamina.tools.train_bundled OUT --steps {steps}`. The learning rate of these weights
+**To make it again:** `python tools/train_bundled.py OUT --steps {steps}`. The learning rate of these weights
 followed the clock, so a second run gives a model like it, not the same one.
 """
 

@@ -16,6 +16,8 @@ from lamina.models.directory import BUNDLED, find
 from lamina.models.tokenizer import Tokenizer
 from lamina.types import DType
 
+TRAINING = Path(__file__).parents[2] / "tools" / "train_bundled.py"
+
 
 def loss(model: torch.nn.Module, ids: list[int]) -> float:
     """Mean nats per token."""
@@ -55,7 +57,7 @@ def test_chat_starts_a_function_under_the_message_and_keeps_the_history() -> Non
 @pytest.mark.slow
 def test_training_writes_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train_bundled", str(tmp_path), "--steps", "2"])
-    runpy.run_module("lamina.tools.train_bundled", run_name="__main__")
+    runpy.run_path(str(TRAINING), run_name="__main__")
     trained, bundled = find(tmp_path), find(None)
     assert trained.tensors.keys() == bundled.tensors.keys()
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in BUNDLED.iterdir()}
