@@ -1,6 +1,7 @@
 """Native attention on this machine's processor, each figure against a limit measured between its calls.
 
-    python bench/kernels/attention.py [--only decode split ...] [--sequences 16] [--tokens 2048] [--threads 1 2] [--rounds 21]
+    python bench/kernels/attention.py [--only decode split ...] [--sequences 16] [--tokens 2048]
+                              [--threads 1 2] [--rounds 21]
                               [--json FILE]
 
 decode   KV bytes read per second (bfloat16, one query row per sequence) over a plain read loop's. ``slots`` says how

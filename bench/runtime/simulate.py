@@ -4,7 +4,7 @@ Clusters get LOAD of the requests that one of them serves when more arrive than 
 same run.
 
 python bench/runtime/simulate.py azure_conv_2023.csv                 # the trace, and clusters of growing size
-python bench/runtime/simulate.py azure_conv_2023.csv --large         # 250 compute, 1,000 memory workers, 1,000,000 requests
+python bench/runtime/simulate.py azure_conv_2023.csv --large  # 250 + 1,000 workers, 1,000,000 requests
 """
 
 import argparse

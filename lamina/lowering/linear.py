@@ -1,8 +1,8 @@
 """Linear layers whose weight is packed once: Lamina's own product, or oneDNN's where that is the faster one.
 
 At the few rows of a decode step the time of a linear layer is that of reading its weight. The native product reads it
-once, in order; it takes 0.6 to 0.9 of the time that oneDNN takes, at 1 to 512 rows (``bench/kernels/slices.py``). oneDNN
-serves what it does not: other element types, processors without bfloat16 pairs, and those with matrix tiles (AMX).
+once, in order; it takes 0.6 to 0.9 of the time that oneDNN takes, at 1 to 512 rows (``bench/kernels/slices.py``).
+oneDNN serves what it does not: other element types, processors without bfloat16 pairs, and those with matrix tiles.
 """
 
 from collections.abc import Callable

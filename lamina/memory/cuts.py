@@ -20,7 +20,7 @@ CUT_S = 4e-3
 """What a cut takes about: a message that comes meanwhile waits for one at most."""
 
 _PRODUCTS_PER_S: Mapping[Path, float] = {Path.PORTABLE: 7e9, Path.AVX2: 45e9, Path.AVX512_BF16: 140e9}
-"""Multiplications with elements of K and V that a thread does in a second (bench/kernels/attention.py), for prompt chunks."""
+"""Products with elements of K and V that a thread computes in a second, see bench/kernels/attention.py."""
 
 MOST_PRODUCTS = int(CUT_S * _PRODUCTS_PER_S[BEST_PATH])  # of a thread in a cut
 _TILE = 64  # tokens that the native kernel takes at once

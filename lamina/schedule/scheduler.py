@@ -12,8 +12,8 @@ A lane's steps may be planned ahead: while a step runs, the next one assumes tha
 that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
 
 Which request is next is said by ``lamina.schedule.admission``. Where one has found no room on a memory worker for long,
-although all together have it, sequences move, one at a time (``lamina.placement.relocation``). One that moves decodes on
-while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and
+although all together have it, sequences move, one at a time (``lamina.placement.relocation``). One that moves decodes
+on while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and
 the next plan says that it lives elsewhere and goes on.
 """
 

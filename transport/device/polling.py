@@ -44,7 +44,7 @@ class Polling:
     """
 
     def __init__(self, peer: str) -> None:
-        """``peer`` is named by errors. Raises ImportError without CuPy; ``lamina.kernels.gpu.device.require`` says what to install."""
+        """``peer`` is named by errors. Raises ImportError without CuPy; ``kernels.gpu.device.require`` says what to do."""
         import cupy
 
         self._cupy = cupy
