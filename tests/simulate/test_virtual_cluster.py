@@ -47,7 +47,7 @@ def submit(
     )
 
 
-def play(cluster: VirtualCluster) -> list[tuple[float, int, int, float]]:
+def play(cluster: VirtualCluster) -> list[tuple[float, int, int, float, float]]:
     finished = []
     while (done := cluster.advance(math.inf)) is not None:
         finished.append(done)
@@ -119,7 +119,7 @@ def test_slices_begin_when_the_rules_say(pipeline: Pipeline, attentions: int, wo
     for lane in range(pipeline.lanes):
         begun = [begin for stage, _, own, begin, _ in cluster.spans() if (stage, own) == ("slice", lane)]
         assert begun == pytest.approx(expected[lane])
-        (end,) = (time for time, own, _, _ in finished if own == lane)
+        (end,) = (time for time, own, *_ in finished if own == lane)
         assert end == pytest.approx(expected[lane][-1] + slice_s[lane])
 
 
@@ -129,7 +129,7 @@ def test_a_lanes_next_step_goes_on_where_the_last_slice_ran() -> None:
     for turn in (0, 3):
         submit(cluster, pipeline, 1, 0.0, 3, 2.0, [1.0], turn)
     finished = play(cluster)
-    assert [(time, number) for time, _, number, _ in finished] == [(11.0, 0), (22.0, 1)]
+    assert [(time, number) for time, _, number, *_ in finished] == [(11.0, 0), (22.0, 1)]
     slices = [(worker, begin) for stage, worker, _, begin, _ in cluster.spans() if stage == "slice"]
     assert slices == [(1, 0.0), (0, 3.0), (1, 6.0), (0, 9.0), (0, 11.0), (1, 14.0), (0, 17.0), (1, 20.0)]
 
