@@ -3,7 +3,7 @@
     python -m lamina.profiling.fit bench/cost/measurements
 
 fits the file of Llama-2-7B on the A100 and the two network files, and rewrites ``fits.json`` in the package;
-``--output FILE`` writes another file. Needs scipy, which nothing else does. The other files in that directory are for
+``--output FILE`` writes another file. Needs scipy, which nothing else does. The other files there are for
 testing (``lamina plan --validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products
 without one operator, two of them or two degrees of tensor parallelism and prints the errors on what was left out.
 

@@ -44,7 +44,7 @@ class Polling:
     """
 
     def __init__(self, peer: str) -> None:
-        """``peer`` is named by errors. Raises ImportError without CuPy; ``kernels.gpu.device.require`` says what to do."""
+        """``peer`` is named by errors. Raises ImportError without CuPy; ``kernels.gpu.device`` says what to do."""
         import cupy
 
         self._cupy = cupy
