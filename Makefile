@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
 TORCH_INDEX ?=
 
-.PHONY: run test test-all test-gpu test-rdma soak check native venv clean
+.PHONY: run test test-all test-gpu test-rdma soak check docs native venv clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -39,6 +39,11 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
+
+# The documentation site, in build/site. A broken link, also to a heading or a file, is an error.
+docs: venv
+	$(PIP) mkdocs mkdocs-material "mkdocstrings[python]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 venv: $(VENV)/.ready
 

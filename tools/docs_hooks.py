@@ -1,0 +1,166 @@
+"""What mkdocs does beyond its own: repository documents as pages, links between the two, and the table of settings.
+
+Documents outside docs/ (README.md, ARCHITECTURE.md, ...) are shown on the site as well. Links in all documents are
+written for readers of the repository, relative to the document's own folder; here they become links of the site. A link
+to a file that exists but is not on the site becomes plain text; one to a file that does not exist is a warning, which
+``mkdocs build --strict`` turns into an error.
+"""
+
+import dataclasses
+import enum
+import inspect
+import logging
+import posixpath
+import re
+import types
+import typing
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from lamina.cli.options import ENGINE
+from lamina.config import EngineConfig
+from lamina.env import Environment
+
+log = logging.getLogger("mkdocs.plugins.lamina")
+
+ROOT = Path(__file__).parents[1]
+
+PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "bench/README.md": "benchmarks.md",
+    "bench/cost/README.md": "cost-report.md",
+}
+"""Documents outside docs/, by their path in the repository, and the page that each becomes."""
+
+SETTINGS = "settings.md"
+
+_MARKDOWN_LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^][`]|`[^`]*`)+)\]\((?P<target>[^)\s]+)\)")
+_IMAGE = re.compile(r"(?P<before>(?:src|srcset)=\"|!\[[^]]*\]\()(?P<target>[^\")\s]+)")
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the documents of ``PAGES`` and the table of settings."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, SETTINGS, content=settings_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite links of the repository as links of the site, outside code blocks."""
+    fences: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        fences.append(match.group())
+        return f"\0{len(fences) - 1}\0"
+
+    markdown = _FENCE.sub(keep, markdown)
+    uri = page.file.src_uri
+    markdown = _MARKDOWN_LINK.sub(lambda match: _link(match, uri), markdown)
+    markdown = _IMAGE.sub(lambda match: match["before"] + _on_site(match["target"], uri, match["target"]), markdown)
+    return re.sub(r"\0(\d+)\0", lambda match: fences[int(match[1])], markdown)
+
+
+def _link(match: re.Match[str], uri: str) -> str:
+    target = _on_site(match["target"], uri, None)
+    return match["text"] if target is None else f"[{match['text']}]({target})"
+
+
+@typing.overload
+def _on_site(target: str, uri: str, otherwise: str) -> str: ...
+@typing.overload
+def _on_site(target: str, uri: str, otherwise: None) -> str | None: ...
+def _on_site(target: str, uri: str, otherwise: str | None) -> str | None:
+    """Where ``target``, a link in page ``uri``, is on the site; ``otherwise`` if the site leaves that file out."""
+    path, hash_sign, anchor = target.partition("#")
+    if not path or "://" in target or target.startswith("mailto:"):
+        return target
+    source = {page: document for document, page in PAGES.items()}.get(uri, f"docs/{uri}")
+    found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    page = PAGES.get(found, found.removeprefix("docs/") if found.startswith("docs/") else None)
+    if page != SETTINGS and not (ROOT / found).exists():
+        log.warning("%s links to %s, which does not exist", source, target)
+    if page is None or (ROOT / found).is_dir():
+        return otherwise
+    return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
+
+
+def settings_page() -> str:
+    """One table of all settings of the engine, from ``EngineConfig`` and the options of the command line."""
+    rows = [
+        f"| `{field.name}` | {_option(field)} | {_kind(field)} | {_default(field)} | {_help(field.name)} |"
+        for field in dataclasses.fields(EngineConfig)
+    ]
+    return "\n".join(
+        [
+            "# Settings",
+            "",
+            "Settings of the engine: keyword arguments of [`Lamina`](api.md), and options of every command that runs",
+            "a model (`generate`, `chat`, `launch`, `bench`). This table is generated from the code.",
+            "",
+            "| Setting | Option | Type | Default | Meaning |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            "## Environment variables",
+            "",
+            "| Variable | Meaning |",
+            "|---|---|",
+            *_variables(),
+            "",
+        ]
+    )
+
+
+def _option(field: dataclasses.Field[object]) -> str:
+    if field.name not in ENGINE:
+        return ""
+    flag = field.name.replace("_", "-")
+    return f"`--{flag}`, `--no-{flag}`" if isinstance(field.default, bool) else f"`--{flag}`"
+
+
+def _kind(field: dataclasses.Field[object]) -> str:
+    """The values a field takes: names of types, or the values of a Literal or an Enum."""
+    kind = typing.get_type_hints(EngineConfig)[field.name]
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    parts = [part for part in (typing.get_args(kind) if is_union else (kind,)) if part is not type(None)]
+    return ", ".join(value for part in parts for value in _values(part))
+
+
+def _values(kind: typing.Any) -> list[str]:
+    if typing.get_origin(kind) is typing.Literal:
+        return [f"`{value}`" for value in typing.get_args(kind)]
+    if issubclass(kind, enum.Enum):
+        return [f"`{member.value}`" for member in kind]
+    return [kind.__name__]
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    return "" if field.default is None else f"`{field.default}`"
+
+
+def _help(name: str) -> str:
+    """The option's help text, or what the docstring says of a setting without an option."""
+    if name in ENGINE:
+        (option,) = typing.get_args(ENGINE[name])[1:]
+        text = str(option.help)
+    else:
+        described = re.search(rf"^    {name}: (.*(?:\n {{8}}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
+        text = " ".join(described[1].split()) if described else ""
+        text = text[:1].upper() + text[1:]
+    return text.replace("|", "\\|")
+
+
+def _variables() -> list[str]:
+    """Rows of the environment variables, from the docstring of ``Environment``."""
+    text = inspect.cleandoc(Environment.__doc__ or "")
+    entries = re.findall(r"^    \w+: ``(LAMINA_\w+)``, (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    return [f"| `{name}` | {' '.join(meaning.split()).replace('``', '`')} |" for name, meaning in entries]
