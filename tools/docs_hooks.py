@@ -69,6 +69,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return re.sub(r"\0(\d+)\0", lambda match: fences[int(match[1])], markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave out the roles of Sphinx in docstrings, such as the ":meth:" in front of a method's name."""
+    return re.sub(r":(?:meth|class|func|attr|mod):(?=<code>)", "", html)
+
+
 def _link(match: re.Match[str], uri: str) -> str:
     target = _on_site(match["target"], uri, None)
     return match["text"] if target is None else f"[{match['text']}]({target})"
