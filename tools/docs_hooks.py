@@ -101,18 +101,20 @@ def _on_site(target: str, uri: str, otherwise: str | None) -> str | None:
 def settings_page() -> str:
     """One table of all settings of the engine, from ``EngineConfig`` and the options of the command line."""
     rows = [
-        f"| `{field.name}` | {_option(field)} | {_kind(field)} | {_default(field)} | {_help(field.name)} |"
+        f"| `{field.name}` | {_kind(field)} | {_default(field)} | {_help(field.name)} |"
         for field in dataclasses.fields(EngineConfig)
     ]
     return "\n".join(
         [
             "# Settings",
             "",
-            "Settings of the engine: keyword arguments of [`Lamina`](api.md), and options of every command that runs",
-            "a model (`generate`, `chat`, `launch`, `bench`). This table is generated from the code.",
+            "Settings of the engine are keyword arguments of [`Lamina`](api.md#lamina.Lamina), and options of every",
+            "command that runs a model (`generate`, `chat`, `launch`, `bench`). As an option, `max_num_seqs` is",
+            "`--max-num-seqs`; a setting of type `bool`, such as `tls`, is `--tls` or `--no-tls`.",
+            "This table is generated from the code.",
             "",
-            "| Setting | Option | Type | Default | Meaning |",
-            "|---|---|---|---|---|",
+            "| Setting | Values | Default | Meaning |",
+            "|---|---|---|---|",
             *rows,
             "",
             "## Environment variables",
@@ -123,13 +125,6 @@ def settings_page() -> str:
             "",
         ]
     )
-
-
-def _option(field: dataclasses.Field[object]) -> str:
-    if field.name not in ENGINE:
-        return ""
-    flag = field.name.replace("_", "-")
-    return f"`--{flag}`, `--no-{flag}`" if isinstance(field.default, bool) else f"`--{flag}`"
 
 
 def _kind(field: dataclasses.Field[object]) -> str:
@@ -145,7 +140,7 @@ def _values(kind: typing.Any) -> list[str]:
         return [f"`{value}`" for value in typing.get_args(kind)]
     if issubclass(kind, enum.Enum):
         return [f"`{member.value}`" for member in kind]
-    return [kind.__name__]
+    return [f"`{kind.__name__}`"]
 
 
 def _default(field: dataclasses.Field[object]) -> str:
@@ -160,7 +155,7 @@ def _help(name: str) -> str:
     else:
         described = re.search(rf"^    {name}: (.*(?:\n {{8}}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
         text = " ".join(described[1].split()) if described else ""
-        text = text[:1].upper() + text[1:]
+        text = f"In Python only: {text}"
     return text.replace("|", "\\|")
 
 
