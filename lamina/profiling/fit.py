@@ -3,8 +3,8 @@
     python -m lamina.profiling.fit bench/cost/measurements
 
 fits the file of Llama-2-7B on the A100 and the two network files, and rewrites ``fits.json`` in the package;
-``--output FILE`` writes another file. Needs scipy, which nothing else does. The other files there are for
-testing (``lamina plan --validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products
+``--output FILE`` writes another file. Needs scipy, which nothing else does. The other files there are for testing
+(``lamina plan --validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products
 without one operator, two of them or two degrees of tensor parallelism and prints the errors on what was left out.
 
 The parameters minimise a robust (soft L1) loss of predicted / measured - 1, the error that is reported, so that
