@@ -1,8 +1,10 @@
 """The `lamina` command as people run it: processes, pipes, signals and exit statuses."""
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
+import http.client
 import io
 import ipaddress
 import json
@@ -300,11 +302,13 @@ def test_launch_serves_openai_s_client(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_connection_may_be_idle_for_longer_than_clients_leave_one(server: Server) -> None:
-    address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=RUN_S) as connection:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=RUN_S)
+    with contextlib.closing(connection):
         for _ in range(2):
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: lamina\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            assert response.status == 200 and response.read()
+            connection.auto_open = 0  # a connection that the server has closed is an error from here on
             time.sleep(6)  # httpx, and with it OpenAI's client, closes what it has not used for 5 s
 
 
