@@ -17,6 +17,7 @@ def shared_server() -> Iterator[Running]:
     engine = FakeEngine()
     listener = socket.create_server(("127.0.0.1", 0))
     uvicorn_server = make_server(engine, lambda: None)  # type: ignore[arg-type]
+    uvicorn_server._engine = FakeEngine()  # type: ignore[assignment]  # it would end with the tests' dead engine
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
