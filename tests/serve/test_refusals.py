@@ -39,7 +39,7 @@ USER = [{"role": "user", "content": "a"}]
         (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, 400, "echo", "leave out echo or logprobs"),
         (COMPLETION, {"prompt": "a", "stop": [""]}, 400, "stop", "must be valid Unicode of 1 to 128 characters"),
         (COMPLETION, {"prompt": "a", "stop": [5] * 1000}, 400, "stop", "stop has 1000 entries; give at most 32"),
-        (COMPLETION, {"prompt": "a", "stop": [5] * 10**6}, 400, None, "the fields besides prompt have 2000001 bytes; give at most"),
+        (COMPLETION, {"prompt": "a", "stop": [5] * 10**6}, 400, None, "fields besides prompt have 2000001 bytes"),
         (COMPLETION, {"prompt": "a", "stop": "x" * 129}, 400, "stop", "of 129 characters; every stop string must be"),
         (COMPLETION, {"prompt": "a", "stop_token_ids": [""] * 257}, 400, "stop_token_ids", "257 entries; give at most"),
         (COMPLETION, {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias", "logit_bias is not supported"),
