@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from page import Section, axes, legend_above, show
-from published import Comparison
 
+from bench.cost.page import Section, axes, legend_above, show
+from bench.cost.published import Comparison
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.plan.models import ModelShape

@@ -12,7 +12,8 @@ matplotlib.use("svg")
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from published import Comparison, Number
+
+from bench.cost.published import Comparison, Number
 
 COLOURS = ("#2f7ed8", "#e07b00", "#1f9d6b", "#b04fc4", "#d1495b", "#8a8d91")
 """Legible on white and on near-black alike."""

@@ -6,10 +6,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from lamina_paper import Layout, cost_model, planner
-from page import Section, axes, legend_above
-from published import Comparison
 
+from bench.cost.lamina_paper import Layout, cost_model, planner
+from bench.cost.page import Section, axes, legend_above
+from bench.cost.published import Comparison
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.advice import beyond, recommend
 from lamina.plan.planner import Partition, Plan, layouts

@@ -1,4 +1,4 @@
-"""Round trips by doorbells, and a memory worker's layer between two of them, for gpu.py.
+"""Round trips by doorbells, and a memory worker's layer between two of them.
 
 Everything is launched ahead behind a gate, a doorbell that the host rings when all of it is queued: so that no figure
 holds the time that launching takes, as none would in a worker that is a step ahead of its card.
@@ -11,8 +11,8 @@ from typing import Any
 
 import cupy
 import numpy as np
-from gpu_step import Card, Step
 
+from bench.gpu.step import Card, Step
 from lamina.kernels.gpu.loop import capture_layer
 from lamina.kernels.gpu.program import KvElement
 from lamina.transport.device.polling import Doorbell, Polling

@@ -1,4 +1,4 @@
-"""Decode steps on a card, and how they are timed, for the other gpu_*.py. Times are those of CUDA events, medians."""
+"""Decode steps on a card, and how they are timed, for the other modules here. Times are medians of CUDA events."""
 
 import shutil
 import statistics

@@ -14,8 +14,9 @@ import gguf
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from offline import STEP_TOKENS, Cell, Generate, run
 from safetensors import deserialize
+
+from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 
 SETTINGS = {"kv": "BF16", "flash_attn": "off", "n_batch": str(STEP_TOKENS), "n_ubatch": "512"}
 NAMES = {

@@ -1,6 +1,6 @@
 """Decode messages beside the attention of a long prompt chunk, cut and in one piece.
 
-    python bench/kernels/long_chunk.py [--prefix 16384] [--rows 512] [--chunks 3] [--threads 1] [--json FILE]
+    python -m bench.runtime.long_chunk [--prefix 16384] [--rows 512] [--chunks 3] [--threads 1] [--json FILE]
 
 Two memory workers, run in turn: one as it is, one that does not cut (which is how it was before there were cuts). A
 process plays the compute worker over shared memory: in one lane it asks for the attention of a chunk of ``rows`` rows

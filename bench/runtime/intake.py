@@ -1,6 +1,6 @@
 """How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
 
-    python bench/intake.py            # the prompt as text, as a chat and as token ids; gaps in milliseconds
+    python -m bench.runtime.intake            # the prompt as text, as a chat and as token ids; gaps in milliseconds
 
 The engine is scripted (a word every 5 ms); HTTP, decoding, the chat template and the tokenizer are the server's own.
 """
