@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from split_variants import variant
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from lamina.errors import UnsupportedModelError
 from lamina.splitter import Cut, SplitModel, describe, split
 from lamina.splitter.verify import verify
 from lamina.types import DType
+from tests.random_models import variant
 
 
 def _rope(kind: str, **values: object) -> dict[str, object]:
