@@ -63,7 +63,7 @@ _DEEPSEEK = _COMMON | {
     "topk_group": 1,
 }
 
-_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _GROUPED),
     "llama-tied": ("llama", _GROUPED | {"tie_word_embeddings": True, "attention_bias": True}),
     "llama3-rope": (
@@ -188,7 +188,7 @@ _SERVED_SIZES = {
     "word_embed_proj_dim": 64,
     "head_dim": 32,
 }
-_SERVED: dict[str, dict[str, object]] = {
+_SERVED: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gemma2": {"sliding_window": 8, "final_logit_softcapping": 9.0},
@@ -211,10 +211,10 @@ SERVED = tuple(_SERVED)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def variant(name: str, layers: int = LAYERS, **changes: object) -> PretrainedConfig:
+def variant(name: str, layers: int = LAYERS, **changes: Any) -> PretrainedConfig:
     """A new configuration of the named variant; kinds of layers repeat as far as ``layers`` needs them."""
     model_type, values = _VARIANTS[name]
-    config = CONFIG_MAPPING[model_type](**(values | changes))
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**(values | changes))
     if layers != LAYERS:
         kinds = values.get("layer_types")
         if isinstance(kinds, list):
@@ -223,13 +223,13 @@ def variant(name: str, layers: int = LAYERS, **changes: object) -> PretrainedCon
     return config
 
 
-def served(name: str, layers: int = 3, **changes: object) -> PretrainedConfig:
+def served(name: str, layers: int = 3, **changes: Any) -> PretrainedConfig:
     """A variant with longer heads and contexts, for the whole runtime."""
     sizes = {key: size for key, size in _SERVED_SIZES.items() if key in _VARIANTS[name][1]}
     return variant(name, layers, **(sizes | _SERVED[name] | changes))
 
 
-def with_experts(name: str, count: int, **changes: object) -> PretrainedConfig:
+def with_experts(name: str, count: int, **changes: Any) -> PretrainedConfig:
     """A variant with ``count`` experts where it has any."""
     counts = dict.fromkeys((key for key in _EXPERT_COUNTS if key in _VARIANTS[name][1]), count)
     return variant(name, **counts, **changes)

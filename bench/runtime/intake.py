@@ -59,7 +59,8 @@ def gaps(base: str, begin: Any, results: Any) -> None:
     with httpx.stream(
         "POST", f"{base}/v1/completions", json={"prompt": "stream", "stream": True}, timeout=60
     ) as response:
-        last, found = None, []
+        last: float | None = None
+        found: list[tuple[float, float]] = []
         for line in response.iter_lines():
             if line.startswith("data:"):
                 now = time.monotonic()

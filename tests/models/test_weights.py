@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_unknown_name(tmp_path: Path) -> None:
         load(find(tmp_path, tokenizer=False), "model.nowhere")
 
 
-def write_config(path: Path, **values: object) -> ModelDirectory:
+def write_config(path: Path, **values: Any) -> ModelDirectory:
     (path / "config.json").write_text(json.dumps(values))
     return find(path, weights=False, tokenizer=False)
 
