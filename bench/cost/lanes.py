@@ -1,7 +1,7 @@
 """The choice of lanes against the best arrangement that settings can give: simulated seconds over a grid of workloads.
 
-python bench/cost/lanes.py                    # prints a row for each cell and the worst ratio; some minutes
-python bench/cost/lanes.py --workload mixed --replicas 2
+python -m bench.cost.lanes                    # prints a row for each cell and the worst ratio; some minutes
+python -m bench.cost.lanes --workload mixed --replicas 2
 """
 
 import argparse

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lamina_paper import cost_model
-from page import Section, axes
-from published import Comparison
 
+from bench.cost.lamina_paper import cost_model
+from bench.cost.page import Section, axes
+from bench.cost.published import Comparison
 from lamina.plan import hardware, models
 from lamina.plan.cost import ROUND_TRIP_S, CostModel
 from lamina.plan.gemm import Floats

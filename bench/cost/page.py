@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from html import escape
 
 import matplotlib
+from cycler import cycler
 
 matplotlib.use("svg")
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from published import Comparison, Number
+
+from bench.cost.published import Comparison, Number
 
 COLOURS = ("#2f7ed8", "#e07b00", "#1f9d6b", "#b04fc4", "#d1495b", "#8a8d91")
 """Legible on white and on near-black alike."""
@@ -26,7 +28,7 @@ rcParams.update(
         "svg.hashsalt": "lamina",  # the same figure is the same file
         "font.family": "sans-serif",
         "font.size": 10,
-        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+        "axes.prop_cycle": cycler(color=COLOURS),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.facecolor": "none",
@@ -36,7 +38,10 @@ rcParams.update(
         "legend.frameon": False,
         "lines.linewidth": 1.8,
         "lines.markersize": 4,
-        **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": INK,
     }

@@ -9,14 +9,17 @@ Needs matplotlib (``pip install 'lamina[bench]'``).
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-import published
-from lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
-from long_context import figure_7, iteration_time, mnemosyne, shipping
-from page import Section, html
-from second_paper import equal_cost
+if not __package__:  # run as a script: import from the repository's root, not from this folder
+    sys.path[0] = str(Path(__file__).parents[2])
 
+from bench.cost import published
+from bench.cost.lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
+from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shipping
+from bench.cost.page import Section, html
+from bench.cost.second_paper import equal_cost
 from lamina.plan import hardware
 
 INTRODUCTION = (

@@ -1,4 +1,4 @@
-"""Round trips by doorbells, and a memory worker's layer between two of them, for gpu.py.
+"""Round trips by doorbells, and a memory worker's layer between two of them.
 
 Everything is launched ahead behind a gate, a doorbell that the host rings when all of it is queued: so that no figure
 holds the time that launching takes, as none would in a worker that is a step ahead of its card.
@@ -7,12 +7,13 @@ holds the time that launching takes, as none would in a worker that is a step ah
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
-from gpu_step import Card, Step
 
+from bench.gpu.step import Card, Step
 from lamina.kernels.gpu.loop import capture_layer
 from lamina.kernels.gpu.program import KvElement
 from lamina.transport.device.polling import Doorbell, Polling
@@ -172,8 +173,8 @@ def loop(card: Card) -> list[dict[str, Any]]:
                 both.far.ring(both.far_bells[0])
                 both.far.wait(both.far_bells[1], TIMEOUT_S)
 
-        bare_s = bare.seconds(lambda graphs=alone: worker(graphs), None) / TURNS
-        layer_s = whole.seconds(lambda graphs=layers: worker(graphs), compute) / TURNS
+        bare_s = bare.seconds(partial(worker, alone), None) / TURNS
+        layer_s = whole.seconds(partial(worker, layers), compute) / TURNS
         rows.append({"batch": batch, "bare_us": bare_s * 1e6, "layer_us": layer_s * 1e6,
                      "added_us": (layer_s - bare_s) * 1e6, "layer_over_bare": layer_s / bare_s})  # fmt: skip
     return rows

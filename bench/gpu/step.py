@@ -1,4 +1,4 @@
-"""Decode steps on a card, and how they are timed, for the other gpu_*.py. Times are those of CUDA events, medians."""
+"""Decode steps on a card, and how they are timed, for the other modules here. Times are medians of CUDA events."""
 
 import shutil
 import statistics
@@ -63,7 +63,7 @@ class Card:
     def seconds(self, call: Callable[[], object], rounds: int = 15, repeats: int = 3) -> float:
         """Seconds of one call on the card, the median over rounds; compiled and warm."""
         call()
-        times = []
+        times: list[float] = []
         for _ in range(rounds):
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(self.stream)

@@ -1,6 +1,6 @@
 """Native attention on this machine's processor, each figure against a limit measured between its calls.
 
-    python bench/kernels/attention.py [--only decode split ...] [--sequences 16] [--tokens 2048]
+    python -m bench.kernels.attention [--only decode split ...] [--sequences 16] [--tokens 2048]
                               [--threads 1 2] [--rounds 21]
                               [--json FILE]
 

@@ -1,6 +1,6 @@
 """Time of a dense slice over the time of its bare matrix products, and of those over oneDNN's; weights packed in all.
 
-    python bench/kernels/slices.py [--model 250m] [--rows 1 8 16 64 512] [--threads 1 2] [--json FILE]
+    python -m bench.kernels.slices [--model 250m] [--rows 1 8 16 64 512] [--threads 1 2] [--json FILE]
 
 Runs the inner slices of a random Llama one after another, as a decode step does, so that weights come from memory and
 not from the cache; then the same linear layers alone on inputs of the same shapes, by the product that slices use
@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_models import model_directory
 from rich.console import Console
 from rich.table import Table
 
+from bench.models import model_directory
 from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.lowering import LoweredSlice, lower
 from lamina.lowering.linear import ONEDNN, Packing, packing
@@ -97,6 +97,16 @@ def measure(
     return Result(rows, threads, *(statistics.median(column) * 1e6 / len(inner) for column in zip(*times, strict=True)))
 
 
+def restart_with_worker_variables() -> None:
+    """Replace this process by one with a worker's environment, unless it has that already.
+
+    The variables are read when a process starts; without them oneDNN's threads busy-wait into the next measurement.
+    """
+    variables = {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | allocation_variables()
+    if not variables.items() <= os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, os.environ | variables)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="250m")
@@ -105,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    restart_with_worker_variables()
     with model_directory(args.model) as path:
         place = directory.find(path, weights=False)
         config = load_config(place)
@@ -132,8 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Read when a process starts. Without them oneDNN's threads spin on into the next measurement.
-    variables = {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | allocation_variables()
-    if not variables.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | variables)
     main()

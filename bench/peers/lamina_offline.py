@@ -4,8 +4,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offline import STEP_TOKENS, Cell, Generate, run
-
+from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 from lamina import Lamina
 from lamina.observe.decoding import decode_batch
 

@@ -1,8 +1,8 @@
 """What all engines that ``serve.py`` measures share: arguments, prompts, rates. The standard library alone.
 
-Every engine is a script that runs in an environment of its own, measures one cell and prints one JSON object:
+Every engine is a module that runs in its own environment, measures one cell and prints one JSON object:
 
-    PYTHON ENGINE.py MODEL --batch 8 --context 512 --threads 2
+    PYTHON -m bench.peers.ENGINE MODEL --batch 8 --context 512 --threads 2
 
 MODEL is a Hugging Face model directory. An engine gives :func:`run` a function that loads it for a cell and yields
 ``Generate``; greedy decoding, end of sequence ignored.

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import openvino
 import openvino_genai
-from offline import STEP_TOKENS, Cell, Generate, run
+
+from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 
 SETTINGS = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "PERFORMANCE_HINT": "LATENCY"}
 

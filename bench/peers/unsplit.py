@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from offline import STEP_TOKENS, Cell, Generate, run
 
+from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 from lamina.compute.exchange import Floats
 from lamina.compute.runner import Rows, SliceRunner, pad, padded
 from lamina.kernels.attention import append, partial

@@ -1,6 +1,6 @@
 """What staggered pipelining and each overlap gain; one compute worker on one core, one memory worker on another.
 
-    python bench/runtime/pipeline.py [--batch 64] [--rounds 3] [--model 60m] [--json FILE]
+    python -m bench.runtime.pipeline [--batch 64] [--rounds 3] [--model 60m] [--json FILE]
 
 First finds the context at which slices and attention of a step with one lane take equally long. There every variant
 decodes the same batch in the same run, interleaved: one lane holds all of it, two lanes half each. "Idle" is the share
@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_models import COMMON, MODELS, model_directory
 from rich.console import Console
 from rich.table import Table
 
+from bench.models import COMMON, MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.launch import launch
 from lamina.observe.decoding import decode_batch, decode_window

@@ -1,6 +1,6 @@
 """Offline decode and prefill of a random Llama: Lamina, other engines and the memory limit, measured in the same run.
 
-    python bench/runtime/serve.py [--model 250m] [--grid 1x512,8x512,64x512,16x2048,4x8192] [--rounds 3]
+    python -m bench.runtime.serve [--model 250m] [--grid 1x512,8x512,64x512,16x2048,4x8192] [--rounds 3]
                           [--peers DIR] [--engines lamina,unsplit,openvino,llama_cpp] [--json FILE]
 
 Every engine runs alone, in a process of its own, on all cores this process may use, with the same weights: bfloat16
@@ -25,25 +25,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_models import MODELS, checkpoint, kv_bytes_per_token, weight_bytes
-from peers.offline import DECODED
 from rich.console import Console
 from rich.table import Column, Table
 
+from bench import ROOT
+from bench.models import MODELS, checkpoint, kv_bytes_per_token, weight_bytes
+from bench.peers.offline import DECODED
 from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.kernels.memory import allocate, read
 
 READ_BYTES = 512 * 1024 * 1024
 TIMEOUT_S = 1800
-HERE = Path(__file__).parent / "peers"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A script of ``bench/peers`` and the environment it runs in, None being this one."""
+    """A module of ``bench.peers`` and the environment it runs in; None: this one."""
 
     name: str
-    script: str
+    module: str
     environment: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,10 +53,10 @@ WORKER_VARIABLES = {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | allocation_variables(
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("lamina", "lamina_offline.py"),
-        Engine("unsplit", "unsplit.py", variables=WORKER_VARIABLES),
-        Engine("openvino", "openvino_peer.py", "openvino"),
-        Engine("llama_cpp", "llama_cpp_peer.py", "llama_cpp"),
+        Engine("lamina", "lamina_offline"),
+        Engine("unsplit", "unsplit", variables=WORKER_VARIABLES),
+        Engine("openvino", "openvino_peer", "openvino"),
+        Engine("llama_cpp", "llama_cpp_peer", "llama_cpp"),
     )
 }
 PEERS = [name for name, engine in ENGINES.items() if engine.environment]
@@ -89,16 +89,17 @@ def read_bandwidth(threads: int) -> float:
 
 
 def measure(engine: Engine, peers: Path, model: Path, batch: int, context: int, cores: int) -> dict[str, Any]:
-    """What the engine's script prints. Raises SystemExit with what it said if it fails."""
+    """What the engine prints. Raises SystemExit with what it said if it fails."""
     python = sys.executable if engine.environment is None else str(peers / engine.environment / "bin" / "python")
     cell = ["--batch", str(batch), "--context", str(context), "--threads", str(cores)]
     process = subprocess.run(
-        [python, HERE / engine.script, model, *cell],
+        [python, "-m", f"bench.peers.{engine.module}", model, *cell],
         capture_output=True,
         text=True,
         check=False,
         timeout=TIMEOUT_S,
         env=os.environ | engine.variables,
+        cwd=ROOT,
     )
     if process.returncode != 0:
         raise SystemExit(f"{engine.name} failed at {batch} x {context}:\n{process.stderr[-4000:]}")

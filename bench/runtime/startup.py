@@ -1,6 +1,6 @@
 """How long the command line takes to answer and the bundled model to be ready, and where that time goes.
 
-    python bench/runtime/startup.py [--rounds 3] [--json FILE]
+    python -m bench.runtime.startup [--rounds 3] [--json FILE]
 
 Targets: ``lamina --help`` within 0.4 s, the bundled model ready to generate within 4 s of the command, the first time
 too, when it has to be split. The stages are those of a compute worker, which everything else waits for, one after

@@ -1,6 +1,6 @@
 """Decode round trips while K and V are pulled beside them, against the same round trips alone.
 
-    python bench/transport/bulk.py [--transports shm,tcp] [--bulk prompts migrations] [--rounds 2000] [--json FILE]
+    python -m bench.transport.bulk [--transports shm,tcp] [--bulk prompts migrations] [--rounds 2000] [--json FILE]
 
 Two processes, each with a core of its own if there are two. One computes: it is busy for as long as a slice takes,
 then sends a request of one layer for 16 rows of a Llama-3-8B and waits for the answer; the time from one to the other

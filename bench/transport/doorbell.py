@@ -1,6 +1,6 @@
 """Round trip of one message between two processes over shared memory, spinning and sleeping.
 
-    python bench/transport/doorbell.py [--rounds 20000] [--nbytes 4096] [--json FILE]
+    python -m bench.transport.doorbell [--rounds 20000] [--nbytes 4096] [--json FILE]
 
 Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
@@ -24,8 +24,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench import ROOT
 from lamina.protocol.channel import Inbox, Outbox, Slot
-from lamina.transport.shm import SPIN_S, ShmEndpoint
+from lamina.transport.endpoint import SPIN_S
+from lamina.transport.shm import ShmEndpoint
 
 TIMEOUT_S = 30.0
 MODES = {"spinning": 0.01, "default": SPIN_S, "sleeping": 0.0}
@@ -63,7 +65,12 @@ def measure(mode: str, rounds: int, nbytes: int, *, far_core: int) -> RoundTrip:
     endpoint.register(nbytes, 1)
     arguments = ["--answer", endpoint.descriptor().hex(), "--spin-s", str(spin_s), "--core", str(far_core)]
     sizes = ["--rounds", str(rounds), "--nbytes", str(nbytes)]
-    with subprocess.Popen([sys.executable, __file__, *arguments, *sizes], stdout=subprocess.PIPE, text=True) as far:
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.transport.doorbell", *arguments, *sizes],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as far:
         assert far.stdout
         peer = endpoint.connect(bytes.fromhex(far.stdout.readline()), TIMEOUT_S)
         outbox = Outbox(endpoint, peer, Slot(0, nbytes, 0))
@@ -87,7 +94,7 @@ def measure_native(rounds: int, sizes: Sequence[int], cores: tuple[int, int]) ->
         return []
     results = []
     source = Path(__file__).with_suffix(".cpp")
-    native = source.parents[1] / "native"
+    native = ROOT / "native"
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/doorbell"
         sources = [str(source), str(native / "transport/doorbell.cpp")]

@@ -1,6 +1,6 @@
 """TCP against programs it is compared with, in the same run: a bare C ping-pong and one stream of iperf3.
 
-    python bench/transport/transport.py [--transports shm,tcp] [--sizes 64,1024,...] [--json FILE] [--plot FILE.png]
+    python -m bench.transport.transport [--transports shm,tcp] [--sizes 64,1024,...] [--json FILE] [--plot FILE.png]
 
 What `lamina bench transport` measures, and beside it ``pingpong.c`` and iperf3, where a C compiler and iperf3 are
 installed. Each process has a core of its own if there are two.

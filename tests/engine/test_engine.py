@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def raising(error: BaseException) -> Callable[..., object]:
-    def fail(*_: object, **__: object) -> object:
+    def fail(*_: object, **__: Any) -> object:
         raise error
 
     return fail

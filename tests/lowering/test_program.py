@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from split_variants import variant
 from torch import Tensor
 
 from lamina import _native
 from lamina.lowering import LoweredModel, LoweredSlice, Room, elementwise, lower
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.types import DType
+from tests.random_models import variant
 
 pytestmark = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX-512 bfloat16")
 

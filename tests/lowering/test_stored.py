@@ -6,8 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from split_oracle import Runner
-from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import fx
 
 from lamina.lowering import LoweredModel, lower
@@ -22,6 +20,8 @@ from lamina.lowering.stored import (
 )
 from lamina.splitter import split
 from lamina.types import DType
+from tests.random_models import LIKE_ANOTHER, NAMES, VOCABULARY, variant
+from tests.splitter.oracle import Runner
 
 
 def written_and_read(model: LoweredModel) -> LoweredModel:

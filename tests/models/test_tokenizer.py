@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -91,7 +92,7 @@ def crossing() -> tokenizers.Tokenizer:
 KINDS = {"byte_level": byte_level, "unigram": unigram, "byte_fallback": byte_fallback, "crossing": crossing}
 
 
-def save(path: Path, backend: tokenizers.Tokenizer, **settings: object) -> ModelDirectory:
+def save(path: Path, backend: tokenizers.Tokenizer, **settings: Any) -> ModelDirectory:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
     )

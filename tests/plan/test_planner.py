@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def planner(shape: models.ModelShape = LLAMA3, served: workload.Workload = CHAT,
     return Planner(shape, served, costs, goals or Goals())
 
 
-def pools(**changes: object) -> Pools:
+def pools(**changes: Any) -> Pools:
     base = Pools(
         compute=CATALOGUE["h100"],
         tensor_parallel=2,

@@ -1,6 +1,5 @@
 """Workers and engines that die: callers hear of it, and no process or shared memory is left."""
 
-import copy
 import dataclasses
 import json
 import os
@@ -25,7 +24,7 @@ from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from lamina.launch import launch
 from lamina.protocol import liveness
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.runtime.checkpoints import CONFIGS, make_checkpoint
+from tests.random_models import served, write_checkpoint
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 
@@ -33,7 +32,7 @@ LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama")
-    make_checkpoint(CONFIGS["llama"], place)
+    write_checkpoint(served("llama"), place)
     return place
 
 
@@ -206,16 +205,14 @@ def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path
 
 
 def test_more_compute_workers_than_slices_cannot_take_turns(tmp_path: Path) -> None:
-    one_layer = copy.deepcopy(CONFIGS["llama"])
-    one_layer.num_hidden_layers = 1
-    make_checkpoint(one_layer, tmp_path)
+    write_checkpoint(served("llama", layers=1), tmp_path)
     with pytest.raises(ConfigError, match="2 slices, too few for 3 compute workers"):
         launch(dataclasses.replace(config(tmp_path), compute="cpu:3", lanes=4, pipelining="rotational"))
     assert not worker_processes()
 
 
 def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
-    model = make_checkpoint(CONFIGS["llama"], tmp_path)
+    model = write_checkpoint(served("llama"), tmp_path)
     with torch.no_grad():
         model.get_input_embeddings().weight[50] = float("nan")
     model.save_pretrained(tmp_path)

@@ -1,19 +1,20 @@
 """What a split model promises its users: names, sizes, order, shared graphs; and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
-from split_variants import variant
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from lamina.errors import UnsupportedModelError
 from lamina.splitter import Cut, SplitModel, describe, split
 from lamina.splitter.verify import verify
 from lamina.types import DType
+from tests.random_models import variant
 
 
-def _rope(kind: str, **values: object) -> dict[str, object]:
+def _rope(kind: str, **values: Any) -> dict[str, object]:
     rope = {"rope_type": kind, "rope_theta": 10000.0, **values}
     return {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "rope_parameters": rope}
 

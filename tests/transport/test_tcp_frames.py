@@ -8,7 +8,12 @@ import socket
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tcp_tools import (
+
+from lamina._native import Connection
+from lamina._native import TcpEndpoint as NativeEndpoint
+from lamina.errors import DeadlineError, RefusedError
+from lamina.transport import arena
+from tests.transport.tcp_tools import (
     DOORBELLS,
     FRAME,
     MAGIC,
@@ -20,11 +25,6 @@ from tcp_tools import (
     raw_stream,
     reset,
 )
-
-from lamina._native import Connection
-from lamina._native import TcpEndpoint as NativeEndpoint
-from lamina.errors import DeadlineError, RefusedError
-from lamina.transport import arena
 
 
 @pytest.mark.parametrize("linger", [False, True], ids=["closed", "reset"])

@@ -1,7 +1,7 @@
 """The cost model on this machine: predicted against measured time between tokens of the real runtime.
 
     lamina plan --measure machine.toml
-    python bench/runtime/step_time.py machine.toml [--lanes 1 2] [--json FILE]
+    python -m bench.cost.step_time machine.toml [--lanes 1 2] [--json FILE]
 
 Serves a random Llama of another width than those the machine was profiled with, on one compute and one memory worker
 that have half of the cores each, over a grid of batch x context x lanes. The prediction is the planner's own formula

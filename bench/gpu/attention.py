@@ -1,4 +1,4 @@
-"""Attention, its tilings and merging on a card, for gpu.py. Every function returns the rows of one table."""
+"""Attention, its tilings and merging on a card. Every function returns the rows of one table."""
 
 import os
 from collections import defaultdict
@@ -9,11 +9,11 @@ from multiprocessing import get_context
 from typing import Any
 
 import cupy
-import gpu_peers
 import numpy as np
-from gpu_step import BATCHES, GROUPS, HEAD_DIM, Card, Step
 from rich.progress import track
 
+from bench.gpu import peers
+from bench.gpu.step import BATCHES, GROUPS, HEAD_DIM, Card, Step
 from lamina.kernels.gpu.attention import merge as merge_partials
 from lamina.kernels.gpu.choice import SHARED_BYTES, Choices, Shape, Tiling, classify, default
 from lamina.kernels.gpu.program import KvElement, Program
@@ -88,7 +88,7 @@ def peer(card: Card, name: str) -> list[dict[str, Any]]:
     rows = []
     for batch, group, scattered in product(BATCHES, GROUPS, (False, True)):
         step = Step(card.backend, BATCHES[batch], group, KvElement.BFLOAT16, scattered)
-        other = gpu_peers.seconds(name, step, card.seconds)
+        other = peers.seconds(name, step, card.seconds)
         if other is not None:
             ours = card.layer_seconds(step)
             row = {"batch": batch, "group": group, "slots": "anywhere" if scattered else "in order"}

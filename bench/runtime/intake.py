@@ -1,6 +1,6 @@
 """How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
 
-    python bench/intake.py            # the prompt as text, as a chat and as token ids; gaps in milliseconds
+    python -m bench.runtime.intake            # the prompt as text, as a chat and as token ids; gaps in milliseconds
 
 The engine is scripted (a word every 5 ms); HTTP, decoding, the chat template and the tokenizer are the server's own.
 """
@@ -59,7 +59,8 @@ def gaps(base: str, begin: Any, results: Any) -> None:
     with httpx.stream(
         "POST", f"{base}/v1/completions", json={"prompt": "stream", "stream": True}, timeout=60
     ) as response:
-        last, found = None, []
+        last: float | None = None
+        found: list[tuple[float, float]] = []
         for line in response.iter_lines():
             if line.startswith("data:"):
                 now = time.monotonic()

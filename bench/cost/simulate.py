@@ -3,8 +3,8 @@
 Clusters get LOAD of the requests that one of them serves when more arrive than it can serve: measured first, in the
 same run.
 
-python bench/runtime/simulate.py azure_conv_2023.csv                 # the trace, and clusters of growing size
-python bench/runtime/simulate.py azure_conv_2023.csv --large  # 250 + 1,000 workers, 1,000,000 requests
+python -m bench.cost.simulate azure_conv_2023.csv                 # the trace, and clusters of growing size
+python -m bench.cost.simulate azure_conv_2023.csv --large  # 250 + 1,000 workers, 1,000,000 requests
 """
 
 import argparse
@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from bench import RESULTS
 from lamina.plan import hardware, models
 from lamina.plan.workload import TracedRequest, read_trace
 from lamina.simulate import Arrivals, Deployment, Result, draw, replay, simulate
 
-RESULTS = Path(__file__).parent / "results" / "simulate.json"
+FILE = RESULTS / "simulate.json"
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
 MEMORIES = 4  # for each compute worker of a growing cluster, as 1,000 for 250
 REQUESTS = 800  # for each compute worker
@@ -106,8 +107,8 @@ def show(row: dict[str, Any]) -> None:
 
 def keep(name: str, measured: object) -> None:
     """Put a result into the file beside those of other runs."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps({**results, name: measured}, indent=2) + "\n")
+    results = json.loads(FILE.read_text()) if FILE.exists() else {}
+    FILE.write_text(json.dumps({**results, name: measured}, indent=2) + "\n")
 
 
 def main() -> None:

@@ -1,0 +1,272 @@
+"""GPU kernels: what they take of a card, compiled without one, and how fast they are on one.
+
+    python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
+    python bench/gpu.py [tests tune attention merge polling loop torch_sdpa flash_attention flashinfer]
+                        [--device cuda:0] [--json FILE]
+
+``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a card,
+measure everything they compare with in the same run and write ``results/gpu-<card>.json``; without a card they say what
+is missing. Each is a process of its own with a deadline of its own, and the file is written after each: one that fails
+takes no other with it. All together take less than eight minutes. ``tests`` runs the kernels' tests first; ``tune``
+measures tilings of attention on this card and keeps them for the others and for later processes.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench import RESULTS, ROOT
+from lamina.errors import ConfigError
+from lamina.kernels.gpu.choice import REGISTERS, SHARED_BYTES, Context, Shape, default
+from lamina.kernels.gpu.device import find, require
+from lamina.kernels.gpu.program import KvElement, Program
+from lamina.kernels.gpu.specialize import (
+    append_program,
+    attend_program,
+    combine_program,
+    decode_tile,
+    merge_program,
+    plan_program,
+    prompt_tile,
+    write_words_program,
+)
+from lamina.types import AttentionSpec
+
+CAPABILITIES = (80, 86, 89, 90)
+PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used
+TOTAL_S = 470  # all parts together: a card may be lent for ten minutes
+DEADLINES_S = {"tests": 90, "tune": 90, "attention": 90, "merge": 30, "polling": 30, "loop": 45, **PEERS}
+KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
+TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
+Rows = list[dict[str, Any]]
+QUERY = {KvElement.FLOAT32: np.float32, KvElement.FLOAT16: np.float16}  # bfloat16 for the others
+
+
+def make_spec(kv_heads: int, group: int, qk_dim: int, v_dim: int | None = None, **options: Any) -> AttentionSpec:
+    """An attention with the usual scale; V is as wide as K unless said."""
+    return AttentionSpec(0, kv_heads * group, kv_heads, qk_dim, v_dim or qk_dim, qk_dim**-0.5, **options)
+
+
+PLAIN = make_spec(8, 4, 128)
+SPECS = {
+    "GQA 1, 64": make_spec(16, 1, 64),
+    "GQA 1, 128": make_spec(8, 1, 128),
+    "GQA 8, 128": make_spec(8, 8, 128),
+    "GQA 2, 256": make_spec(8, 2, 256),
+    "MLA 192/128": make_spec(16, 1, 192, 128),
+    "window, softcap": make_spec(8, 4, 128, window=4096, softcap=50.0),
+    "chunk, alibi": make_spec(8, 4, 128, chunk=8192, alibi_slopes=tuple(0.5**i for i in range(1, 33))),
+}
+
+
+def attend_programs(
+    title: str, spec: AttentionSpec, element: KvElement, capability: int
+) -> Iterator[tuple[str, Program]]:
+    """Decode with appending, and prompt chunks, as a device that nobody measured runs them."""
+    query, group = QUERY.get(element, np.uint16), spec.query_heads // spec.kv_heads
+    for prompt in (False, True):
+        block_m = prompt_tile(element) if prompt else decode_tile(spec)[0]
+        shape = Shape(Context.NORMAL, False, prompt, element, group, spec.qk_dim)
+        tiling = default(shape, block_m, capability)
+        new = None if prompt else query
+        name = f"{'prompt' if prompt else 'decode'}, {element.name.lower()}, {title}"
+        yield name, attend_program(spec, element, tiling, block_m, query, capability, new)
+
+
+def programs(capability: int) -> Iterator[tuple[str, Program]]:
+    """Every kernel, in the variants that matter most, with a description."""
+    for element in KvElement:
+        yield from attend_programs("GQA 4, 128", PLAIN, element, capability)
+    for title, spec in SPECS.items():
+        yield from attend_programs(title, spec, KvElement.BFLOAT16, capability)
+    yield "256 pairs", plan_program(256)
+    yield "GQA 4, 128", combine_program(PLAIN, 16)
+    yield "8 partials, 32 heads of 128", merge_program(8, 32, 128, True)
+    for element in (KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8):
+        yield f"{element.name.lower()}, 8 heads of 128", append_program(element, np.uint16, 8, 128, 128)
+    yield "", write_words_program()
+
+
+def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:
+    """Compile every program for every capability; one row each."""
+    from lamina.kernels.gpu.triton_compile import compile_program, resources
+
+    every = [(capability, *described) for capability in capabilities for described in programs(capability)]
+    rows = []
+    for capability, title, program in track(every, "compiling", transient=True):
+        figures = asdict(resources(compile_program(program, capability)))
+        options = {"warps": program.warps, "stages": program.stages}
+        figures["resident"] = resident(program.warps, figures["registers"], figures["shared_bytes"], capability)
+        rows.append({"capability": capability, "kernel": program.kernel, "variant": title, **options, **figures})
+    return rows
+
+
+def resident(warps: int, registers: int, shared_bytes: int, capability: int) -> int:
+    """Programs that a multiprocessor runs at once. Registers come in eights; shared memory takes 1 KiB more of each."""
+    threads = 2048 if capability in (80, 90) else 1536
+    by_shared = (SHARED_BYTES[capability] + 1) * 1024 // (shared_bytes + 1024)
+    return min(threads // (32 * warps), REGISTERS // (32 * warps * -(-registers // 8) * 8), by_shared)
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows that have the same keys."""
+    table = Table(title=title)
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=150).print(table)
+
+
+def by_capability(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per variant, a column per capability: registers, KiB of shared memory, programs resident, any spills."""
+    variants: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["kernel"], row["variant"]
+        spills = f" +{row['spill_stores']} B spilled" if row["spill_stores"] + row["spill_loads"] else ""
+        cell = f"{row['registers']} regs {row['shared_bytes'] / 1024:.0f} KiB x{row['resident']}{spills}"
+        variants.setdefault(key, dict(zip(("kernel", "variant"), key, strict=True)))[f"sm_{row['capability']}"] = cell
+    return list(variants.values())
+
+
+def compiled(args: argparse.Namespace) -> None:
+    """``compile``: print the table and write it."""
+    rows = compile_all(args.capability)
+    title = "Registers per thread, shared memory, programs resident and spills, compiled without a card"
+    show(title, by_capability(rows))
+    path = args.json or RESULTS / "gpu-compile.json"
+    path.write_text(json.dumps({"triton": metadata.version("triton"), "programs": rows}, indent=1) + "\n")
+
+
+def require_card(index: int) -> str:
+    """The card's name. Ends the program if there is none, saying what is missing."""
+    try:
+        return require(index, find()).name
+    except ConfigError as error:
+        raise SystemExit(f"skipped: {error}") from None
+
+
+def part(what: str, index: int) -> dict[str, Any]:
+    """Run one part in this process: the card, the versions and its rows."""
+    from bench.gpu import attention, doorbells, peers  # these import CuPy
+    from bench.gpu.step import Card
+
+    parts: dict[str, Callable[[Card], Rows]] = {
+        "tune": attention.tune,
+        "attention": attention.attention,
+        "merge": attention.merge,
+        "polling": doorbells.polling,
+        "loop": doorbells.loop,
+        **{name: partial(attention.peer, name=name) for name in PEERS},
+    }
+    card = Card(index)
+    with card.stream:
+        if what in PEERS and not peers.installed(what):
+            print(f"skipped: {what} is not installed")
+            return card.describe() | {"skipped": "not installed"}
+        rows = parts[what](card)
+    show(what, rows)
+    return card.describe() | {"rows": rows}
+
+
+def run(command: list[str], deadline_s: float, **options: Any) -> None:
+    """Run a command to its end, and end it with all its children if it takes too long or this process is interrupted.
+
+    Raises:
+        subprocess.SubprocessError: it failed or took too long.
+    """
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            status = process.wait(deadline_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
+
+
+def tests(deadline_s: float) -> dict[str, Any]:
+    """Tests of the kernels on the card."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "--dist", "worksteal", "-k", TESTED, *KERNEL_TESTS]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run(command, deadline_s, cwd=ROOT, env=environment)
+    return {"passed": TESTED}
+
+
+def attempt(what: str, device: int, deadline_s: float) -> dict[str, Any]:
+    """One part in a process of its own: what it found or how it failed, when, and how long it took."""
+    started, today = time.monotonic(), datetime.date.today().isoformat()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "part.json")
+        command = [sys.executable, "-m", "bench.gpu", what, "--here", "--device", str(device), "--json", str(path)]
+        try:
+            if what == "tests":
+                found = tests(deadline_s)
+            else:
+                run(command, deadline_s, cwd=ROOT)
+                found = json.loads(path.read_text())
+        except subprocess.TimeoutExpired:
+            found = {"failed": f"no end within {deadline_s:.0f} s"}
+        except subprocess.CalledProcessError as error:
+            found = {"failed": f"exit status {error.returncode}; what it printed says why"}
+    seconds = round(time.monotonic() - started)
+    print(f"{what}: {'FAILED, ' + found['failed'] if 'failed' in found else 'done'} ({seconds} s)", flush=True)
+    return {"date": today, "seconds": seconds} | found
+
+
+def measured(args: argparse.Namespace) -> None:
+    """Every part that was asked for, one after another. Ends with status 1 if one failed."""
+    name = require_card(args.device)
+    path = args.json or RESULTS / f"gpu-{name.lower().replace(' ', '-')}.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    parts, until = args.what or list(DEADLINES_S), time.monotonic() + TOTAL_S
+    for what in parts:
+        record[what] = attempt(what, args.device, min(DEADLINES_S[what], max(0.0, until - time.monotonic())))
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path}")
+    if failed := [what for what in parts if "failed" in record[what]]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("gpu.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"compile, or of {', '.join(DEADLINES_S)} (all)")
+    parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES))
+    parser.add_argument("--device", type=int, default=0, help="number of the card")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write there instead of results/")
+    parser.add_argument("--here", action="store_true", help="one part in this process, for profilers; writes if --json")
+    args = parser.parse_args()
+    if args.what == ["compile"]:
+        compiled(args)
+    elif not set(args.what) <= set(DEADLINES_S):
+        parser.error(f"{args.what} is none of compile, {', '.join(DEADLINES_S)}")
+    elif args.here:
+        if len(args.what) != 1 or args.what == ["tests"]:
+            parser.error("--here takes one of " + ", ".join(list(DEADLINES_S)[1:]))
+        require_card(args.device)
+        found = part(args.what[0], args.device)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        measured(args)
+
+
+if __name__ == "__main__":
+    main()
