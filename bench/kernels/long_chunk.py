@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 
 from lamina.compute.links import lane_links
-from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.memory import store
 from lamina.memory.worker import MemoryWorker
@@ -38,6 +37,7 @@ from lamina.types import (
     AttentionSpec,
     DecodeRows,
     DType,
+    Overlap,
     SamplingParams,
     Segment,
     SequenceStep,

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from lamina.cli import app
 from lamina.cli.options import engine_options
-from lamina.config import DTypeName, EngineConfig
+from lamina.config import EngineConfig
 from lamina.errors import ConfigError
-from lamina.types import DType
+from lamina.types import DType, DTypeName
 
 GIVEN: dict[str, Any] = {
     "model": "M",
