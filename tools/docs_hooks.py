@@ -6,13 +6,10 @@ to a file that exists but is not on the site becomes plain text; one to a file t
 ``mkdocs build --strict`` turns into an error.
 """
 
-import dataclasses
-import enum
 import inspect
 import logging
 import posixpath
 import re
-import types
 import typing
 from pathlib import Path
 
@@ -20,9 +17,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from lamina.cli.options import ENGINE
 from lamina.config import EngineConfig
 from lamina.env import Environment
+from lamina.settings import Setting, settings
 
 log = logging.getLogger("mkdocs.plugins.lamina")
 
@@ -98,11 +95,12 @@ def _on_site(target: str, uri: str, otherwise: str | None) -> str | None:
     return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
 
 
-def settings_page() -> str:
-    """One table of all settings of the engine, from ``EngineConfig`` and the options of the command line."""
+def settings_page(config: type[object] = EngineConfig) -> str:
+    """One table of all settings of ``config``."""
     rows = [
-        f"| `{field.name}` | {_kind(field)} | {_default(field)} | {_help(field.name)} |"
-        for field in dataclasses.fields(EngineConfig)
+        f"| `{setting.name}` | {_values(setting)} | {setting.range} | {setting.meaning.unit} | {_default(setting)} "
+        f"| {setting.meaning.help} |"
+        for setting in settings(config)
     ]
     return "\n".join(
         [
@@ -110,11 +108,20 @@ def settings_page() -> str:
             "",
             "Settings of the engine are keyword arguments of [`Lamina`](api.md#lamina.Lamina), and options of every",
             "command that runs a model (`generate`, `chat`, `launch`, `bench`). As an option, `max_num_seqs` is",
-            "`--max-num-seqs`; a setting of type `bool`, such as `tls`, is `--tls` or `--no-tls`.",
+            "`--max-num-seqs`; a setting of type `bool`, such as `tls`, is `--tls` or `--no-tls`. An optional number can",
+            "be `auto`, which is its default. `--config FILE.yaml` reads settings from a file; options override it:",
+            "",
+            "```yaml",
+            "compute: cpu:1",
+            "memory: cpu:2",
+            "max_num_seqs: 64",
+            "tls: true",
+            "```",
+            "",
             "This table is generated from the code.",
             "",
-            "| Setting | Values | Default | Meaning |",
-            "|---|---|---|---|",
+            "| Setting | Values | Range | Unit | Default | Meaning |",
+            "|---|---|---|---|---|---|",
             *rows,
             "",
             "## Environment variables",
@@ -127,36 +134,14 @@ def settings_page() -> str:
     )
 
 
-def _kind(field: dataclasses.Field[object]) -> str:
-    """The values a field takes: names of types, or the values of a Literal or an Enum."""
-    kind = typing.get_type_hints(EngineConfig)[field.name]
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    parts = [part for part in (typing.get_args(kind) if is_union else (kind,)) if part is not type(None)]
-    return ", ".join(value for part in parts for value in _values(part))
+def _values(setting: Setting) -> str:
+    """The names of its types, or its choices."""
+    names = setting.choices or [kind.__name__ for kind in setting.kinds]
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def _values(kind: typing.Any) -> list[str]:
-    if typing.get_origin(kind) is typing.Literal:
-        return [f"`{value}`" for value in typing.get_args(kind)]
-    if issubclass(kind, enum.Enum):
-        return [f"`{member.value}`" for member in kind]
-    return [f"`{kind.__name__}`"]
-
-
-def _default(field: dataclasses.Field[object]) -> str:
-    return "" if field.default is None else f"`{field.default}`"
-
-
-def _help(name: str) -> str:
-    """The option's help text, or what the docstring says of a setting without an option."""
-    if name in ENGINE:
-        (option,) = typing.get_args(ENGINE[name])[1:]
-        text = str(option.help)
-    else:
-        described = re.search(rf"^    {name}: (.*(?:\n {{8}}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
-        text = " ".join(described[1].split()) if described else ""
-        text = f"In Python only: {text}"
-    return text.replace("|", "\\|")
+def _default(setting: Setting) -> str:
+    return "" if setting.default is None else f"`{setting.default}`"
 
 
 def _variables() -> list[str]:
