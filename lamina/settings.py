@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
@@ -96,9 +96,13 @@ def _validator(hint: Any, meaning: Meaning) -> Callable[[object], object]:
     ).validate_python
 
 
-@functools.cache
 def settings(config: type[Any]) -> tuple[Setting, ...]:
     """The settings of ``config``, a dataclass whose fields are ``Annotated[type, Meaning]``, in order."""
+    return _settings(cast(Hashable, config))
+
+
+@functools.cache
+def _settings(config: Any) -> tuple[Setting, ...]:
     hints = typing.get_type_hints(config, include_extras=True)
     return tuple(_setting(field, hints[field.name]) for field in dataclasses.fields(config))
 

@@ -1,7 +1,6 @@
 """Settings are defined once: what is derived from the definition, and the checks of values."""
 
 import inspect
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,8 +15,7 @@ from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.settings import Meaning, keywords_of, read_settings, settings
 from lamina.types import DType
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from tools.settings_page import settings_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +89,7 @@ def test_a_new_setting_appears_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_new_setting_appears_in_the_table() -> None:
-    docs_hooks = pytest.importorskip("docs_hooks", reason="needs mkdocs")
-    rows = docs_hooks.settings_page(Extended).split("\n")
+    rows = settings_page(Extended).split("\n")
     assert "| `spares` | `int` | 2 to 9 | workers per pool |  | Idle workers kept warm. |" in rows
     assert "| `colour` | `red`, `blue` |  |  | `red` | Of nothing. |" in rows
 
@@ -171,7 +168,7 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path: Path, content: str, says: s
 
 
 def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*none.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file"):
         read_settings(tmp_path / "none.yaml", EngineConfig)
 
 
