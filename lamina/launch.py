@@ -10,7 +10,7 @@ from lamina.cluster.bringup import bring_up
 from lamina.cluster.devices import find_devices, free_memory
 from lamina.cluster.gather import OnProgress
 from lamina.cluster.launchers.local import COMPUTE, MEMORY, LocalWorkers
-from lamina.config import EngineConfig
+from lamina.config import EngineConfig, check_writable
 from lamina.engine.engine import Engine, OnTrace
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
@@ -34,10 +34,11 @@ def launch(
     ``config.trace`` nothing is recorded. ``workers`` starts them; ``host`` is this machine's address that they reach.
 
     Raises:
-        ConfigError, ModelError: what the user can mend, before anything is started where possible.
+        ConfigError, ModelError: what the user can fix, before anything is started where possible.
         WorkerError, DeadlineError: a worker could not start; nothing is left running.
     """
-    sizing.check(config)
+    if config.trace is not None:
+        check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
     computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
     tokenizer = Tokenizer(model)

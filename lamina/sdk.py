@@ -10,13 +10,12 @@
 """
 
 import logging
-import os
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Self, cast
 
-from lamina.config import EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
+from lamina.config import EngineConfig
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
 from lamina.errors import RequestError
@@ -24,7 +23,8 @@ from lamina.frontend.prompts import Message, Prompt, as_prompts, chat_prompt
 from lamina.launch import launch
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.progress import BatchProgress, loading_progress
-from lamina.types import DType, RequestOutput, SamplingParams
+from lamina.settings import keywords_of
+from lamina.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -38,70 +38,26 @@ class Lamina:
     The workers start here and end with :meth:`close`, with the ``with`` block, with this object or with the process.
     All methods may be called from several threads.
 
-    Args:
-        model: a Hugging Face model directory; None is the bundled model.
-        compute, memory: pools as ``kind:count`` joined by commas.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        The others are fields of :class:`lamina.config.EngineConfig`.
+    Takes the settings of :class:`lamina.config.EngineConfig` as arguments, all but ``model`` by keyword.
 
     Raises:
-        ConfigError: a pool or setting that cannot be.
+        ConfigError: an invalid pool or setting.
         ModelError: the model directory cannot be used.
         WorkerError: a worker did not start.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        compute: str = "cpu:1",
-        memory: str = "cpu:1",
-        dtype: DType | str = "auto",
-        kv_cache_memory_bytes: int | None = None,
-        max_model_len: int | None = None,
-        default_max_tokens: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        threads: int | None = None,
-        load_format: LoadFormat = "auto",
-        seed: int = 0,
-        lanes: int | None = None,
-        pipelining: Pipelining = "auto",
-        q_first: bool = False,
-        mini_batches: int = 1,
-        plan_ahead: bool = True,
-        transport: TransportName = "auto",
-        tls: bool = False,
-        secret_file: str | None = None,
-        trace: str | None = None,
-        compute_cores: str | None = None,
-        memory_cores: str | None = None,
-    ) -> None:
-        config = EngineConfig(
-            model=None if model is None else os.fspath(model),
-            compute=compute,
-            memory=memory,
-            dtype=as_dtype(dtype),
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            max_model_len=max_model_len,
-            default_max_tokens=default_max_tokens,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            threads=threads,
-            load_format=load_format,
-            seed=seed,
-            lanes=lanes,
-            pipelining=pipelining,
-            q_first=q_first,
-            mini_batches=mini_batches,
-            plan_ahead=plan_ahead,
-            transport=transport,
-            tls=tls,
-            secret_file=secret_file,
-            trace=trace,
-            compute_cores=compute_cores,
-            memory_cores=memory_cores,
-        )
+    @keywords_of(EngineConfig)
+    def __init__(self, config: EngineConfig) -> None:
+        self._start(config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """As the constructor, with settings that are already a config."""
+        made = cls.__new__(cls)
+        made._start(config)
+        return made
+
+    def _start(self, config: EngineConfig) -> None:
         with loading_progress() as on_progress:
             self.engine = launch(config, on_progress)
         self._close = weakref.finalize(self, self.engine.close)  # also runs when the interpreter exits

@@ -8,7 +8,7 @@ import enum
 import functools
 import reprlib
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,29 @@ class DType(enum.Enum):
     def itemsize(self) -> int:
         """Bytes per element."""
         return 4 if self is DType.FLOAT32 else 2
+
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+"""How a user names an element type: one of ``DType``, or auto for the model's own."""
+
+LoadFormat = Literal["auto", "dummy"]
+Pipelining = Literal["auto", "fixed", "rotational"]
+TransportName = Literal["auto", "shm", "rdma", "tcp"]
+
+MOST_MINI_BATCHES = 15
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How compute workers send q, k and v, so that attention begins before all of it has arrived.
+
+    Attributes:
+        q_first: send q as soon as it exists; memory workers attend to earlier tokens while k and v are computed.
+        mini_batches: messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+    """
+
+    q_first: bool = False
+    mini_batches: int = 1
 
 
 @dataclass(frozen=True)

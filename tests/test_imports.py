@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports its own level and those above it in this list. "lamina" is lamina/__init__.py, the public names.
 LEVELS = (
-    {"types", "groups", "pipeline", "errors", "config", "env", "_native"},
+    {"types", "groups", "pipeline", "errors", "settings", "config", "env", "_native"},
     {"transport", "splitter", "kernels", "models"},
     {"protocol", "lowering", "placement"},
     {"schedule", "compute", "memory"},
@@ -42,10 +42,18 @@ ONLY_IN = {
 OPTIONAL = {"ray", "pyverbs", "cupy", "triton"}
 
 # Started often or by processes that need no model: these must not wait for the heavy packages.
-LIGHT = ("lamina", "lamina.types", "lamina.memory.slab", "lamina.models.tokenizer", "lamina.kernels.attention")
+LIGHT = (
+    "lamina",
+    "lamina.types",
+    "lamina.cli",
+    "lamina.memory.slab",
+    "lamina.memory.worker",
+    "lamina.models.tokenizer",
+    "lamina.kernels.attention",
+)
 # Started by everybody who has started the same model before.
 LIGHT_BUT_FOR_TORCH = ("lamina.compute.worker",)
-HEAVY = {"torch", "transformers", "networkx", *OPTIONAL}
+HEAVY = {"torch", "transformers", "networkx", "pydantic", "yaml", *OPTIONAL}
 
 
 @dataclass(frozen=True)

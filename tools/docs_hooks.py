@@ -6,23 +6,16 @@ to a file that exists but is not on the site becomes plain text; one to a file t
 ``mkdocs build --strict`` turns into an error.
 """
 
-import dataclasses
-import enum
-import inspect
 import logging
 import posixpath
 import re
-import types
 import typing
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-from lamina.cli.options import ENGINE
-from lamina.config import EngineConfig
-from lamina.env import Environment
+from settings_page import settings_page  # in this folder, which mkdocs adds to the path
 
 log = logging.getLogger("mkdocs.plugins.lamina")
 
@@ -96,71 +89,3 @@ def _on_site(target: str, uri: str, otherwise: str | None) -> str | None:
     if page is None or (ROOT / found).is_dir():
         return otherwise
     return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
-
-
-def settings_page() -> str:
-    """One table of all settings of the engine, from ``EngineConfig`` and the options of the command line."""
-    rows = [
-        f"| `{field.name}` | {_kind(field)} | {_default(field)} | {_help(field.name)} |"
-        for field in dataclasses.fields(EngineConfig)
-    ]
-    return "\n".join(
-        [
-            "# Settings",
-            "",
-            "Settings of the engine are keyword arguments of [`Lamina`](api.md#lamina.Lamina), and options of every",
-            "command that runs a model (`generate`, `chat`, `launch`, `bench`). As an option, `max_num_seqs` is",
-            "`--max-num-seqs`; a setting of type `bool`, such as `tls`, is `--tls` or `--no-tls`.",
-            "This table is generated from the code.",
-            "",
-            "| Setting | Values | Default | Meaning |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "## Environment variables",
-            "",
-            "| Variable | Meaning |",
-            "|---|---|",
-            *_variables(),
-            "",
-        ]
-    )
-
-
-def _kind(field: dataclasses.Field[object]) -> str:
-    """The values a field takes: names of types, or the values of a Literal or an Enum."""
-    kind = typing.get_type_hints(EngineConfig)[field.name]
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    parts = [part for part in (typing.get_args(kind) if is_union else (kind,)) if part is not type(None)]
-    return ", ".join(value for part in parts for value in _values(part))
-
-
-def _values(kind: typing.Any) -> list[str]:
-    if typing.get_origin(kind) is typing.Literal:
-        return [f"`{value}`" for value in typing.get_args(kind)]
-    if issubclass(kind, enum.Enum):
-        return [f"`{member.value}`" for member in kind]
-    return [f"`{kind.__name__}`"]
-
-
-def _default(field: dataclasses.Field[object]) -> str:
-    return "" if field.default is None else f"`{field.default}`"
-
-
-def _help(name: str) -> str:
-    """The option's help text, or what the docstring says of a setting without an option."""
-    if name in ENGINE:
-        (option,) = typing.get_args(ENGINE[name])[1:]
-        text = str(option.help)
-    else:
-        described = re.search(rf"^    {name}: (.*(?:\n {{8}}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
-        text = " ".join(described[1].split()) if described else ""
-        text = f"In Python only: {text}"
-    return text.replace("|", "\\|")
-
-
-def _variables() -> list[str]:
-    """Rows of the environment variables, from the docstring of ``Environment``."""
-    text = inspect.cleandoc(Environment.__doc__ or "")
-    entries = re.findall(r"^    \w+: ``(LAMINA_\w+)``, (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return [f"| `{name}` | {' '.join(meaning.split()).replace('``', '`')} |" for name, meaning in entries]

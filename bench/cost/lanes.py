@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.config import Pipelining
 from lamina.plan import hardware, models
 from lamina.simulate import Arrivals, Deployment, simulate
+from lamina.types import Pipelining
 
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
 REPLICAS = (1, 2, 4)

@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 
 from lamina.compute.links import lane_links
-from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.worker import MemoryWorker
@@ -39,6 +38,7 @@ from lamina.types import (
     AttentionSpec,
     DecodeRows,
     DType,
+    Overlap,
     SamplingParams,
     Segment,
     SequenceStep,

@@ -26,7 +26,6 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.memory.migrations import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller, Target
@@ -45,6 +44,7 @@ from lamina.types import (
     DecodeRows,
     DType,
     Migration,
+    Overlap,
     SamplingParams,
     Segment,
     SequenceStep,

@@ -31,7 +31,7 @@ def chat(
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 
-    with Lamina(**vars(config)) as lamina:
+    with Lamina.from_config(config) as lamina:
         if sys.stdin.isatty():
             output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]", soft_wrap=True)
             if config.model is None:

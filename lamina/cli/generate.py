@@ -35,7 +35,7 @@ def generate(
     from lamina.sdk import Lamina
 
     start = time.perf_counter()
-    with Lamina(**vars(config)) as lamina:
+    with Lamina.from_config(config) as lamina:
         loaded = time.perf_counter()
         outputs = _print_texts(lamina.stream_batch(texts, params), texts)
         ended = time.perf_counter()

@@ -24,7 +24,7 @@ def launch(
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
-    with bind(host, port) as listener, Lamina(**vars(config)) as lamina:
+    with bind(host, port) as listener, Lamina.from_config(config) as lamina:
         serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
 
 

@@ -5,13 +5,15 @@ import inspect
 import resource
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from lamina.config import DTypeName, EngineConfig, LoadFormat, Pipelining, TransportName, as_dtype
+from lamina.config import EngineConfig
 from lamina.errors import ConfigError, RequestError
-from lamina.types import SamplingParams
+from lamina.settings import Setting, read_settings, settings
+from lamina.types import Pipelining, SamplingParams
 
 MaxTokens = Annotated[int, typer.Option(help="At most so many tokens per completion.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
@@ -24,83 +26,68 @@ PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How la
 LEAST_FILES = 64
 """Open files with which one compute and one memory worker can be started."""
 
-ENGINE: dict[str, Any] = {
-    "model": Annotated[
-        str | None, typer.Option(help="Hugging Face model directory. Default: the bundled small model.")
-    ],
-    "compute": Annotated[str, typer.Option(help="Compute workers, kind:count joined by commas.")],
-    "memory": Annotated[str, typer.Option(help="Memory workers, kind:count joined by commas.")],
-    "load_format": Annotated[
-        LoadFormat, typer.Option(help="dummy: random weights of the right shapes, for benchmarks.")
-    ],
-    "dtype": Annotated[
-        DTypeName,
-        typer.Option(help="Of weights, activations and KV; auto takes the checkpoint's."),
-    ],
-    "max_model_len": Annotated[
-        int | None,
-        typer.Option(help="Tokens of prompt and answer together. Default: what the model and the pool allow."),
-    ],
-    "default_max_tokens": Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of an answer to a chat that gives no max_tokens. "
-            "Default: 1024, or an eighth of max-model-len if that is less."
-        ),
-    ],
-    "max_num_seqs": Annotated[int, typer.Option(help="Sequences that decode at once, for each compute worker.")],
-    "max_num_batched_tokens": Annotated[
-        int, typer.Option(help="Token rows of one step: sequences that decode, and chunks of prompts.")
-    ],
-    "kv_cache_memory_bytes": Annotated[
-        int | None,
-        typer.Option(help="KV bytes per memory worker. Default: its share of half of what is free beside the weights."),
-    ],
-    "threads": Annotated[int | None, typer.Option(help="CPU threads per worker. Default: each pool shares all cores.")],
-    "lanes": Lanes,
-    "pipelining": PipeliningName,
-    "q_first": Annotated[bool, typer.Option(help="Send q before k and v are computed.")],
-    "mini_batches": Annotated[int, typer.Option(help="Pieces in which q is sent.")],
-    "plan_ahead": Annotated[bool, typer.Option(help="Plan the next step while one runs.")],
-    "transport": Annotated[
-        TransportName,
-        typer.Option(help="Between workers; auto: shm on one host, else rdma if it proves itself, else tcp."),
-    ],
-    "tls": Annotated[bool, typer.Option(help="Encrypt tcp between workers (TLS 1.3), and use no rdma.")],
-    "secret_file": Annotated[
-        str | None,
-        typer.Option(help="File of the cluster's secret, made if it is not there. Default: a new one, kept in memory."),
-    ],
-    "compute_cores": Annotated[
-        str | None, typer.Option(help="CPU list of the compute workers, as 0-3,8. Default: all.")
-    ],
-    "memory_cores": Annotated[str | None, typer.Option(help="CPU list of the memory workers. Default: all.")],
-    "trace": Annotated[str | None, typer.Option(help="Write a timeline for Perfetto to this file at the end.")],
-}
-"""The options of every command that runs a model, by the field of EngineConfig that each sets; defaults are its own."""
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file of settings, by name. Options given here override it.")
+]
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the options of ``ENGINE`` behind its own: they reach it as an EngineConfig, its first argument.
+    """Add an option for every setting of ``EngineConfig`` to ``command``, which gets the config as first argument."""
+    return options_of(EngineConfig)(command)
 
-    What is returned raises ConfigError for a value that cannot be.
+
+def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As ``engine_options``, for any dataclass of settings. A parameter of the command hides the setting of its name.
+
+    The decorated command raises ConfigError for invalid settings, also in the file that ``--config`` names.
     """
-    defaults = EngineConfig()
-    own = list(inspect.signature(command).parameters.values())[1:]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=option)
-        for name, option in ENGINE.items()
-    ]
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        settings = {name: values.pop(name) for name in ENGINE}
-        _require_files()
-        settings |= {"lanes": as_lanes(settings["lanes"]), "dtype": as_dtype(settings["dtype"])}
-        command(EngineConfig(**settings), **values)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = {parameter.name: parameter for parameter in list(inspect.signature(command).parameters.values())[1:]}
+        known = {setting.name: setting for setting in settings(config) if setting.name not in own}
+        context = next((name for name, one in own.items() if one.annotation is typer.Context), None)
 
-    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-    return run
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            _require_files()
+            invocation: typer.Context = values["context" if context is None else context]
+            chosen = {} if values["config_file"] is None else read_settings(values["config_file"], config)
+            for name, setting in known.items():
+                if (source := invocation.get_parameter_source(name)) is not None and source.name != "DEFAULT":
+                    chosen[name] = setting.parse(values[name])
+            command(config(**chosen), **{name: values[name] for name in own})
+
+        added = [_parameter("config_file", None, ConfigFile)]
+        if context is None:
+            added.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+        added += [_parameter(setting.name, setting.default, _option(setting)) for setting in known.values()]
+        run.__signature__ = inspect.Signature([*own.values(), *added])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option(setting: Setting) -> Any:
+    if setting.choices:
+        return Annotated[cast(Any, Literal)[setting.choices], typer.Option(help=setting.help)]
+    if bool in setting.kinds:
+        return Annotated[bool, typer.Option(help=setting.help)]
+    if int in setting.kinds:
+        metavar = "<int|auto>" if setting.optional else "<int>"
+        return Annotated[int | None, typer.Option(help=setting.help, metavar=metavar, parser=_number)]
+    return Annotated[str | None, typer.Option(help=setting.help)]
+
+
+def _number(text: str) -> int | str:
+    """What is not a number is left to the check of the setting, which says what it takes."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _require_files() -> None:

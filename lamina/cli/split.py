@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.config import DTypeName, as_dtype
+from lamina.types import DType, DTypeName
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,13 +42,13 @@ def split(
 
     if output is not None:
         check_writable("--output", output)
-    place, element = find_config(model), as_dtype(dtype)  # what can be wrong comes before the slow imports
+    place = find_config(model)  # what can be wrong comes before the slow imports
     with notes().status("Importing transformers and splitting the model") if notes().is_terminal else nullcontext():
         from lamina.models.config import load_config, resolve_dtype
         from lamina.splitter import split as split_model
 
         config = load_config(place)
-        result = split_model(config, resolve_dtype(config, element))
+        result = split_model(config, resolve_dtype(config, "auto" if dtype == "auto" else DType(dtype)))
     if format is Format.TABLE and output is None:
         print_table(render_table(result))
         return

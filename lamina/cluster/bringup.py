@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from lamina.cluster.gather import Gather, OnProgress, Workers
 from lamina.cluster.linking import link
-from lamina.config import TransportName
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
 from lamina.protocol.channel import LANDING_NBYTES, Layout
@@ -27,7 +26,7 @@ from lamina.protocol.messages import (
 from lamina.protocol.wire import reply_nbytes, request_nbytes
 from lamina.schedule.scheduler import Limits
 from lamina.transport.endpoint import spin_s
-from lamina.types import AttentionSpec, DType
+from lamina.types import AttentionSpec, DType, TransportName
 
 START_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
@@ -115,7 +114,7 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
             f"each memory worker has {nbytes} bytes for KV; one token of this model needs {per_token} and a request at "
             f"least two. Give more with kv_cache_memory_bytes"
         )
-    return min(capacity, plan.limits.max_num_seqs * plan.limits.max_model_len)
+    return min(capacity, plan.limits.max_sequences * plan.limits.max_model_len)
 
 
 def _connect(

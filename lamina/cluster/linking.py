@@ -4,11 +4,11 @@ import logging
 from collections.abc import Collection, Mapping
 
 from lamina.cluster.gather import Gather
-from lamina.config import TransportName
 from lamina.errors import TransportError
 from lamina.protocol.choice import Choice, Offer, Transport, choose
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Link, Linked
+from lamina.types import TransportName
 
 log = logging.getLogger(__name__)
 

@@ -1,68 +1,18 @@
 """What a configuration comes to on a given machine: limits, cores and threads, lanes, bytes of KV. Pure functions."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import get_args
 
 from lamina.cluster.bringup import ClusterPlan
-from lamina.config import (
-    MOST_MINI_BATCHES,
-    EngineConfig,
-    LoadFormat,
-    Overlap,
-    Pipelining,
-    TransportName,
-    check_writable,
-)
+from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.messages import ComputeSetup
 from lamina.schedule.scheduler import Limits
+from lamina.types import DType, Overlap
 
 LANES_PER_REPLICA = 3  # at most, where the engine chooses
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
-
-
-def check(config: EngineConfig) -> None:
-    """Refuse settings that can never be. Raises ConfigError naming the setting and its range."""
-    positive = (
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "threads",
-        "kv_cache_memory_bytes",
-        "lanes",
-        "default_max_tokens",
-    )
-    _require_type(config, int, "a whole number", *positive, "max_model_len", "mini_batches", "seed")
-    _require_type(config, bool, "True or False", "q_first", "plan_ahead", "tls")
-    _require_type(config, str, "a text", "compute", "memory", "compute_cores", "memory_cores")
-    for name in positive:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; give at least 1, or leave it out")
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}; every "
-            f"sequence needs a row of its own in a step, so give max_num_batched_tokens at least {config.max_num_seqs}"
-        )
-    for name, values in (("load_format", LoadFormat), ("pipelining", Pipelining), ("transport", TransportName)):
-        choices = get_args(values)
-        if getattr(config, name) not in choices:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; give {' or '.join(choices)}")
-    if config.tls and config.transport == "rdma":
-        raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
-    if config.trace is not None:
-        check_writable("trace", Path(config.trace))
-    if not 1 <= config.mini_batches <= MOST_MINI_BATCHES:
-        raise ConfigError(f"mini_batches is {config.mini_batches}; give 1 to {MOST_MINI_BATCHES}")
-
-
-def _require_type(config: EngineConfig, kind: type, said: str, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not getattr(EngineConfig, name) and type(value) is not kind:
-            raise ConfigError(f"{name} is {value!r}; give {said}")
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:
@@ -167,7 +117,7 @@ def cluster_plan(
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),
-        None if config.dtype == "auto" else config.dtype,
+        None if config.dtype == "auto" else DType(config.dtype),
         config.load_format,
         config.seed,
         _threads(config, compute_cores),

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.links import LaneLinks
-from lamina.config import Overlap
 from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
@@ -28,7 +27,7 @@ from lamina.protocol.wire import (
     request_number,
 )
 from lamina.splitter import SliceOutput, as_numpy
-from lamina.types import AttentionSpec, DType, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
 Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])

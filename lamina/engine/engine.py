@@ -122,7 +122,7 @@ class Engine:
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards changes of _commands, _tracked, _places and _dead together
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
-        self._places = Places(MAX_WAITING + limits.max_num_seqs)
+        self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
         self._thread.start()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lamina.config import Overlap
 from lamina.errors import PlacementError
 from lamina.kernels.attention import append, partial, partial_tasks
 from lamina.kernels.memory import allocate
@@ -27,7 +26,7 @@ from lamina.protocol.wire import (
     pieces,
     read_queries,
 )
-from lamina.types import AttentionSpec, DType, Fork, Migration, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Fork, Migration, Overlap, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
 

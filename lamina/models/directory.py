@@ -1,6 +1,7 @@
 """A Hugging Face model directory: found, checked, and described without torch or transformers."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ class ModelDirectory:
         return max_model_len(self.config)
 
 
-def find(model: str | Path | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
+def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
     """The model directory ``model``; None is the model that comes with Lamina.
 
     Args:

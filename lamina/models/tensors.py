@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lamina.config import LoadFormat
 from lamina.errors import ModelError
 from lamina.models.checkpoint import some
 from lamina.models.directory import ModelDirectory
+from lamina.types import LoadFormat
 
 Progress = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig
 
-from lamina.config import LoadFormat
 from lamina.models import tensors
 from lamina.models.config import meta_model
 from lamina.models.conversion import recipes
 from lamina.models.directory import ModelDirectory
 from lamina.models.tensors import Progress, WeightPlan
-from lamina.types import DType
+from lamina.types import DType, LoadFormat
 
 
 def plan(directory: ModelDirectory, config: PretrainedConfig, dtype: DType) -> WeightPlan:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lamina.config import TransportName
 from lamina.errors import TransportError
+from lamina.types import TransportName
 
 
 class Transport(enum.StrEnum):

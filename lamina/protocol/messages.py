@@ -2,11 +2,10 @@
 
 import msgspec
 
-from lamina.config import LoadFormat, Overlap
 from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.timeline import Span
-from lamina.types import AttentionSpec, DType, Logprob, StepPlan
+from lamina.types import AttentionSpec, DType, LoadFormat, Logprob, Overlap, StepPlan
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):

@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lamina.config import MOST_MINI_BATCHES, Overlap
 from lamina.errors import PlacementError
-from lamina.types import AttentionSpec, DType, Segment, SequenceStep, StepPlan
+from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, Overlap, Segment, SequenceStep, StepPlan
 
 Array = npt.NDArray[np.generic]
 

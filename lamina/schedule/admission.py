@@ -34,9 +34,9 @@ class _Kept:
 class Admissions:
     """Requests that wait; ``deal`` picks those that go to lanes."""
 
-    def __init__(self, max_num_seqs: int, rows: int, placement: Placement, relocations: Relocations) -> None:
-        """``max_num_seqs`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations) -> None:
+        """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
+        self._max_sequences = max_sequences
         self._rows = rows
         self._placement = placement
         self._relocations = relocations
@@ -108,7 +108,7 @@ class Admissions:
             lane = seats.emptiest
             if not may_take(lane):
                 return
-            if seats.total >= self._max_num_seqs:
+            if seats.total >= self._max_sequences:
                 break
             memory = self._room_for(group, lane, seats)
             if memory is not None:
@@ -135,7 +135,7 @@ class Admissions:
         if self._kept is not None and self._kept.group is not group:
             wanted += len(self._kept.group.completions)
             besides = self._kept.worker
-        if seats.total + wanted > self._max_num_seqs or seats.taken[lane] + wanted > self._rows:
+        if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
         return self._placement.reserve(group.tokens, besides)
 

@@ -37,7 +37,7 @@ from lamina.types import Admission, Fork, Request, SamplingParams, Segment, Sequ
 class Limits:
     """Bounds of one request, of one step, and of the sequences that all lanes together decode at once."""
 
-    max_num_seqs: int
+    max_sequences: int
     max_num_batched_tokens: int
     max_model_len: int
 
@@ -100,7 +100,7 @@ class Scheduler:
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed)
-        self._admissions = Admissions(limits.max_num_seqs, limits.max_num_batched_tokens, placement, self._relocations)
+        self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
@@ -123,7 +123,7 @@ class Scheduler:
     def sequences(self) -> int:
         """Those that would decode if all prompts were done, of requests that have room or have not been refused it."""
         waiting = 0 if self.full else self.waiting
-        return min(self._seats.total + waiting, self.limits.max_num_seqs)
+        return min(self._seats.total + waiting, self.limits.max_sequences)
 
     @property
     def migrating(self) -> int | None:
@@ -144,7 +144,7 @@ class Scheduler:
                 f"the prompt has {prompt_length} tokens; this runtime takes at most {limit - 1} "
                 f"(max_model_len {limit}, one left for the answer). Shorten the prompt or raise max_model_len"
             )
-        together = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)  # of one request, in one lane
+        together = min(self.limits.max_sequences, self.limits.max_num_batched_tokens)  # of one request, in one lane
         if params.n > together:
             raise RequestError(f"n is {params.n}; this runtime decodes {together} sequences of a request at once")
         room = self._max_tokens(prompt_length, params)

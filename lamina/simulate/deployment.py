@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from lamina.config import Pipelining
 from lamina.errors import ConfigError
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
 from lamina.plan.store import ProfileStore
+from lamina.types import Pipelining
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,6 @@ class Simulation:
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
         )
-        sizing.check(self._config)
         self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=False)
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._numbers = {name: index for index, name in enumerate(self._memories)}

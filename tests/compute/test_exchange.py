@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import LaneLinks
-from lamina.config import Overlap
 from lamina.errors import DeadlineError, PlacementError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
@@ -43,6 +42,7 @@ from lamina.types import (
     DType,
     Fork,
     Migration,
+    Overlap,
     SamplingParams,
     Segment,
     SequenceStep,

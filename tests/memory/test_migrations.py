@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.config import Overlap
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
@@ -23,6 +22,7 @@ from lamina.types import (
     DecodeRows,
     DType,
     Migration,
+    Overlap,
     SamplingParams,
     Segment,
     SequenceStep,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lamina.compute.links import LaneLinks, lane_links
-from lamina.config import Overlap
 from lamina.errors import DeadlineError
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
@@ -26,6 +25,7 @@ from lamina.types import (
     AttentionSpec,
     DecodeRows,
     DType,
+    Overlap,
     SamplingParams,
     Segment,
     SequenceStep,

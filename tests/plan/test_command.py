@@ -12,7 +12,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cli.options import as_lanes
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
 from lamina.errors import UserError
@@ -64,12 +63,11 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
         assert settings["model"] == result["model"]
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
-        assert as_lanes(settings["lanes"]) == one["lanes"]
+        assert settings["lanes"] == one["lanes"]
         # The runtime's own pipeline takes these lanes in this order, and lets the whole batch in.
         pipeline = Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
         names = ("max_num_seqs", "max_num_batched_tokens")
         config = EngineConfig(**{name: settings[name] for name in names})
-        sizing.check(config)
         assert sizing.most_sequences(config, pipeline) >= one["batch"]
     printed = plan(arguments)
     launched = next(line.strip() for line in printed.splitlines() if line.strip().startswith("lamina launch"))

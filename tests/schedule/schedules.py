@@ -4,7 +4,7 @@ from lamina.placement.map import Placement
 from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.types import Request, SamplingParams, StepPlan
 
-LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32)
+LIMITS = Limits(max_sequences=4, max_num_batched_tokens=8, max_model_len=32)
 ATTENTIONS = 3
 
 

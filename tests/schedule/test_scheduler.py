@@ -18,7 +18,7 @@ from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, sched
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
-MANY = Limits(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
+MANY = Limits(max_sequences=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
 
 
 class MemoryModel:
@@ -127,7 +127,7 @@ class Cluster:
             assert plan.turn == self._turns[lane]
             self._turns[lane] += ATTENTIONS if plan.sequences else 0
             assert sum(len(step.tokens) for step in plan.sequences) <= self.limits.max_num_batched_tokens
-            assert sum(len(step.draws) for step in plan.sequences) <= self.limits.max_num_seqs
+            assert sum(len(step.draws) for step in plan.sequences) <= self.limits.max_sequences
             earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
             for step in plan.sequences:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
@@ -393,7 +393,7 @@ def test_without_max_tokens_a_request_gets_what_a_memory_worker_holds() -> None:
 
 def calls_a_row(lanes: int, memories: int) -> float:
     """Functions called, ours and the interpreter's, for every sequence planned and completed in a busy cluster."""
-    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64)
+    limits = Limits(max_sequences=8 * lanes, max_num_batched_tokens=64, max_model_len=64)
     under_test = scheduler({f"memory{index}": 400 for index in range(memories)}, lanes, limits)
     random = Random(0)
     for index in range(24 * lanes):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.config import Pipelining
 from lamina.errors import ConfigError
 from lamina.placement.map import Placement
 from lamina.plan import hardware, models
@@ -31,7 +30,7 @@ from lamina.simulate import (
     write_requests,
 )
 from lamina.simulate import runtime as under_test
-from lamina.types import Request, StepPlan
+from lamina.types import Pipelining, Request, StepPlan
 
 CATALOGUE = hardware.load()
 LLAMA = models.find("Llama-2-7B")
