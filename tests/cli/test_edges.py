@@ -165,7 +165,7 @@ def test_a_closed_port_is_told_at_once(tmp_path: Path) -> None:
         where = "{}:{}".format(*closed.getsockname())
     begin = time.monotonic()
     with (
-        pytest.raises(TransportError, match=f"nobody answers at {where} .*bench transport --listen"),
+        pytest.raises(TransportError, match=f"cannot connect to {where} .*bench transport --listen"),
         bench_transport._remote(where, str(tmp_path / "secret")),
     ):
         pass

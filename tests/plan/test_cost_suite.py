@@ -108,5 +108,7 @@ def test_a_suite_that_does_not_end_is_stopped_with_a_remedy(monkeypatch: pytest.
     (tmp_path / "report.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(cost_report, "SUITE", tmp_path / "report.py")
     monkeypatch.setattr(cost_report, "TIMEOUT_S", 0.2)
-    with pytest.raises(LaminaError, match=r"did not end within 0\.2 s.*Run it without a limit: python .*report\.py"):
+    with pytest.raises(
+        LaminaError, match=r"did not finish within 0\.2 s.*Run it without a time limit: python .*report\.py"
+    ):
         CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)

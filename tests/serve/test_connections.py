@@ -50,7 +50,7 @@ def test_half_a_header_is_answered_and_closed(server: Running, before: bytes) ->
             assert answer(connection)[0] == 200
         connection.sendall(b"POST /v1/comp")
         status, body = answer(connection)
-        assert status == 408 and "no whole header came within" in body["error"]["message"]
+        assert status == 408 and "no complete header within" in body["error"]["message"]
         assert connection.recv(1) == b""
 
 
@@ -157,7 +157,7 @@ def test_connections_at_work_are_not_closed_for_others(crowded: Running, caplog:
     waiting.settimeout(0.5)
     with pytest.raises(TimeoutError):
         waiting.recv(1)
-    assert "all of 4 connections are at work" in caplog.text
+    assert "all 4 connections are busy" in caplog.text
     crowded.engine.close()
     for thread in at_work:
         thread.join(TIMEOUT_S)
