@@ -203,7 +203,7 @@ def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
     assert 3 <= best.pools.memory_workers <= 4
     assert best.bottleneck is Bottleneck.COMPUTE and best.compute_busy == pytest.approx(1)
     more_memory = next(line for line in beyond(model, best) if "h20 instead" in line)
-    assert "waits for compute" in more_memory and "+" in more_memory.split("cost")[0]
+    assert "bottleneck: compute" in more_memory and "+" in more_memory.split("cost")[0]
     # Without that bound more of both is cheaper still, in the same proportion; others come within hundredths of it.
     free = planner()
     plans = [plan for one in candidates if (plan := free.evaluate(one)) is not None]
@@ -240,7 +240,7 @@ def test_a_plan_keeps_its_goals() -> None:
             Goals(),
             workload.of_context(10**7),
             8,
-            r"reserves 10000000 tokens.*a h20 holds \d+, .*most here are 4.*8 KV heads.*give a kind with more",
+            r"needs 10000000 tokens.*a h20 holds \d+, .*has at most 4.*8 KV heads.*give hardware with more",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_budget_of_what_the_cheapest_pools_cost_is_enough() -> None:
 
 
 def test_a_group_that_could_hold_the_weights_is_named_or_the_memory_it_takes() -> None:
-    for kind, remedy in (("rtx4090", "give --compute rtx4090:8, or"), ("rtx4080", "give a kind with 20 GB or more")):
+    for kind, remedy in (("rtx4090", "give --compute rtx4090:8, or"), ("rtx4080", "give hardware with 20 GB or more")):
         candidates = list(layouts(LLAMA3, [(CATALOGUE[kind], 1)], [(CATALOGUE["h20"], 4)]))
         assert remedy in str(refusal(planner(), candidates))
 
@@ -324,7 +324,7 @@ def test_traces(tmp_path: Path) -> None:
     )
     assert [request.arrival_s for request in workload.read_trace(azure)] == [pytest.approx(1.00993), 0]
     azure.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"is no trace \(KeyError: 'TIMESTAMP'\)"):
+    with pytest.raises(ConfigError, match=r"is not a trace \(KeyError: 'TIMESTAMP'\)"):
         workload.of_trace(azure)
 
 
@@ -344,7 +344,7 @@ def test_traces(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(row: str, tmp_path: Path) -> None:
     for name in ("trace.jsonl", "trace.csv"):
         (tmp_path / name).write_text(row + "\n" + row)
-        with pytest.raises(ConfigError, match="is no trace"):
+        with pytest.raises(ConfigError, match="is not a trace"):
             workload.read_trace(tmp_path / name)
 
 

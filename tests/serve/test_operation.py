@@ -86,7 +86,7 @@ def test_a_line_per_request(server: Running, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "lamina.serve.logs"):
         line = lines(COMPLETION, prompt=["abc", "d"], n=2, stream=True)[0]
         assert re.fullmatch(
-            r"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d\.\d{3} s: 4 prompt tokens, 12 drawn, 4 length", line
+            r"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d\.\d{3} s: 4 prompt tokens, 12 generated, 4 length", line
         )
         assert re.search(r"POST /v1/completions 400 in \d\.\d{3} s$", lines(COMPLETION, prompt="too long")[0])
         assert "POST /%0Anew?a=%0A 404" in lines("/%0Anew?a=%0A")[0] or "POST /%0Anew 404" in lines("/%0Anew")[0]

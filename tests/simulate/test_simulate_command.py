@@ -70,14 +70,14 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
     [
         (("--fail", "memory:2@1s"), "there are 2, counted from 0"),
         (("--slow", "memory:1"), "such as compute:0@60s:2x"),
-        (("--requests", "r.txt"), "neither .csv nor .parquet"),
+        (("--requests", "r.txt"), "ends in .csv or .parquet"),
         (("--requests", "/nowhere/r.csv"), "in a folder that does not exist"),
         (("--trace-out", "/"), "cannot be written"),
         (("--system", "chunked-prefill"), "one pool"),
         (("--rate-scale", "0"), "above 0"),
         (("--compute", "a100:1,h100:1"), "names 2 kinds"),
         (("--model", "Llama-2-13B", "--compute", "rtx4080:2"), "give --tensor-parallel 2 with a multiple of 2 workers"),
-        (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give another kind"),
+        (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give other hardware"),
         (("--system", "disaggregated", "--trace-out", "t.json"), "records Lamina's workers"),
     ],
 )

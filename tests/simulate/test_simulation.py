@@ -423,7 +423,7 @@ def test_metrics_of_requests_are_written(tmp_path: Path) -> None:
     table = parquet.read_table(tmp_path / "requests.parquet").to_pydict()
     assert table["state"] == [row["state"] for row in rows]
     assert [None if row["end_s"] == "" else float(row["end_s"]) for row in rows] == table["end_s"]
-    with pytest.raises(ConfigError, match=r"neither .csv nor .parquet"):
+    with pytest.raises(ConfigError, match=r"ends in .csv or .parquet"):
         write_requests(tmp_path / "requests.json", result.log)
 
 
@@ -457,5 +457,5 @@ def test_lanes_that_wait_for_one_pool_after_the_other_are_not_taken_for_missing_
     arrivals = Arrivals(np.zeros(60), np.full(60, 2048), np.full(60, 1))
     waiting = simulate(pools(lanes=1), arrivals)
     assert waiting.queued > 0.8 and waiting.refused == 0
-    assert waiting.bottleneck.startswith("steps of a lane")
+    assert waiting.bottleneck.startswith("lanes")
     assert simulate(pools(lanes=2, pipelining="fixed"), arrivals).bottleneck == "compute workers"
