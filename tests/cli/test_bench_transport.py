@@ -1,4 +1,4 @@
-"""`lamina bench transport`: between two processes, and between a listening and a connecting one as on two hosts."""
+"""`lamina bench transport` on one host, and with --listen and --connect as on two hosts."""
 
 import json
 import os

@@ -352,7 +352,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(server: Server) -> 
 
 
 def ask_for_long_answers(running: Server, completions: int = 8) -> tuple[list[threading.Thread], list[httpx.Response]]:
-    """Four clients, two of them of streams, that are being answered; and their answers, once those have ended."""
+    """Four clients with open answers, two of them streams; and their answers once those have ended."""
     answers: list[httpx.Response] = []
 
     def ask(stream: bool) -> None:

@@ -1,4 +1,4 @@
-"""Options of the engine on the command line: what a command is given for them."""
+"""The engine's options on the command line, and the configuration a command receives for them."""
 
 from dataclasses import fields
 from typing import Any, get_args
@@ -40,7 +40,7 @@ GIVEN: dict[str, Any] = {
 
 
 def call(*arguments: str) -> tuple[EngineConfig, int]:
-    """What a command of one option of its own gets."""
+    """What a command with one option of its own receives."""
     got: list[tuple[EngineConfig, int]] = []
 
     @engine_options
@@ -87,6 +87,6 @@ def test_every_command_that_runs_a_model_has_all_of_them(command: str) -> None:
 
 
 def test_what_the_command_line_cannot_set_is_known() -> None:
-    """A new setting gets an option, or its name here."""
+    """A new setting needs an option, or an entry here."""
     unset = {field.name for field in fields(EngineConfig)} - set(GIVEN)
     assert unset == {"seed"}

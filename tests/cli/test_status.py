@@ -1,4 +1,4 @@
-"""`lamina status` asks addresses where something else answers."""
+"""`lamina status` with addresses where something other than Lamina answers."""
 
 import socketserver
 import threading
@@ -13,7 +13,7 @@ OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 
 
 class Stranger(socketserver.TCPServer):
-    """Answers whatever it is asked with ``answer``."""
+    """A server that answers every request with ``answer``."""
 
     answer = b""
 

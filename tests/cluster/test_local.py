@@ -1,4 +1,4 @@
-"""Worker processes that end before they have begun."""
+"""Worker processes that exit before they have started."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The pool grammar: everything that can be typed is either a pool or one clear error."""
+"""The pool grammar: every text is either a pool or gives one clear error."""
 
 import pytest
 from hypothesis import given

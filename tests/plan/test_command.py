@@ -1,4 +1,4 @@
-"""`lamina plan` as it is typed."""
+"""`lamina plan` on the command line."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PAIR = "--model Llama-3-70B --compute h100 --memory h20"
 
 
 def plan(line: str) -> str:
-    """What `lamina plan LINE` prints."""
+    """The output of `lamina plan LINE`."""
     return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
 
 
@@ -42,7 +42,7 @@ def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """What the real command line makes of `lamina launch ...`, which it does not run."""
+    """How the real command line parses `lamina launch ...`, without running it."""
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
     root = get_command(app)
@@ -67,7 +67,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
         assert as_lanes(settings["lanes"]) == one["lanes"]
-        # The runtime's own pipeline takes these lanes in this order, and lets the whole batch in.
+        # The runtime's own pipeline accepts these lanes in this order, and admits the whole batch.
         pipeline = Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
         names = ("max_num_seqs", "max_num_batched_tokens")
         config = EngineConfig(**{name: settings[name] for name in names})
@@ -155,7 +155,7 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(measure, "READ_BYTES", 2**22)
     monkeypatch.setattr(measure, "PRODUCT", (8, 64, 64))
     measured = Fit("slices", "cpu", "a test", {"rows": [1, 64], "slice_s": [1e-4] * 2, "weight_s": [1e-10] * 2}, 0, 0)
-    # What it really measures is under test in test_profile.py.
+    # The measurement itself is tested in test_profile.py.
     monkeypatch.setattr(profile, "measure", lambda kind, store: store.write(measured, []))
     file = tmp_path / "cpu.toml"
     printed = plan(f"--measure {file}")
@@ -167,7 +167,7 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     result = json.loads(plan(f"--model LLaMA-7B --hardware {file} --compute cpu:1 --memory cpu:2 --context 512 --json"))
     best = result["recommended"]
     assert best["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
-    # Slices cost what the profile beside the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.
+    # Slices cost what the profile next to the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.
     dense_s = 32 * 1e-4 + models.find("LLaMA-7B").layer_parameters * 32e-10 + 1e-4 + 32000 * 4096e-10
     assert best["compute_busy"] * best["tbt_s"] == pytest.approx(best["lanes"] * dense_s, rel=1e-6)
     with pytest.raises(UserError, match="exists; remove it, or give --measure another file"):

@@ -1,4 +1,4 @@
-"""Stored fits: what is written comes back, and the package's are what fitting the measurements gives."""
+"""Stored fits: round trips, and the package's fits equal those fitted to the measurements."""
 
 import json
 import sqlite3

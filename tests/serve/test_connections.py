@@ -118,7 +118,7 @@ def test_what_is_not_http(server: Running, sent: bytes, status: int, said: str) 
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A server of four connections."""
+    """A server limited to four connections."""
     monkeypatch.setattr("lamina.serve.server.connection_limit", lambda: 4)
     engine, listener = FakeEngine(), socket.create_server(("127.0.0.1", 0), backlog=128)
     made = make_server(engine, lambda: None)  # type: ignore[arg-type]
@@ -212,5 +212,5 @@ except ConfigError as error:
 
 
 def _closing() -> Any:
-    """A connection that the server has closed may break off in either way."""
+    """A connection closed by the server may end by EOF or by reset."""
     return contextlib.suppress(ConnectionResetError, BrokenPipeError)

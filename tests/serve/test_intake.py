@@ -1,4 +1,4 @@
-"""Bodies: how large, how slow, how many at once; prompts that are refused before they are tokenised."""
+"""Limits on the size, speed and number of bodies, and prompts that are rejected before they are tokenised."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""What an operator asks a server: health, models, metrics, its interface."""
+"""Endpoints and logs for operators: health, models, metrics, the OpenAPI document, `lamina status`."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""`lamina simulate` as a person meets it."""
+"""`lamina simulate` on the command line."""
 
 import json
 import subprocess
