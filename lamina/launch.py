@@ -1,4 +1,4 @@
-"""Starts an engine with its workers: composes cluster and engine."""
+"""Starts an engine together with its workers: composes ``cluster`` and ``engine``."""
 
 import dataclasses
 import os
@@ -28,14 +28,14 @@ def launch(
     workers: LocalWorkers | None = None,
     host: str = LOOPBACK,
 ) -> Engine:
-    """Start the workers of ``config`` on this machine and return an engine that serves.
+    """Start the workers of ``config`` on this machine and return a running engine.
 
-    ``on_trace`` gets what every worker did when, by worker, when the engine ends; without it and without
-    ``config.trace`` nothing is recorded. ``workers`` starts them; ``host`` is this machine's address that they reach.
+    ``on_trace`` receives the recorded spans of every worker when the engine closes; without it and ``config.trace``
+    nothing is recorded. ``workers`` starts the processes; ``host`` is the address of this machine they connect to.
 
     Raises:
-        ConfigError, ModelError: what the user can fix, before anything is started where possible.
-        WorkerError, DeadlineError: a worker could not start; nothing is left running.
+        ConfigError, ModelError: invalid settings or model; raised before anything is started where possible.
+        WorkerError, DeadlineError: a worker did not start; nothing is left running.
     """
     if config.trace is not None:
         check_writable("trace", Path(config.trace))

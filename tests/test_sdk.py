@@ -232,7 +232,7 @@ def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None
     text.write_text("not a directory")
     before = psutil.Process().children()
     for kind, given, said in (
-        (ConfigError, {"memory": "toaster:1"}, "no known kind"),
+        (ConfigError, {"memory": "toaster:1"}, "unknown kind"),
         (ConfigError, {"compute": "h100:8"}, "h100:8 asks for 8 GPUs; this machine has"),
         (ConfigError, {"dtype": "int3"}, "dtype is 'int3'; give auto, float32"),
         (ConfigError, {"max_model_len": 10**9}, "1000000000"),

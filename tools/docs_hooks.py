@@ -1,9 +1,9 @@
-"""What mkdocs does beyond its own: repository documents as pages, links between the two, and the table of settings.
+"""mkdocs hooks: repository documents as pages, links between those and docs/, and the table of settings.
 
 Documents outside docs/ (README.md, ARCHITECTURE.md, ...) are shown on the site as well. Links in all documents are
-written for readers of the repository, relative to the document's own folder; here they become links of the site. A link
-to a file that exists but is not on the site becomes plain text; one to a file that does not exist is a warning, which
-``mkdocs build --strict`` turns into an error.
+written for readers of the repository, relative to the document's own directory; these hooks turn them into links of the
+site. A link to a file that exists but is not on the site becomes plain text; a link to a missing file is a warning,
+which ``mkdocs build --strict`` turns into an error.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Trains the model that comes with Lamina: ``python tools/train_bundled.py OUT [--minutes 35] [--threads 1]``.
+"""Trains the bundled model: ``python tools/train_bundled.py OUT [--minutes 35] [--threads 1]``.
 
 A Llama of 1.9 million parameters learns the Python source of the standard library, which every machine that can run
-this script has. What it learns is how Python looks, not what is true: it exists so that a first run shows sensible
+this script has. It learns what Python looks like and nothing else: it exists so that a first run shows plausible
 text without a download. OUT becomes an ordinary Hugging Face model directory.
 
 Tokenizer, split, initial weights and order of the batches follow from the seed. The learning rate follows the share
@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 2048
 CONTEXT = 1024
 TOKENS_PER_STEP = 4096
-LONG_SHARE = 0.25  # this share of the training, at its end, sees sequences as long as the context
+LONG_SHARE = 0.25  # the last share of the training uses sequences of the full context length
 SHORT = 256  # length of the sequences before that
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings", "__pycache__"}
 CHAT_TEMPLATE = (

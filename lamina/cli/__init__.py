@@ -1,4 +1,4 @@
-"""The `lamina` command. Commands import what they need when they run, so that help and errors come at once."""
+"""The `lamina` command line. Commands import heavy modules only when they run: help and errors appear at once."""
 
 import errno
 import logging
@@ -30,12 +30,13 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="lamina",
-    help="LLM inference that cuts the model at its attention operators.",
+    help="LLM inference that cuts the model at its attention operators: compute workers run the dense layers, memory "
+    "workers hold the KV cache and run attention.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut long option names off in a terminal of 80 columns
+    rich_markup_mode=None,  # rich's tables truncate long option names at 80 columns
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
@@ -47,7 +48,7 @@ app.command()(simulate.simulate)
 benches = typer.Typer(invoke_without_command=True)
 benches.callback()(bench.bench)
 benches.command()(bench_transport.transport)
-benches.command("cost", help="Write the papers' numbers beside ours to lamina-cost.html, here.")(cost_report.write)
+benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(cost_report.write)
 app.add_typer(benches, name="bench")
 app.command()(doctor.doctor)
 
@@ -68,8 +69,8 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Run the command line. Exit status: 0, 1 (it failed), 2 (the caller can fix it), 128 + signal (Ctrl-C: 130)."""
-    # As exceptions, so that workers are stopped on the way out.
+    """Run the command line. Exit status: 0, 1 (failure), 2 (invalid input), 128 + signal (Ctrl-C: 130)."""
+    # Signals become exceptions, so that workers are stopped on the way out.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     status = _run()
@@ -80,7 +81,7 @@ def main() -> NoReturn:
 def _run() -> int | str | None:
     try:
         app()
-        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
+        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be reported
     except SystemExit as ended:
         return ended.code
     except KeyboardInterrupt:
@@ -88,10 +89,10 @@ def _run() -> int | str | None:
     except LaminaError as error:
         print_error(error)
         return 2 if isinstance(error, UserError) else 1
-    except OSError as error:  # from the machine: a full disk, no permission, too many open files
+    except OSError as error:  # a full disk, no permission, too many open files
         discard_output()
-        if error.errno != errno.EPIPE:  # the reader has what it wanted
-            logger.debug("where it came from:", exc_info=error)
+        if error.errno != errno.EPIPE:  # the reader of the pipe has seen enough
+            logger.debug("raised here:", exc_info=error)
             print_error(machine_trouble(error))
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""`lamina bench`: how fast a batch decodes, where the time of its steps went, and what is the bottleneck."""
+"""`lamina bench`: measures how fast a batch decodes, where the time goes, and what the bottleneck is."""
 
 import random
 import statistics
@@ -28,7 +28,10 @@ def bench(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")] = 512,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request draws.")] = 64,
 ) -> None:
-    """Decode a batch of random prompts and say where the time went. Or measure something else, see the commands."""
+    """Measure how fast a batch decodes and where the time goes.
+
+    The commands below measure something else.
+    """
     if invocation.invoked_subcommand is not None:
         return
     options.check_model(config)
@@ -69,11 +72,13 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
     between = turnarounds(spans, window.begin_ns, window.end_ns)
     if between:
         microseconds = statistics.median(between) / 1000
-        output().print(f"From a lane's draw to its next slice: {microseconds:.0f} us (median).", soft_wrap=True)
+        output().print(
+            f"From sampling a lane's tokens to its next slice: {microseconds:.0f} us (median).", soft_wrap=True
+        )
 
 
 def verdict(parts: "Sequence[Share]") -> str:
-    """What would have to become faster first: a stage, or what its worker does outside all stages if that is longer."""
+    """The bottleneck in words: the longest stage, or its worker's time outside all stages if that is longer."""
     from lamina.observe.trace import OTHER, bottleneck
 
     worst = bottleneck(parts)
@@ -81,8 +86,8 @@ def verdict(parts: "Sequence[Share]") -> str:
     if other is None or other.share <= worst.share:
         return f"The bottleneck is {worst.stage} on {worst.worker}: {worst.share:.0%} of the time."
     return (
-        f"No stage is the bottleneck: {worst.worker} spends {other.share:.0%} of the time outside all of them (plans, "
-        f"answers, waiting for a core). Its longest stage is {worst.stage}: {worst.share:.0%}."
+        f"No stage is the bottleneck: {worst.worker} spends {other.share:.0%} of the time outside all stages (plans, "
+        f"replies, waiting for a core). Its longest stage is {worst.stage}: {worst.share:.0%}."
     )
 
 
@@ -93,7 +98,7 @@ def _show_network(cluster: "Cluster") -> None:
 
     ours, paper = (count(cluster.attentions, cluster.dtype) for count in (nbytes_per_token, paper_nbytes_per_token))
     output().print(
-        f"A token takes {ours} bytes between workers, {ours / paper:.2f} of the paper's (2 + 2/G) e d L = {paper:.0f}: "
+        f"Bytes between workers per token: {ours}, {ours / paper:.2f} x the paper's (2 + 2/G) e d L = {paper:.0f}; "
         f"{', '.join(summary(cluster.links))}.",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`lamina bench transport`: latency and bandwidth by size and transport, between two processes or two hosts."""
+"""`lamina bench transport`: measures latency and bandwidth of each transport between two processes or two hosts."""
 
 import contextlib
 import ipaddress
@@ -25,23 +25,32 @@ MAX_PORT = 65535
 
 
 def transport(
-    transports: Annotated[str, typer.Option(help="Any of shm, tcp and rdma, joined by commas.")] = "shm,tcp",
-    sizes: Annotated[str, typer.Option(help="Bytes of a message, joined by commas.")] = "64,1024,16384,262144,1048576",
-    seconds: Annotated[float, typer.Option(min=0.01, help="For each figure.")] = 0.5,
-    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be the far side, for other hosts.")] = None,
-    connect: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Measure to a far side there.")] = None,
-    secret_file: Annotated[
-        str | None, typer.Option(help="The same on both hosts; made if it is not there. For --listen and --connect.")
+    transports: Annotated[str, typer.Option(help="Any of shm, tcp and rdma, separated by commas.")] = "shm,tcp",
+    sizes: Annotated[
+        str, typer.Option(help="Message sizes in bytes, separated by commas.")
+    ] = "64,1024,16384,262144,1048576",
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long to measure each figure.")] = 0.5,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve measurements started on another host.")
     ] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")] = None,
+    connect: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Measure to a host that runs --listen.")
+    ] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="For --listen and --connect: the same file on both hosts, created if missing.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all figures to this file.")
+    ] = None,
     plot_file: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw them: .png or .svg; needs matplotlib.")
+        str | None, typer.Option("--plot", metavar="FILE", help="Plot them to a .png or .svg file; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Measure round trips and bandwidth between two processes of this machine, or between two hosts.
+    """Measure latency and bandwidth between processes.
 
-    On one host: lamina bench transport --listen HOST:PORT --secret-file F. Copy F to the other, and there:
-    lamina bench transport --transports tcp --connect HOST:PORT --secret-file F
+    By default between two processes on this machine. Between two hosts, run on one of them: lamina bench transport
+    --listen HOST:PORT --secret-file F. Copy F to the other and run there: lamina bench transport --transports tcp
+    --connect HOST:PORT --secret-file F
     """
     from lamina.config import check_writable
     from lamina.profiling.transports import MAX_NBYTES
@@ -54,10 +63,10 @@ def transport(
             check_writable(option, Path(file))
     named = transports.split(",")
     if unknown := set(named) - {item.value for item in Transport}:
-        raise ConfigError(f"no transport {', '.join(sorted(unknown))}; there are shm, tcp and rdma")
+        raise ConfigError(f"unknown transport {', '.join(sorted(unknown))}; give shm, tcp or rdma, separated by commas")
     numbers = [int(size) if size.isdigit() else 0 for size in sizes.split(",")]
     if not all(0 < number <= MAX_NBYTES for number in numbers):
-        raise ConfigError(f"sizes are {sizes!r}; give numbers from 1 to {MAX_NBYTES} joined by commas")
+        raise ConfigError(f"sizes are {sizes!r}; give numbers from 1 to {MAX_NBYTES}, separated by commas")
     waits = _waits(two_hosts=connect is not None)
     with local_far_side() if connect is None else _remote(connect, secret_file) as near:
         results = [
@@ -75,13 +84,13 @@ def transport(
 
 
 def _waits(two_hosts: bool) -> list[str]:
-    """What can be measured: two sides that spin on one core only take it from each other."""
+    """The ways of waiting to measure: on a single core, two spinning sides only take it from each other."""
     from lamina.cli.console import output
     from lamina.profiling.transports import SPINS
 
     if two_hosts or len(os.sched_getaffinity(0)) > 1:
         return list(SPINS)
-    output().print("[dim]Both sides share the one core there is: spinning waits are not measured.[/]")
+    output().print("[dim]This process may use one core only: spinning waits are not measured.[/]")
     return ["default"]
 
 
@@ -92,9 +101,9 @@ def _listen(where: str, secret_file: str | None) -> None:
 
     host, port = _host_and_port(where)
     if ipaddress.ip_address(host).is_unspecified:
-        raise ConfigError(f"{host} is all addresses of this machine; give the one at which the other host reaches it")
+        raise ConfigError(f"{host} means all addresses of this machine; give the one that the other host connects to")
     far = Far(from_file(_named(secret_file)), host, port)
-    output().print(f"The far side listens on {host}:{far.port}. [dim]Ctrl-C ends it.[/]", soft_wrap=True)
+    output().print(f"Listening on {host}:{far.port}. [dim]Ctrl-C stops it.[/]", soft_wrap=True)
     try:
         while True:
             far.serve()
@@ -115,7 +124,7 @@ def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
         raise TransportError(
-            f"nobody answers at {host}:{port} ({error.strerror or error}); start the far side there first: "
+            f"cannot connect to {host}:{port} ({error.strerror or error}); start the other side there first: "
             f"lamina bench transport --listen {host}:{port} --secret-file F"
         ) from error
     with contextlib.closing(Near(secret, host, port)) as near:
@@ -124,15 +133,17 @@ def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
 
 @contextlib.contextmanager
 def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
-    """A far side in a process of this machine, ended with the block. Each side has a core of its own if there are two:
-    ``cores`` = (near, far), by default the first and the last that this process may use."""
+    """Connect to a far side in a new process on this machine, which ends with the block.
+
+    ``cores`` = (near, far), by default the first and the last core that this process may use.
+    """
     from lamina.profiling.transports import Near
     from lamina.protocol.secret import new
     from lamina.transport.listener import LOOPBACK
 
     available = sorted(os.sched_getaffinity(0))
     near_core, far_core = cores or (available[0], available[-1])
-    os.sched_setaffinity(0, {far_core})  # inherited by what is started now
+    os.sched_setaffinity(0, {far_core})  # inherited by the far side
     secret = new()
     command = [sys.executable, "-m", "lamina.profiling.transports"]
     far = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -142,7 +153,7 @@ def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
         print(secret.data.hex(), file=far.stdin, flush=True)
         port = far.stdout.readline()
         if not port:
-            raise TransportError("the far side's process ended at once; its messages are above")
+            raise TransportError("the far side's process exited at once; its messages are above")
         with contextlib.closing(Near(secret, LOOPBACK, int(port))) as near:
             yield near
         far.stdin.close()
@@ -157,19 +168,21 @@ def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
 
 def _named(secret_file: str | None) -> str:
     if secret_file is None:
-        raise ConfigError("two hosts know each other by a secret: give --secret-file, the same file on both")
+        raise ConfigError("two hosts authenticate by a shared secret: give --secret-file, the same file on both")
     return secret_file
 
 
 def _host_and_port(where: str) -> tuple[str, int]:
-    """The IPv4 address that the host of HOST:PORT has, and the port. Raises ConfigError."""
+    """HOST:PORT as an IPv4 address and a port. Raises ConfigError."""
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or int(port) > MAX_PORT:
-        raise ConfigError(f"{where!r} is no address; give HOST:PORT, with a port of at most {MAX_PORT}")
+        raise ConfigError(f"{where!r} is not an address; give HOST:PORT, with a port up to {MAX_PORT}")
     try:
         address = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{host!r} has no IPv4 address here ({error}); give one, or a name that has one") from error
+        raise ConfigError(
+            f"{host!r} does not resolve to an IPv4 address ({error}); give an address or another name"
+        ) from error
     return str(address), int(port)
 
 
@@ -179,7 +192,7 @@ def show(results: "Sequence[Result]") -> None:
 
     from lamina.cli.console import print_table
 
-    table = Table("transport", "wait", "bytes", "p50 us", "p90 us", "p99 us", "GB/s", title="between two processes")
+    table = Table("transport", "wait", "bytes", "p50 us", "p90 us", "p99 us", "GB/s", title="Between two processes")
     for result in results:
         trips = result.round_trip_us or {}
         times = [f"{trips[name]:.1f}" if name in trips else "" for name in ("p50", "p90", "p99")]
@@ -189,7 +202,7 @@ def show(results: "Sequence[Result]") -> None:
 
 
 def plot(results: "Sequence[Result]", file: str) -> None:
-    """Draw round trips and bandwidth over the size of a message. Raises ConfigError without matplotlib."""
+    """Plot round trips and bandwidth over message size. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -208,8 +221,8 @@ def plot(results: "Sequence[Result]", file: str) -> None:
             latency.plot([nbytes for nbytes, _ in trips], tails, linestyle=":", color=line.get_color())
         if rates:
             bandwidth.plot(*zip(*rates, strict=True), marker="o", label=f"{transport}, {wait}")
-    for axes, title in ((latency, "round trip: median, and p99 dotted, us"), (bandwidth, "one way, GB/s")):
-        axes.set(xscale="log", yscale="log", xlabel="bytes of a message", title=title)
+    for axes, title in ((latency, "round trip, us (median; p99 dotted)"), (bandwidth, "one way, GB/s")):
+        axes.set(xscale="log", yscale="log", xlabel="message size in bytes", title=title)
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
     figure.savefig(file, dpi=120)

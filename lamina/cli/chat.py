@@ -13,7 +13,7 @@ from lamina.types import SamplingParams
 if TYPE_CHECKING:
     from lamina.sdk import Lamina
 
-HELP = "/clear begins a new conversation, /exit ends it; Ctrl-C stops an answer."
+HELP = "/clear starts a new conversation, /exit quits; Ctrl-C stops an answer."
 
 
 @options.engine_options
@@ -25,7 +25,7 @@ def chat(
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
 ) -> None:
-    """Talk to a model. Reads one message per line; /exit or end of input ends it."""
+    """Talk to a model. Reads one message per line; /exit or end of input quits."""
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
     options.check_model(config)
     from lamina.cli.console import output
@@ -35,7 +35,9 @@ def chat(
         if sys.stdin.isatty():
             output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]", soft_wrap=True)
             if config.model is None:
-                output().print("[dim]The bundled model continues Python source; --model DIR brings one that talks.[/]")
+                output().print(
+                    "[dim]The bundled model only continues Python source; give --model DIR for a chat model.[/]"
+                )
         _Conversation(lamina, params, system).run()
 
 
@@ -57,16 +59,16 @@ class _Conversation:
     def _answer(self, line: str) -> None:
         from lamina.cli.console import print_error
 
-        asked = [*self._messages, {"role": "user", "content": line}]
+        messages = [*self._messages, {"role": "user", "content": line}]
         try:
-            text = self._stream(asked)
+            text = self._stream(messages)
         except RequestError as error:
-            print_error(f"{error}. /clear begins a new conversation" if self._messages else error)
+            print_error(f"{error}. /clear starts a new conversation" if self._messages else error)
             return
-        self._messages = [*asked, {"role": "assistant", "content": text}]
+        self._messages = [*messages, {"role": "assistant", "content": text}]
 
     def _stream(self, messages: list[dict[str, str]]) -> str:
-        """Print the answer as it grows; Ctrl-C ends it with what there is."""
+        """Print the answer as it is generated and return it; Ctrl-C keeps what has been generated so far."""
         from lamina.cli.console import print_error, print_text
         from lamina.frontend.prompts import chat_prompt
 
@@ -79,7 +81,7 @@ class _Conversation:
                 print_text(output.outputs[0].text[len(text) :])
                 text = output.outputs[0].text
                 if output.error:
-                    if self._lamina.engine.stats().dead is not None:  # nothing more can be asked
+                    if self._lamina.engine.stats().dead is not None:  # the conversation cannot go on
                         raise EngineDeadError(output.error)
                     print_error(output.error)
         except KeyboardInterrupt:

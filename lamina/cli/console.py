@@ -1,4 +1,4 @@
-"""Where commands print: results on standard output, errors and what else there is to say on standard error."""
+"""Console output of the commands: results go to standard output, errors and notes to standard error."""
 
 import errno
 import os
@@ -19,20 +19,20 @@ MOST_COLUMNS = 1000
 
 @cache
 def output() -> Console:
-    """Standard output; plain text without colours when it is not a terminal."""
+    """Standard output; without colours unless it is a terminal."""
     return Console(highlight=False)
 
 
 @cache
 def notes() -> Console:
-    """Standard error, for what is said beside a command's result."""
+    """Standard error, for notes that are not part of a command's result."""
     return Console(stderr=True, highlight=False)
 
 
 def print_table(table: "Table", console: Console | None = None) -> None:
-    """A table of figures, with all of them: in a terminal too narrow for it the terminal wraps its lines.
+    """Print a table at its full width: no figure is cut off, and a narrower terminal wraps its lines.
 
-    A pipe has no width of its own: a table gets what it needs there.
+    A pipe has no width, so the table takes what it needs.
     """
     console = console or output()
     width = console.width
@@ -46,30 +46,30 @@ def print_table(table: "Table", console: Console | None = None) -> None:
 
 
 def discard_output() -> None:
-    """Let nothing more be written to standard output, which cannot take it; Python would try again as it ends."""
+    """Redirect standard output to /dev/null after a failed write, which Python would otherwise retry as it exits."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     output.cache_clear()
 
 
 def machine_trouble(error: OSError) -> str:
-    """What the system refused, and on which file if it says so."""
+    """The message of a system error, with the file it concerns if known."""
     what = error.strerror or str(error)
     if error.errno == errno.EMFILE:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"{what}: this process may open {limit}. Raise the limit and run it again: ulimit -n 1024"
+        return f"{what}: the limit is {limit} open files. Raise it and run the command again: ulimit -n 1024"
     where = error.filename or ("standard output" if error.errno == errno.ENOSPC else "")
     return f"{what}: {where}" if where else what
 
 
 def print_error(error: BaseException | str) -> None:
-    """One line (or the lines of a worker's last words) that begins with a red "error:"."""
+    """Print an error after a red "error:", on one line unless it holds a worker's traceback."""
     Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
 
 
 def print_text(text: str, style: str = "", end: str = "", console: Console | None = None) -> None:
-    """Model text as it is: never wrapped, never read as markup, its tabs not turned into spaces."""
+    """Print text verbatim: not wrapped, not parsed as markup, tabs kept."""
     console = console or output()
     console.print(Segments([Segment(text + end, Style.parse(style))]), soft_wrap=True, end="")

@@ -1,4 +1,4 @@
-"""`lamina bench cost`: the papers' numbers beside ours, by the suite that comes with the source tree."""
+"""`lamina bench cost`: runs the cost suite of the source tree, which compares our numbers with the papers'."""
 
 import subprocess
 import sys
@@ -13,26 +13,26 @@ TIMEOUT_S = 600.0
 
 
 def write() -> None:
-    """Write REPORT into the current directory.
+    """Write the report to ``REPORT`` in the current directory.
 
     Raises:
-        ConfigError: this is no source tree, matplotlib is missing, or the directory cannot be written.
-        LaminaError: the suite failed, or took longer than ``TIMEOUT_S``.
+        ConfigError: this is not a source tree, matplotlib is missing, or the directory is not writable.
+        LaminaError: the suite failed or took longer than ``TIMEOUT_S``.
     """
     from lamina.config import check_writable
 
     if not SUITE.is_file():
         raise ConfigError(
-            f"the cost suite is not installed with the package: there is no {SUITE}. Run it from a checkout"
+            f"the cost suite is not part of the installed package: {SUITE} does not exist. Run it from a checkout"
         )
     if find_spec("matplotlib") is None:
-        raise ConfigError("the cost suite draws with matplotlib, which is not installed: pip install 'lamina[bench]'")
+        raise ConfigError("the cost suite needs matplotlib, which is not installed: pip install 'lamina[bench]'")
     check_writable("the report", REPORT)
     try:
         done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise LaminaError(
-            f"{SUITE} did not end within {TIMEOUT_S:g} s; is the machine busy? Run it without a limit: "
+            f"{SUITE} did not finish within {TIMEOUT_S:g} s; is the machine busy? Run it without a time limit: "
             f"python {SUITE} --out {REPORT}"
         ) from error
     if done.returncode:

@@ -1,4 +1,4 @@
-"""`lamina doctor`: what this machine can run, and what to do about what it cannot."""
+"""`lamina doctor`: checks whether Lamina can run on this machine, and says how to fix what is wrong."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ LITTLE_RAM = 2 * 2**30
 
 
 def doctor() -> None:
-    """Say what this machine can run. Exit status 1 if something must be mended first."""
+    """Check this machine. Exit status 1 if a problem must be fixed first."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -32,13 +32,13 @@ def doctor() -> None:
     output().print(table)
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     if problems:
-        output().print(f"\n[bold red]{problems} to mend before Lamina runs here.[/]")
+        output().print(f"\n[bold red]{problems} problem{'s' * (problems > 1)} to fix first.[/]")
         raise typer.Exit(1)
     output().print('\n[bold green]Lamina runs here.[/] Try: lamina generate --memory cpu:2 "def fibonacci(n):"')
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order they are shown."""
+    """Run all checks, in the order they are shown."""
     yield _python()
     yield from _packages()
     yield _native()
@@ -85,10 +85,10 @@ def _cpu(flags: frozenset[str]) -> Finding:
             if flag == "avx2":
                 status, remedy = (
                     Status.NOTE,
-                    "bf16 attention is fastest with AVX-512 bf16 (Cooper Lake, Zen 4 and later)",
+                    "bf16 attention is fastest on a CPU with AVX-512 bf16 (Cooper Lake, Zen 4 or later)",
                 )
             return Finding("CPU", f"{found}, {name}", status, remedy)
-    remedy = "attention runs in portable code, several times slower; use a CPU with AVX2 or later"
+    remedy = "attention runs as portable code, several times slower; use a CPU with AVX2 or better"
     return Finding("CPU", f"{found}, no AVX2", Status.NOTE, remedy)
 
 
@@ -103,11 +103,13 @@ def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     found = f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
     if memory.available < LITTLE_RAM:
-        yield Finding("RAM", found, Status.NOTE, "little room for weights and KV; end other programs")
+        yield Finding("RAM", found, Status.NOTE, "little room for weights and KV; close other programs")
     else:
         yield Finding("RAM", found)
     if not THP.is_dir():
-        yield Finding("huge pages", "the kernel has none", Status.NOTE, "a slab larger than the TLB reads slower")
+        yield Finding(
+            "huge pages", "not supported by this kernel", Status.NOTE, "use a kernel with them: KV reads are faster"
+        )
         return
     mode = (THP / "enabled").read_text().partition("[")[2].partition("]")[0]
     shared = (THP / "shmem_enabled").read_text().partition("[")[2].partition("]")[0]
@@ -119,18 +121,18 @@ def _memory() -> Iterator[Finding]:
 
 
 def _kernel() -> Finding:
-    lacking = []
+    missing = []
     try:
         os.close(os.memfd_create("lamina-doctor"))
     except (AttributeError, OSError) as error:
-        lacking.append(f"memfd_create ({error})")
+        missing.append(f"memfd_create ({error})")
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        lacking.append(f"pidfd_open ({error})")
-    if lacking:
+        missing.append(f"pidfd_open ({error})")
+    if missing:
         remedy = "Linux 5.3 or later, and a container profile that allows these calls"
-        return Finding("kernel", f"lacks {', '.join(lacking)}", Status.PROBLEM, remedy)
+        return Finding("kernel", f"lacks {', '.join(missing)}", Status.PROBLEM, remedy)
     return Finding("kernel", "has memfd and pidfd")
 
 
@@ -141,7 +143,7 @@ def _gpus() -> Finding:
     if not gpus:
         return Finding("GPUs", "none")
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    return Finding("GPUs", names, Status.NOTE, "this version runs workers on CPUs only; the GPUs stay idle")
+    return Finding("GPUs", names, Status.NOTE, "this version runs workers on CPUs only; the GPUs are not used")
 
 
 def _model() -> Finding:

@@ -1,4 +1,4 @@
-"""The network's part of `lamina doctor`: cards, RDMA ports and what they need, and every transport tried."""
+"""Network checks of `lamina doctor`: interfaces, RDMA ports and their requirements, and a trial of each transport."""
 
 import resource
 import secrets
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 MODULES = Path("/proc/modules")
 TRY_S = 5.0
-ENOUGH_LOCKED = 1 << 30  # arenas of a large model with many lanes
+ENOUGH_LOCKED = 1 << 30  # holds the arenas of a large model with many lanes
 
-# How the kernel names what its RDMA consists of: ib_uverbs, rdma_rxe, mlx5_ib, bnxt_re, irdma ...
+# Names of the kernel's RDMA modules: ib_uverbs, rdma_rxe, mlx5_ib, bnxt_re, irdma ...
 RDMA_PREFIXES = ("ib_", "rdma_", "irdma", "siw", "erdma")
 RDMA_SUFFIXES = ("_ib", "_re", "_rdma", "_roce", "iw_cxgb4")
 
-# What let an RDMA card read and write GPU memory before dma-bufs did.
+# Modules for RDMA access to GPU memory from before dma-bufs.
 PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 
 
 def network() -> Iterator[Finding]:
-    """All findings, in the order they are shown."""
+    """Run all checks, in the order they are shown."""
     from lamina._native import tls_obstacle
     from lamina.transport.rdma.devices import inventory
 
-    yield _cards()
+    yield _interfaces()
     ports = inventory()
     loaded = _loaded_modules()
     yield rdma(ports, loaded)
@@ -42,22 +42,22 @@ def network() -> Iterator[Finding]:
     yield encryption(tls_obstacle())
 
 
-def _cards() -> Finding:
+def _interfaces() -> Finding:
     import psutil
 
     addresses = psutil.net_if_addrs()
-    up = {name: card for name, card in psutil.net_if_stats().items() if card.isup and name != "lo"}
+    up = {name: stats for name, stats in psutil.net_if_stats().items() if stats.isup and name != "lo"}
     if not up:
         return Finding(
-            "network", "no card is up", Status.NOTE, "workers of one machine need none; others: ip link set DEV up"
+            "network", "no interface is up", Status.NOTE, "workers on other machines need one: ip link set DEV up"
         )
-    cards = [
-        f"{name} ({card.speed} Mbit/s, MTU {card.mtu}, {_address(addresses.get(name, []))})"
-        if card.speed
-        else f"{name} (MTU {card.mtu}, {_address(addresses.get(name, []))})"
-        for name, card in sorted(up.items())
+    interfaces = [
+        f"{name} ({stats.speed} Mbit/s, MTU {stats.mtu}, {_address(addresses.get(name, []))})"
+        if stats.speed
+        else f"{name} (MTU {stats.mtu}, {_address(addresses.get(name, []))})"
+        for name, stats in sorted(up.items())
     ]
-    return Finding("network", ", ".join(cards))
+    return Finding("network", ", ".join(interfaces))
 
 
 def _address(entries: Sequence[object]) -> str:
@@ -70,7 +70,7 @@ def _address(entries: Sequence[object]) -> str:
 
 
 def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
-    """The ports, and which of them would be used. ``modules``: of the kernel, loaded."""
+    """Which RDMA ports exist and which one would be used. ``modules``: kernel modules that are loaded."""
     from lamina.env import environment
     from lamina.transport.rdma.devices import choose
 
@@ -88,9 +88,9 @@ def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def rdma_modules(modules: frozenset[str]) -> Finding:
-    """The kernel's modules for RDMA among those that are loaded."""
+    """Which of the loaded kernel ``modules`` are for RDMA."""
     found = sorted(name for name in modules if name.startswith(RDMA_PREFIXES) or name.endswith(RDMA_SUFFIXES))
-    return Finding("RDMA modules", ", ".join(found) or "none: built into the kernel")
+    return Finding("RDMA modules", ", ".join(found) or "none loaded: built into the kernel")
 
 
 def _names(ports: "Sequence[Port]") -> str:
@@ -98,13 +98,13 @@ def _names(ports: "Sequence[Port]") -> str:
 
 
 def locked_memory(limit: int) -> Finding:
-    """What RDMA needs of the limit of locked memory, in bytes; -1 is none."""
+    """Whether the limit on locked memory, in bytes (-1: unlimited), is enough for RDMA."""
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "unlimited")
     found = f"at most {limit / 2**20:.0f} MiB"
     if limit >= ENOUGH_LOCKED:
         return Finding("locked memory", found)
-    remedy = "RDMA arenas are locked: ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file"
+    remedy = "RDMA locks its arenas in memory: ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file"
     return Finding("locked memory", found, Status.NOTE, remedy)
 
 
@@ -126,24 +126,27 @@ def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: frozenset[str]) -> Finding:
-    """Whether an RDMA port reaches the memory of GPUs (GPUDirect), which takes two drivers that can.
+    """Whether an RDMA port can access GPU memory (GPUDirect), which both drivers must support.
 
     Args:
-        exports: for every GPU, why its driver exports no dma-buf; empty if it does.
-        refusal: why the port's driver registers none; empty if it does. modules: of the kernel, loaded.
+        exports: by GPU, why its driver cannot export a dma-buf; empty if it can.
+        refusal: why the port's driver cannot register one; empty if it can.
+        modules: kernel modules that are loaded.
     """
-    found = [f"{port} registers no dma-buf: {refusal}" if refusal else f"{port} registers dma-bufs"]
-    found += [f"{gpu} exports none: {why}" if why else f"{gpu} exports them" for gpu, why in exports.items()]
+    found = [f"{port} cannot register dma-bufs: {refusal}" if refusal else f"{port} registers dma-bufs"]
+    found += [
+        f"{gpu} cannot export dma-bufs: {why}" if why else f"{gpu} exports dma-bufs" for gpu, why in exports.items()
+    ]
     found += [] if exports else ["no GPU here"]
-    found += [f"module {name} is loaded, and not needed" for name in PEER_MEMORY if name in modules]
+    found += [f"module {name} is loaded but not needed" for name in PEER_MEMORY if name in modules]
     if not exports or not (refusal or any(exports.values())):
         return Finding("GPUDirect", "; ".join(found))
-    remedy = "what the message says; until then peers' bytes for a GPU go by way of the host's memory"
+    remedy = "as the message says; until then, data for a GPU is copied through host memory"
     return Finding("GPUDirect", "; ".join(found), Status.NOTE, remedy)
 
 
 def _loaded_modules() -> frozenset[str]:
-    """Names of the kernel's modules; nothing where it does not say."""
+    """Names of the loaded kernel modules; empty if the kernel does not tell."""
     try:
         return frozenset(line.split()[0] for line in MODULES.read_text().splitlines())
     except OSError:
@@ -151,28 +154,28 @@ def _loaded_modules() -> frozenset[str]:
 
 
 def transports(has_rdma: bool) -> Iterator[Finding]:
-    """Each transport tried by a write to this process, and what would be chosen."""
+    """Try each transport by a write within this process; then say which would be selected."""
     from lamina.protocol.choice import Transport
 
     works = {transport: _try(transport) for transport in Transport if transport is not Transport.RDMA or has_rdma}
     remedies = {
         Transport.SHM: "allow memfd, pidfd_open and /proc/PID/fd between processes of one user",
-        Transport.TCP: "allow sockets on the loopback device: ip link set lo up",
-        Transport.RDMA: "the message says what is missing; until then --transport tcp",
+        Transport.TCP: "allow sockets on the loopback interface: ip link set lo up",
+        Transport.RDMA: "install or enable what the message names; until then use --transport tcp",
     }
     for transport, failure in works.items():
         if failure is None:
             yield Finding("transport", f"{transport} works (tried)")
             continue
-        # The control plane uses the loopback device too.
+        # The control plane uses the loopback interface too.
         status = Status.NOTE if transport is Transport.RDMA else Status.PROBLEM
         yield Finding("transport", f"{transport} does not work: {failure}", status, remedies[transport])
     between = "rdma" if works.get(Transport.RDMA, "none") is None else "tcp"
-    yield Finding("--transport auto", f"shm on this host; {between} to other hosts, if both sides prove it")
+    yield Finding("--transport auto", f"shm on this host; {between} to other hosts, if a test write succeeds")
 
 
 def encryption(obstacle: str) -> Finding:
-    """Whether ``--tls`` can be given; ``obstacle`` says why not."""
+    """Whether ``--tls`` is available; ``obstacle`` says why not."""
     if not obstacle:
         return Finding("--tls", "tcp can be encrypted (OpenSSL 3)")
     found, _, remedy = obstacle.partition("): ")
@@ -195,7 +198,7 @@ def _try(transport: "Transport") -> str | None:
         peer = writer.connect(waiter.descriptor(), TRY_S)
         writer.post(peer, 0, len(message), [message], 0, 1)
         waiter.wait([(0, 1)], TRY_S)
-        return None if arena.view(0, len(message)) == message else "what arrived is not what was written"
+        return None if arena.view(0, len(message)) == message else "the bytes received differ from those written"
     except (LaminaError, OSError) as error:
         return str(error)
     finally:

@@ -1,4 +1,4 @@
-"""What `lamina doctor` finds."""
+"""The result of one check of `lamina doctor`."""
 
 import enum
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``remedy`` says what to do unless all is well."""
+    """One line of the report; ``remedy`` says what to do, empty if all is well."""
 
     subject: str
     found: str

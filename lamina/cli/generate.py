@@ -1,4 +1,4 @@
-"""`lamina generate`: complete prompts and say how fast, and where their KV lived."""
+"""`lamina generate`: completes prompts, then shows how fast, and where their KV was kept."""
 
 import sys
 import time
@@ -26,10 +26,13 @@ def generate(
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
 ) -> None:
-    """Continue one or several texts. Standard output gets the new text alone, as it is drawn."""
+    """Continue one or several texts.
+
+    Only the new text goes to standard output, as it is generated.
+    """
     texts = prompts or [_standard_input()]
     if not all(texts):
-        raise RequestError(f"prompt {texts.index('')} is empty; give it some text")
+        raise RequestError(f"prompt {texts.index('')} is empty; every prompt needs some text")
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
     options.check_model(config)
     from lamina.sdk import Lamina
@@ -46,9 +49,9 @@ def generate(
 
 
 def _print_texts(updates: Iterable[tuple[int, RequestOutput]], prompts: list[str]) -> list[RequestOutput]:
-    """Print each text as it grows, one after the other in the order of the prompts; returns the final outputs."""
+    """Print the texts as they are generated, in the order of the prompts; returns the final outputs."""
     newest: dict[int, RequestOutput] = {}
-    shown, printed = 0, 0  # the request that is printed, and the characters of it that have been
+    shown, printed = 0, 0  # the request being printed, and how many of its characters have been
     _print_heading(0, prompts[0])
     for index, update in updates:
         newest[index] = update
@@ -69,15 +72,15 @@ def _print_texts(updates: Iterable[tuple[int, RequestOutput]], prompts: list[str
 
 def _print_heading(number: int, prompt: str) -> None:
     notes().rule(f"request {number}", align="left", style="dim")
-    # Where both are the terminal, the text follows its prompt.
+    # On a terminal, the text continues its prompt on the same line.
     print_text(prompt, "bold", end="" if output().is_terminal else "\n", console=notes())
 
 
 def _standard_input() -> str:
-    given = sys.stdin is not None and not sys.stdin.isatty()  # None: closed by who started the command
+    given = sys.stdin is not None and not sys.stdin.isatty()  # None: the parent process closed it
     text = sys.stdin.read().removesuffix("\n") if given else ""
     if not text:
-        raise RequestError('no prompt. Give one, as in: lamina generate "def fibonacci(n):", or pipe a text in')
+        raise RequestError('no prompt. Give one, as in: lamina generate "def fibonacci(n):", or pipe text in')
     return text
 
 
@@ -86,22 +89,24 @@ def _show_figures(outputs: list[RequestOutput], params: SamplingParams, *, load_
     drawn = sum(len(completion.token_ids) for request in outputs for completion in request.outputs)
     notes().rule(style="dim")
     notes().print(
-        f"[bold]{drawn / generate_s:.1f} tokens/s[/]: {drawn} tokens drawn after {prompt} prompt tokens "
-        f"in {generate_s:.2f} s. Workers and model were up after {load_s:.1f} s.",
+        f"[bold]{drawn / generate_s:.1f} tokens/s[/]: {drawn} tokens generated after {prompt} prompt tokens "
+        f"in {generate_s:.2f} s. Starting the workers and loading the model took {load_s:.1f} s.",
         soft_wrap=True,
     )
     if params.temperature > 0:
-        notes().print(f"Drawn with seed {params.seed}; --seed {params.seed} draws the same again.", soft_wrap=True)
+        notes().print(
+            f"Sampled with seed {params.seed}; --seed {params.seed} gives the same text again.", soft_wrap=True
+        )
 
 
 def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
-    """Every segment of every request: which worker kept which tokens of which heads."""
+    """Show every segment of every request: which worker kept which tokens of which heads."""
     from rich.table import Table
 
     cluster = engine.cluster
     per_token = sum(spec.kv_bytes_per_token(cluster.dtype) for spec in cluster.attentions)
     heads = max(spec.kv_heads for spec in cluster.attentions)
-    table = Table(title="Where each request's KV lived", title_justify="left", title_style="bold")
+    table = Table(title="Where each request's KV was kept", title_justify="left", title_style="bold")
     for name, justify in (("request", "right"), ("memory worker", "left"), ("KV heads", "left"), ("tokens", "left")):
         table.add_column(name, justify="right" if justify == "right" else "left")
     table.add_column("KV", justify="right")

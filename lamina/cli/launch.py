@@ -1,4 +1,4 @@
-"""`lamina launch`: an OpenAI-compatible server on pools of this machine."""
+"""`lamina launch`: starts an OpenAI-compatible server with its pools of workers on this machine."""
 
 import signal
 import sys
@@ -19,8 +19,8 @@ def launch(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does. Ctrl-C or SIGTERM ends it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the way a server is meant to end
+    """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
@@ -36,11 +36,11 @@ def _ready(engine: "Engine", url: str) -> None:
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
     print_text(
         f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
-        f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens a request\n"
+        f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
         f"  network  {', '.join(summary(engine.cluster.links))}\n\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
     )
-    output().print("[dim]Ctrl-C ends it.[/]")
+    output().print("[dim]Ctrl-C stops it.[/]")

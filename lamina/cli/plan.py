@@ -1,4 +1,4 @@
-"""`lamina plan`: which pools serve a model, at what cost per token, before anyone rents a GPU."""
+"""`lamina plan`: finds the pools that serve a model at the least cost per token, before anyone rents a GPU."""
 
 import json
 import re
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from lamina.plan.store import ProfileStore
 
 MOST_COMPUTE, MOST_MEMORY = 8, 16
-"""Workers of a kind typed without a count."""
+"""Most workers of a kind given without a count."""
 
 SHOWN = 12
-"""Plans of the front that the table shows."""
+"""Plans of the Pareto front that the table shows."""
 
 DEFAULT_CONTEXT = 4096
 
 _HEADINGS = (
-    *("compute", "memory", "split by", "waits for"),
+    *("compute", "memory", "split by", "bottleneck"),
     *("lanes", "batch", "TBT ms", "tokens/s", "$/h", "GB/s", "$/M in", "$/M out"),
 )
-_TEXTS = 4  # the first so many columns hold no numbers
+_TEXTS = 4  # so many of the first columns hold text
 
 ONE_LINE_COLUMNS = 120
-"""Narrower terminals show a plan in two lines."""
+"""Narrower terminals show each plan on two lines."""
 
 _DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>ms|s|us)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -41,36 +41,43 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def plan(
     model: Annotated[
         str | None,
-        typer.Option(help="Model directory, config.json, or a name such as Llama-3-70B; weights are not read."),
+        typer.Option(help="Model directory, config.json, or a name such as Llama-3-70B; weights are not needed."),
     ] = None,
     compute: Annotated[
-        str | None, typer.Option(help=f"Kinds for compute workers; kind:n allows up to n (else {MOST_COMPUTE}).")
+        str | None,
+        typer.Option(help=f"Hardware for compute workers; kind:n allows up to n of it (default {MOST_COMPUTE})."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help=f"Kinds for memory workers; kind:n allows up to n (else {MOST_MEMORY}).")
+        str | None,
+        typer.Option(help=f"Hardware for memory workers; kind:n allows up to n of it (default {MOST_MEMORY})."),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help=f"Cached tokens of every sequence. Default {DEFAULT_CONTEXT}.")
+        int | None, typer.Option(help=f"Cached tokens per sequence. Default: {DEFAULT_CONTEXT}.")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Azure CSV or Mooncake .jsonl whose lengths to serve.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Take lengths from an Azure CSV or Mooncake .jsonl trace.")] = None,
     slo_tbt: Annotated[str | None, typer.Option(help="Longest time between tokens, such as 50ms.")] = None,
-    slo_ttft: Annotated[str | None, typer.Option(help="Longest prefill of the mean prompt, such as 2s.")] = None,
-    budget: Annotated[float | None, typer.Option(min=0, help="Most dollars an hour for both pools.")] = None,
-    owned: Annotated[bool, typer.Option("--owned", help="Charge what devices cost to own, not to rent.")] = False,
-    hardware: Annotated[Path | None, typer.Option(help="TOML file of kinds and prices of your own.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All plans of the front as JSON.")] = False,
+    slo_ttft: Annotated[str | None, typer.Option(help="Longest prefill of an average prompt, such as 2s.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Most dollars per hour for both pools together.")] = None,
+    owned: Annotated[
+        bool, typer.Option("--owned", help="Use the cost of owning devices, not of renting them.")
+    ] = False,
+    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware and prices of your own.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all plans of the Pareto front as JSON.")] = False,
     validate: Annotated[
-        Path | None, typer.Option(help="Print the cost model's errors against a measured CSV instead of planning.")
+        Path | None, typer.Option(help="Do not plan: print the cost model's errors against a CSV of measurements.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="With --validate: the kind that was measured.")] = None,
+    kind: Annotated[str | None, typer.Option(help="With --validate: the hardware that was measured.")] = None,
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure this machine, half of it a worker, and write the kind cpu to a file for --hardware."
+            help="Measure this machine, half of its cores per worker, and write kind cpu to a file for --hardware."
         ),
     ] = None,
 ) -> None:
-    """Find the pools that serve a model at least cost, or check the cost model against measurements."""
+    """Find the cheapest pools that serve a model.
+
+    With --validate or --measure: check the cost model against measurements, or measure this machine for it.
+    """
     if measure is not None:
         _measure(measure)
         return
@@ -84,11 +91,11 @@ def plan(
         _validate(validate, model, kind, catalogue)
         return
     if kind is not None:
-        raise ConfigError("--kind goes with --validate; name kinds to plan for with --compute and --memory")
+        raise ConfigError("--kind is for --validate only; name the hardware to plan for with --compute and --memory")
     if compute is None or memory is None:
-        raise ConfigError("give --compute KINDS and --memory KINDS, such as --compute h100 --memory h20")
+        raise ConfigError("give --compute and --memory, such as --compute h100 --memory h20")
     if context is not None and trace is not None:
-        raise ConfigError("--context and --trace both say how long sequences are; give one of them")
+        raise ConfigError("--context and --trace both set the lengths of sequences; give only one of them")
     profile = ProfileStore.beside(hardware)
     planner, candidates = _planner(model, compute, memory, context, trace, catalogue, profile)
     if owned:
@@ -107,7 +114,7 @@ def _planner(
     catalogue: "Catalogue",
     profile: "ProfileStore | None",
 ) -> "tuple[Planner, list[Pools]]":
-    """The planner of these pools and every layout they allow."""
+    """A planner for these pools, and every layout they allow."""
     from lamina.plan import models, workload
     from lamina.plan.cost import CostModel, Fits
     from lamina.plan.planner import Goals, Planner, layouts
@@ -138,7 +145,7 @@ def _duration(flag: str, text: str | None) -> float | None:
     if match is None or float(match["number"]) == 0:
         number = re.sub(r"[^\d.]", "", text)
         hint = f"; did you mean {number}ms?" if number and number.strip(".0") else ""
-        raise ConfigError(f"{flag} {text!r} is no time; give a number with us, ms or s, such as 50ms{hint}")
+        raise ConfigError(f"{flag} {text!r} is not a duration; give a number with us, ms or s, such as 50ms{hint}")
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
@@ -166,16 +173,16 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
     print_text("Recommended\n", style="bold")
     print_text(f"  {launch_line(best, model)}\n")
     if missing := _not_launched(best):
-        print_text(f"  (lamina launch does not run {' or '.join(missing)} so far.)\n", style="dim")
+        print_text(f"  (lamina launch does not support {' or '.join(missing)} yet.)\n", style="dim")
     print_text(
-        f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; the "
-        f"mean prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
-        f"  Waits for {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
-        f"network {best.network_busy:.0%}); batch bounded by: {best.limit.value}.\n"
+        f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
+        f"average prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
+        f"  Bottleneck: {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
+        f"network {best.network_busy:.0%}); batch limited by: {best.limit.value}.\n"
     )
     most, longest = planner.shape.max_tokens, planner.workload.longest
     if most is not None and longest > most:
-        print_text(f"  {planner.shape.name} was made for {most} tokens; what it is to serve has up to {longest}.\n")
+        print_text(f"  {planner.shape.name} supports {most} tokens; the workload has sequences of up to {longest}.\n")
     if against := alone(planner, best):
         print_text(f"  {against}\n")
     for line in beyond(planner, best):
@@ -183,42 +190,43 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 
 
 def launch_line(plan: "Plan", model: str) -> str:
-    """The command that starts these pools."""
+    """The `lamina launch` command that starts these pools."""
     compute, memory = _typed_kinds(plan)
     pools = plan.pools
     pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
     return (
         f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
-        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}{_room(plan)}"
+        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
+        + _batch_options(plan)
     )
 
 
-def _room(plan: "Plan") -> str:
-    """The options that let the plan's batch in, where the runtime's defaults do not."""
+def _batch_options(plan: "Plan") -> str:
+    """The options that admit the plan's batch, where the runtime's defaults are too small."""
     from lamina.config import EngineConfig
 
     pools, defaults = plan.pools, EngineConfig()
     sequences = -(-plan.batch // pools.replicas)
-    # Where sequences may change lanes, one lane must be able to take them all.
+    # Where sequences may change lanes, one lane may come to hold them all.
     moves = pools.lanes == pools.replicas + 1 or pools.replicas == 1
     rows = max(sequences, plan.batch if moves else -(-plan.batch // pools.lanes))
-    room = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
-    return room + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
+    options = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
+    return options + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
 
 
 def _not_launched(plan: "Plan") -> list[str]:
-    """What of a plan no flag of `lamina launch` asks for yet, or asks for in vain."""
+    """The parts of a plan that `lamina launch` does not support yet."""
     from lamina.cluster.pool import CPU
     from lamina.plan.planner import Partition
 
     pools = plan.pools
-    missing = [f"workers on {kind}" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
+    missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
     missing += ["tensor parallelism"] if pools.tensor_parallel > 1 else []
     return missing + (["head-level partition"] if pools.partition is Partition.HEAD else [])
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:
-    """The kinds of compute and memory as `lamina launch` knows them."""
+    """The kinds of both pools by the names that `lamina launch` takes."""
     from lamina.plan.hardware import ALIASES
 
     names = {entry: name for name, entry in ALIASES.items()}
@@ -227,15 +235,15 @@ def _typed_kinds(plan: "Plan") -> tuple[str, str]:
 
 
 def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
-    """The front; for a narrow terminal a plan takes ``two_lines``, in every column one figure above another."""
+    """The Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     served = planner.workload
     table = Table(
-        title=f"{planner.shape.name}, {served.name}: {len(front)} of {count} plans are worth having",
-        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: a million tokens of "
-        "prompt (in) or answer (out). GB/s: the least network bandwidth between the pools. Bold: recommended.",
+        title=f"{planner.shape.name}, {served.name}: {len(front)} of {count} plans are Pareto-optimal",
+        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: per million tokens of "
+        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -268,7 +276,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
 
 
 def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
-    """At most SHOWN plans: from the cheapest to the dearest of the front, and the recommended one."""
+    """At most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
     step = max(1, -(-len(front) // (SHOWN - 1)))
     chosen = front[::step]
     return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)
@@ -314,13 +322,13 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
     from lamina.profiling.validate import errors_by_operator
 
     if kind is None:
-        raise ConfigError("--validate needs --kind KIND: the kind that the file was measured on")
+        raise ConfigError("--validate needs --kind KIND: the hardware that the file was measured on")
     entry = catalogue[kind]
     shape = models.find(model)
     fitted_to = packaged_fit("gemm", entry.kind).source
     table = Table(
         title=f"Predicted against measured: {shape.name} on {entry.kind}",
-        caption=f"Relative errors of single measurements. Matrix products are fitted to {fitted_to} alone.",
+        caption=f"Relative errors of single measurements. Matrix products were fitted to {fitted_to} alone.",
         caption_justify="left",
     )
     table.add_column("operator", no_wrap=True)
@@ -349,10 +357,10 @@ def _measure(file: Path) -> None:
 
     store = ProfileStore(file.with_suffix(".sqlite"))
     if store.file == file:
-        raise ConfigError(f"--measure is {file}, which is where its profile goes; give a name that ends in .toml")
+        raise ConfigError(f"--measure is {file}, where its profile would be written; give a name that ends in .toml")
     for existing in (file, store.file):
         if existing.exists():
-            raise ConfigError(f"{existing} exists; give --measure another file, or remove it")
+            raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
     check_writable("--measure", file)
     compute, _ = profile.halves()
     with profile.on_cores(compute):
@@ -362,4 +370,4 @@ def _measure(file: Path) -> None:
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
-    print_text(f"lamina plan --hardware {file} --compute cpu:1 --memory cpu:1 ... plans with both.\n")
+    print_text(f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1\n")

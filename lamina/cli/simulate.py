@@ -1,4 +1,4 @@
-"""`lamina simulate`: a trace on pools nobody has rented yet, under the runtime's own scheduler and a virtual clock."""
+"""`lamina simulate`: replays a trace on simulated pools, with the runtime's own scheduler and a virtual clock."""
 
 import json
 import math
@@ -17,40 +17,52 @@ if TYPE_CHECKING:
     from lamina.simulate import Arrivals, Deployment, Result
 
 OVERLOADED = 0.9
-"""Share of the time: requests that wait for more, and have all arrived before so much of it, come too fast."""
+"""The load is too high if requests are queued for more than this share of the time, and all arrived before it."""
 
 SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggregated"]
 
 
 def simulate(
     model: Annotated[str, typer.Option(help="Model directory, config.json, or a name such as Llama-2-13B.")],
-    compute: Annotated[str, typer.Option(help="Compute workers, kind:count; with --system disaggregated: prefill.")],
-    trace: Annotated[Path, typer.Option(help="Azure CSV or Mooncake .jsonl: what arrives when.")],
+    compute: Annotated[
+        str, typer.Option(help="Compute workers, kind:count; with --system disaggregated, those that prefill.")
+    ],
+    trace: Annotated[Path, typer.Option(help="Arrival times and lengths: an Azure CSV or Mooncake .jsonl.")],
     memory: Annotated[
-        str | None, typer.Option(help="Memory workers, kind:count; with --system disaggregated: decode.")
+        str | None, typer.Option(help="Memory workers, kind:count; with --system disaggregated, those that decode.")
     ] = None,
-    system: Annotated[SystemName, typer.Option(help="What serves.")] = "lamina",
+    system: Annotated[SystemName, typer.Option(help="The serving system to simulate.")] = "lamina",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that hold one copy of the weights.")] = 1,
     lanes: options.Lanes = "auto",
     pipelining: options.PipeliningName = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that a copy of the weights decodes at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Rows of one step.")] = 2048,
-    rate_scale: Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")] = 1.0,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that each copy of the weights decodes at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token rows of one step.")] = 2048,
+    rate_scale: Annotated[float, typer.Option(help="Multiply the trace's request rate by this factor.")] = 1.0,
     draw: Annotated[
-        int | None, typer.Option(min=1, help="Draw so many requests from the trace's lengths, arriving at random.")
+        int | None,
+        typer.Option(
+            min=1, help="Simulate this many requests with lengths sampled from the trace, arriving at random."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of --draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --draw.")] = 0,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that every request asks for, if it draws fewer in the trace.")
+        int,
+        typer.Option(min=1, help="max_tokens of every request; longer outputs of the trace ask for their own length."),
     ] = 1,
-    fail: Annotated[list[str] | None, typer.Option(help="Lose a worker, as memory:3@120s. Repeatable.")] = None,
-    slow: Annotated[list[str] | None, typer.Option(help="Slow a worker, as compute:0@60s:2x. Repeatable.")] = None,
-    hardware: Annotated[Path | None, typer.Option(help="TOML file of kinds and prices of your own.")] = None,
-    requests: Annotated[Path | None, typer.Option(help="Write metrics of every request: .csv or .parquet.")] = None,
-    trace_out: Annotated[Path | None, typer.Option(help="Write the last spans of workers, for Perfetto.")] = None,
+    fail: Annotated[list[str] | None, typer.Option(help="Lose a worker, such as memory:3@120s. Repeatable.")] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(help="Slow a worker down, such as compute:0@60s:2x. Repeatable.")
+    ] = None,
+    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware and prices of your own.")] = None,
+    requests: Annotated[
+        Path | None, typer.Option(help="Write metrics of every request to a .csv or .parquet file.")
+    ] = None,
+    trace_out: Annotated[
+        Path | None, typer.Option(help="Write a timeline of the workers' last steps for Perfetto.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Serve a trace on pools nobody has rented yet."""
+    """Simulate serving a trace on given pools."""
     from lamina import simulate as sim
     from lamina.config import check_writable
     from lamina.observe.progress import counting_progress
@@ -66,7 +78,7 @@ def simulate(
         if file is not None:
             check_writable(option, file)
     if trace_out is not None and system != "lamina":
-        raise ConfigError(f"--trace-out shows what Lamina's workers do; there are none in --system {system}")
+        raise ConfigError(f"--trace-out records Lamina's workers; --system {system} has none. Leave it out")
     catalogue = catalogue_of.load(hardware)
     kind, workers = _pool("--compute", compute, catalogue)
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory else (None, 0)
@@ -96,13 +108,13 @@ def simulate(
         if trace_out is not None:
             write_trace(trace_out, result.spans)
     except OSError as error:  # a full disk, say
-        raise LaminaError(f"not all of the simulation could be written: {error}") from error
+        raise LaminaError(f"the results could not be written completely: {error}") from error
 
 
 def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]":
     entries = catalogue.pool(text, 1)
     if len(entries) != 1:
-        raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds; a simulated pool has one, such as a100:2")
+        raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds of hardware; give one, such as a100:2")
     return entries[0]
 
 
@@ -128,16 +140,16 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, 
     if (decisions := result.decisions) is not None and decisions.steps:
         seconds = sum(decisions.seconds.values())
         output().print(
-            f"The engine's decisions took {seconds / decisions.steps * 1e6:.0f} us a step of "
-            f"{decisions.rows / decisions.steps:.0f} sequences on this machine: {seconds / result.seconds:.1%} of one "
-            "core, were it to serve this.",
+            f"On this machine, the engine's decisions took {seconds / decisions.steps * 1e6:.0f} us per step with "
+            f"{decisions.rows / decisions.steps:.0f} sequences: {seconds / result.seconds:.1%} of one core for this "
+            "load.",
             style="dim",
             soft_wrap=True,
         )
 
 
 def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool) -> "Table":
-    """``lost``: a worker was."""
+    """The main figures as a table. ``lost``: whether a worker was lost."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -149,35 +161,35 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
     table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
     if lost and result.log.count(State.FINISHED) < len(result.log.arrivals):
-        table.add_row("lost", "a lost worker ends its engine: what ran ends with an error, what comes later is refused")
+        table.add_row("lost", "a lost worker stops its engine: running requests fail, later ones are refused")
     elif result.log.count(State.REFUSED):
-        table.add_row("refused", f"prompt and answer may need more KV than a {_holder(result.system, deployment)}")
+        table.add_row("refused", f"prompt and output may need more KV than {_holder(result.system, deployment)}")
     if not result.tokens:
         return table
-    table.add_row("throughput", f"{result.tokens_s:.0f} tokens/s drawn, {result.requests_s:.2f} requests/s")
+    table.add_row("throughput", f"{result.tokens_s:.0f} output tokens/s, {result.requests_s:.2f} requests/s")
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
         rate = len(arrivals) / arrivals[-1]
-        table.add_row("overload", f"{rate:.2f} requests/s arrived: TTFT is that of a growing queue; see --rate-scale")
+        table.add_row(
+            "overload", f"{rate:.2f} requests/s arrived and the queue kept growing, hence TTFT; lower --rate-scale"
+        )
     for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
         shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
-        table.add_row(name, "no request drew two tokens" if math.isnan(times.p50) else ", ".join(shown))
+        table.add_row(name, "no request has two output tokens" if math.isnan(times.p50) else ", ".join(shown))
     table.add_row(
-        "cost", f"${result.usd_per_million_out:.2f} per million tokens drawn, at ${result.usd_per_hour:.2f} an hour"
+        "cost", f"${result.usd_per_million_out:.2f} per million output tokens, at ${result.usd_per_hour:.2f} per hour"
     )
-    table.add_row(
-        "bottleneck", f"{result.bottleneck}; requests waited to be admitted in {result.queued:.0%} of the time"
-    )
+    table.add_row("bottleneck", f"{result.bottleneck}; requests were queued for {result.queued:.0%} of the time")
     if result.preempted:
-        table.add_row("preempted", f"{result.preempted} times: KV lost and computed anew")
+        table.add_row("preempted", f"{result.preempted} times: KV dropped and recomputed")
     return table
 
 
 def _holder(system: str, deployment: "Deployment") -> str:
-    """Who must hold all of a request's KV, and how much that is."""
+    """The holder of all of a request's KV, with its capacity."""
     if system != "lamina" or deployment.memory is None:
-        return "copy of the weights has room for beside them"
-    return f"{deployment.memory.kind} holds, {deployment.memory_cost.kv_tokens} tokens"
+        return "fits beside a copy of the weights"
+    return f"one {deployment.memory.kind} holds ({deployment.memory_cost.kv_tokens} tokens)"
 
 
 def _pools(result: "Result") -> "Table":
@@ -186,7 +198,7 @@ def _pools(result: "Result") -> "Table":
 
     table = Table(box=SIMPLE_HEAD)
     table.add_column("pool", no_wrap=True)
-    for heading in ("busy, mean", "busiest worker", "busiest network card"):
+    for heading in ("busy, mean", "busiest worker", "busiest NIC"):
         table.add_column(heading, justify="right", no_wrap=True)
     for pool in result.pools:
         shares = (f"{share:.1%}" for share in (pool.busy, pool.busiest, pool.network))

@@ -1,4 +1,4 @@
-"""`lamina split`: what the splitter makes of a model, from its configuration alone."""
+"""`lamina split`: shows how a model is cut into slices, from its configuration alone."""
 
 import enum
 import json
@@ -27,22 +27,25 @@ class Format(enum.Enum):
 def split(
     model: Annotated[
         Path | None,
-        typer.Argument(help="A model directory or a config.json; weights are not read. Default: the bundled model."),
+        typer.Argument(help="Model directory or config.json; weights are not needed. Default: the bundled model."),
     ] = None,
     format: Annotated[
-        Format, typer.Option(help="table, json, or svg: a picture of one period of layers.")
+        Format, typer.Option(help="svg: a diagram of the layers up to where they repeat.")
     ] = Format.TABLE,
-    output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Element type; auto takes the configuration's.")] = "auto",
 ) -> None:
-    """Show how a model is cut at its attentions: slices, what crosses each cut, bytes per token."""
+    """Show how a model is cut at its attentions.
+
+    Lists the slices, the tensors that cross each cut, and bytes per token.
+    """
     from lamina.cli.console import notes, print_table
     from lamina.config import check_writable
     from lamina.models.directory import find_config
 
     if output is not None:
         check_writable("--output", output)
-    place = find_config(model)  # what can be wrong comes before the slow imports
+    place = find_config(model)  # errors come before the slow imports
     with notes().status("Importing transformers and splitting the model") if notes().is_terminal else nullcontext():
         from lamina.models.config import load_config, resolve_dtype
         from lamina.splitter import split as split_model
@@ -60,7 +63,7 @@ def split(
 
 
 def render_table(model: "SplitModel") -> "Table":
-    """The split as a rich table, one row per kind of slice, with totals in the caption."""
+    """The split as a table: one row per group of identical slices, totals in the caption."""
     from rich.table import Table
 
     from lamina.splitter import describe
@@ -68,8 +71,8 @@ def render_table(model: "SplitModel") -> "Table":
 
     total = describe.total_traffic(model)
     caption = [
-        f"One token, all layers: {size(total.q + total.kv)} to memory workers ({size(total.kv)} of them stay as KV), "
-        f"{size(total.out)} back, {size(total.context)} between slices."
+        f"Per token, over all layers: {size(total.q + total.kv)} to memory workers, of which "
+        f"{size(total.kv)} stay as KV, {size(total.out)} back, {size(total.context)} between slices."
     ]
     table = Table(
         title=f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
@@ -100,7 +103,7 @@ def render_table(model: "SplitModel") -> "Table":
 
 
 def render_text(model: "SplitModel") -> str:
-    """The table as plain text of 160 columns."""
+    """The table as plain text, 160 columns wide."""
     from rich.console import Console
 
     console = Console(width=160, color_system=None)
@@ -117,7 +120,7 @@ def render_json(model: "SplitModel") -> str:
 
 
 def render_svg(model: "SplitModel") -> str:
-    """The picture of the cut graph."""
+    """A diagram of the cut graph as SVG."""
     from lamina.splitter.draw import svg
 
     return svg(model)

@@ -1,4 +1,4 @@
-"""`lamina status`: what a running server does, and how its workers are linked, from its metrics."""
+"""`lamina status`: shows the load of a running server and how its workers are linked, from its metrics."""
 
 import http.client
 import json
@@ -17,11 +17,12 @@ Sample = tuple[Mapping[str, str], float]
 
 
 def status(
-    url: Annotated[str, typer.Option(help="Where `lamina launch` serves.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
 ) -> None:
-    """Show a running server: requests, KV in use, and which transport links its workers and why.
+    """Show the state of a running server.
 
-    Exit status 1: it cannot be reached, its engine has stopped, or a worker does not answer.
+    Lists requests, KV in use, and which transport links its workers and why. Exit status 1 if the server cannot be
+    reached, its engine has stopped, or a worker does not respond.
     """
     from lamina.cli.console import print_text
 
@@ -30,24 +31,24 @@ def status(
     print_text("\n".join(lines(metrics)) + "\n")
     code, health = _fetch(server + "/health")
     if code != http.HTTPStatus.OK:
-        raise EngineDeadError(_trouble(health))
+        raise EngineDeadError(_unhealthy(health))
 
 
-def _trouble(health: str) -> str:
-    """What a server that is not well says of it."""
+def _unhealthy(health: str) -> str:
+    """Why a server is unhealthy, from its answer to /health."""
     try:
-        told = json.loads(health)
-        if "error" in told:
-            return str(told["error"]["message"])
-        return ", ".join(f"worker {worker} has not answered for {s} s" for worker, s in told["silent_s"].items())
+        answer = json.loads(health)
+        if "error" in answer:
+            return str(answer["error"]["message"])
+        return ", ".join(f"worker {worker} has not answered for {s} s" for worker, s in answer["silent_s"].items())
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"the server is not well: {health}"
+        return f"the server is unhealthy: {health}"
 
 
 def _fetch(url: str) -> tuple[int, str]:
-    """Status, 200 or 503, and body. Raises ConfigError for another answer, TransportError if there is none."""
+    """Status (200 or 503) and body. Raises ConfigError for any other answer, TransportError if no server answers."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is no address of a server; give --url http://HOST:PORT")
+        raise ConfigError(f"{url!r} is not the URL of a server; give --url http://HOST:PORT")
     try:
         try:
             response = urllib.request.urlopen(url, timeout=TIMEOUT_S)
@@ -58,14 +59,17 @@ def _fetch(url: str) -> tuple[int, str]:
         with response:
             return response.status, response.read().decode()
     except (urllib.error.HTTPError, http.client.HTTPException, UnicodeDecodeError) as error:
-        remedy = "give --url what `lamina launch` says"
-        raise ConfigError(f"no server of Lamina answers at {url}: {error}; {remedy}") from error
+        remedy = "give --url the address that `lamina launch` printed"
+        raise ConfigError(f"{url} is not a Lamina server: {error}; {remedy}") from error
     except OSError as error:  # URLError and TimeoutError too
-        raise TransportError(f"no server answers at {url}: {error}; is it running there?") from error
+        reason = getattr(error, "reason", error)
+        raise TransportError(
+            f"no server answers at {url}: {reason}; start one with `lamina launch`, or give --url its address"
+        ) from error
 
 
 def lines(metrics: str) -> list[str]:
-    """What is shown of a scrape. Raises ConfigError if it is not Lamina's."""
+    """The report on a scrape of metrics. Raises ConfigError if they are not Lamina's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[Sample]] = {}
@@ -74,7 +78,7 @@ def lines(metrics: str) -> list[str]:
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
-        raise ConfigError(f"the answer is no metrics of Prometheus ({error}): is this a server of Lamina?") from error
+        raise ConfigError(f"the answer is not Prometheus metrics ({error}); is this a Lamina server?") from error
     try:
         running, waiting, steps = (
             samples[f"lamina_{name}"][0][1] for name in ("requests_running", "requests_waiting", "steps_total")
@@ -93,4 +97,4 @@ def lines(metrics: str) -> list[str]:
             ),
         ]
     except KeyError as error:
-        raise ConfigError(f"there is no {error} among these metrics: is this a server of Lamina?") from error
+        raise ConfigError(f"these metrics lack {error}; is this a Lamina server?") from error

@@ -1,4 +1,4 @@
-"""From started worker processes to a cluster that can run steps, over the control plane alone."""
+"""Brings started worker processes up to a cluster that can run steps, over the control plane alone."""
 
 import dataclasses
 import itertools
@@ -35,24 +35,24 @@ CONNECT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Who takes part and with what: decided before any worker starts, except what the model tells."""
+    """The workers and their settings, decided before any worker starts, except what depends on the model."""
 
     computes: tuple[str, ...]
     memories: tuple[str, ...]
     compute_setup: ComputeSetup
     memory_threads: int
-    kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
-    limits: Limits  # of the engine's scheduler; more slots in one worker than they can fill would never be used
+    kv_bytes_per_worker: Callable[[], int]  # called once the weights are loaded
+    limits: Limits  # of the scheduler; they also bound the slots that a worker can use
     pipeline: Pipeline
     transport: TransportName
     tls: bool
-    cores: Mapping[str, frozenset[int]]  # of each worker
-    shared_cores: bool  # both pools run on the same
+    cores: Mapping[str, frozenset[int]]  # by worker
+    shared_cores: bool  # both pools run on the same cores
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the engine must know of a cluster that is up."""
+    """What the engine needs to know about a running cluster."""
 
     computes: tuple[str, ...]
     capacities: Mapping[str, int]  # token slots by memory worker
@@ -64,9 +64,9 @@ class Cluster:
 
 
 def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
-    """Load the model, make slabs and arenas, connect every memory worker with every other worker.
+    """Load the model, allocate slabs and arenas, connect every memory worker with every other worker.
 
-    Raises the worker's own UserError if a user can mend it, else TransportError, WorkerError or DeadlineError.
+    Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
     everyone = (*plan.computes, *plan.memories)
@@ -92,8 +92,11 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
 
 
 def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
-    """Where lanes rotate, every replica hears of every step by running a part of it. Without the choices that a model
-    of so many slices cannot have; raises ConfigError if the rotational order was asked for."""
+    """``plan`` without arrangements that a model of so many slices cannot run.
+
+    Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
+    ConfigError if the configured order is rotational and there are too few.
+    """
     if plan.pipeline.replicas <= slices:
         return plan
     if plan.pipeline.rotates:
@@ -111,8 +114,8 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     capacity = nbytes // per_token
     if capacity < 2:
         raise ConfigError(
-            f"each memory worker has {nbytes} bytes for KV; one token of this model needs {per_token} and a request at "
-            f"least two. Give more with kv_cache_memory_bytes"
+            f"each memory worker has {nbytes} bytes for KV; a request needs at least 2 tokens of {per_token} bytes. "
+            f"Give more with kv_cache_memory_bytes"
         )
     return min(capacity, plan.limits.max_sequences * plan.limits.max_model_len)
 

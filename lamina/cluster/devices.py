@@ -1,4 +1,4 @@
-"""What this machine offers to workers."""
+"""Finds the cores, memory and GPUs that this machine offers to workers."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import psutil
 from lamina.cluster.pool import Devices
 from lamina.kernels.gpu.device import find_cards
 
-CGROUP = Path("/sys/fs/cgroup")  # inside a container: its own control group
+CGROUP = Path("/sys/fs/cgroup")  # inside a container, its own control group
 
 
 def find_devices() -> Devices:
@@ -18,10 +18,10 @@ def find_devices() -> Devices:
 
 
 def free_memory() -> int:
-    """Bytes that new allocations may take: what the machine has free, or what the control group still allows.
+    """Bytes available for new allocations: free memory of the machine or, if less, of this control group.
 
-    Cached files, such as a checkpoint that has been read, count as used by a control group but make room when asked to;
-    here those do that are not in active use, as in Kubernetes' working set.
+    A control group counts cached files, such as a checkpoint that has been read, as used, although they can be
+    reclaimed. Inactive ones count as free here, as in Kubernetes' working set.
     """
     free = psutil.virtual_memory().available
     limit = CGROUP / "memory.max"

@@ -1,4 +1,4 @@
-"""Answers of workers while a cluster is set up, and what their failures stand for."""
+"""Collects the workers' answers while a cluster is brought up, and turns their failures into exceptions."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +22,16 @@ from lamina.protocol.messages import (
 POLL_S = 0.2
 
 OnProgress = Callable[[str, LoadProgress], None]
-"""A worker's name and how far it is."""
+"""Called with a worker's name and its progress."""
 
 MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Linked, Connected)
 
 
 class Workers(Protocol):
-    """Worker processes, wherever they run."""
+    """Handle on the worker processes, wherever they run."""
 
     def ended(self) -> Mapping[str, str]:
-        """Workers that are gone, with what is known of why."""
+        """Workers that have exited, with the known reason."""
         ...
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Workers(Protocol):
 
 
 class Gather:
-    """Collects one answer from each of several workers, noticing failures and deaths meanwhile."""
+    """Collects one answer from each of several workers while watching for failed and exited ones."""
 
     def __init__(self, control: ControlServer, workers: Workers, on_progress: OnProgress) -> None:
         self._control = control
@@ -66,12 +66,12 @@ class Gather:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no {kind.__name__} from {', '.join(missing)} within {timeout_s:.0f} s; "
-                    f"is the machine overloaded, or out of memory? LAMINA_LOG_LEVEL=INFO shows what workers do"
+                    f"is the machine overloaded or out of memory? LAMINA_LOG_LEVEL=INFO shows what the workers do"
                 )
         return answers
 
     def _drain(self) -> None:
-        """A worker that ended may have said why just before."""
+        """Raise the error that a worker may have sent just before it exited."""
         for worker, message in self._control.receive(POLL_S):
             self._handle(worker, message)
 
@@ -83,7 +83,7 @@ class Gather:
 
 
 def silence(silent: Mapping[str, float]) -> TransportError:
-    """What becomes of a cluster whose workers have answered no ping for so many seconds."""
+    """The error for workers that have not answered a ping for so many seconds."""
     named = ", ".join(f"worker {worker} has not answered for {seconds:.0f} s" for worker, seconds in silent.items())
     return TransportError(
         f"{named}: its process is stopped (SIGSTOP, a debugger), or its machine or the network to it hangs"
@@ -91,7 +91,7 @@ def silence(silent: Mapping[str, float]) -> TransportError:
 
 
 def failure(worker: str, message: Failed) -> errors.LaminaError:
-    """The exception a worker's last words stand for: its own UserError, else a WorkerError."""
+    """The exception for a worker's last message: its own UserError, else a WorkerError."""
     kind = getattr(errors, message.kind, None)
     if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
         return kind(message.message)

@@ -1,4 +1,4 @@
-"""Links between workers: a transport for every pair, proved by the two of them, before the cluster counts on it."""
+"""Links workers: selects a transport for every pair, which the two test before the cluster relies on it."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ from lamina.types import TransportName
 
 log = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 60.0  # for each worker: one may try all others in vain, and then wait for who does the same
+LINK_TIMEOUT_S = 60.0  # per worker: one may fail to reach every other, and wait for others that do the same
 
 Pair = tuple[str, str]
 
@@ -25,9 +25,9 @@ def link(
     pairs: Collection[Pair],
     linked_before: Mapping[Pair, Choice] | None = None,
 ) -> dict[Pair, Choice]:
-    """Link every pair; one whose proof fails is linked again by what comes next, if ``wanted`` leaves a choice.
+    """Link every pair. A pair whose test fails tries the next transport, if ``wanted`` permits several.
 
-    A pair prefers what both have in use since ``linked_before``.
+    A pair prefers transports that both workers already use in ``linked_before``.
 
     Raises TransportError naming the pair and every obstacle if nothing is left to try.
     """
@@ -47,7 +47,7 @@ def link(
         failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
         for pair, reason in failed.items():
             failures[pair][chosen[pair].transport] = reason
-            log.warning("%s and %s are not linked by %s: %s", *pair, chosen[pair].transport, reason)
+            log.warning("%s and %s cannot be linked by %s: %s", *pair, chosen[pair].transport, reason)
         pending = set(failed)
     for pair, choice in chosen.items():
         log.info("%s and %s are linked by %s: %s", *pair, choice.transport, choice.reason)
@@ -55,7 +55,7 @@ def link(
 
 
 def _used(links: Mapping[Pair, Choice]) -> dict[str, list[Transport]]:
-    """The transports of every worker, in order of their pairs."""
+    """The transports that each worker already uses, in order of ``links``."""
     used: dict[str, list[Transport]] = {}
     for pair, choice in links.items():
         for name in pair:
@@ -77,12 +77,12 @@ def _choose(
 
 
 def _ways(name: str, chosen: Mapping[Pair, Choice], offers: Mapping[str, Offer]) -> dict[str, tuple[Transport, bytes]]:
-    """How worker ``name`` is to reach the others of its pairs."""
+    """Transport and descriptor by which worker ``name`` reaches each of its peers."""
     peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
     return {peer: (transport, offers[peer].descriptors[transport]) for peer, transport in peers.items()}
 
 
 def _failure(pair: Pair, linked: Mapping[str, Linked]) -> str | None:
-    """Why the two did not prove their link to each other."""
+    """Why the test of a link failed on either side; None if it passed."""
     near, far = pair
     return linked[near].failures.get(far) or linked[far].failures.get(near)

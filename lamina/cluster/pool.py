@@ -1,9 +1,9 @@
-"""The pool grammar: what is typed after ``--compute`` and ``--memory``.
+"""Parses pools of workers, the values of ``--compute`` and ``--memory``.
 
 ::
 
     pool  = entry ("," entry)*
-    entry = kind [":" count]          # a count of 1 when left out
+    entry = kind [":" count]          # count defaults to 1
     kind  = "cpu" | "a100" | "rtx3090" | ...
 """
 
@@ -46,19 +46,19 @@ GPUS = {
     "rtx5080": "NVIDIA GeForce RTX 5080",
     "rtx5090": "NVIDIA GeForce RTX 5090",
 }
-"""GPU kinds by the name typed, with the name the driver gives the device."""
+"""GPU kinds by their name in a pool, with the driver's name of the device."""
 
 PLANNED = ("a100-40g", "a100-80g", "rx7900xtx", "arc-a770", "tpu-v6e", "epyc", "xeon")
-"""Kinds that `lamina plan` has figures for beside the GPUs above, and that no worker runs on."""
+"""Kinds besides the GPUs above that only `lamina plan` knows: workers do not run on them."""
 
 MOST_PER_CORE = 32
-"""CPU workers of one pool for each core: more than that start too slowly to serve anything."""
+"""CPU workers of one pool per core: more start too slowly to be useful."""
 
 MAX_COUNT = 1024
-"""Workers of one kind in one pool: above it, a typing error is likelier than a plan."""
+"""Most workers of one kind in one pool: a higher number is probably a typing error."""
 
 _ENTRY = re.compile(r"(?P<kind>[a-z0-9_-]+)\s*(?P<count>:.*)?", re.DOTALL)
-_GRAMMAR = "give kind:count joined by commas, such as cpu:2 or a100:2,rtx3090:6"
+_GRAMMAR = "give kind:count, separated by commas, such as cpu:2 or a100:2,rtx3090:6"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PoolEntry:
 
 @dataclass(frozen=True)
 class Devices:
-    """What this machine offers to workers: usable CPU cores, bytes of RAM, GPUs by the driver's names."""
+    """Resources of this machine: usable CPU cores, bytes of RAM, GPUs by the driver's names."""
 
     cores: int
     ram_bytes: int
@@ -87,14 +87,14 @@ class Devices:
 
 
 def parse(text: str, known: Collection[str] | None = None, default_count: int = 1) -> tuple[PoolEntry, ...]:
-    """Read a pool as typed, in order.
+    """Parse a pool, keeping the order of its entries.
 
     Args:
-        known: kinds that may be named; those that workers run on by default.
-        default_count: of a kind typed without one.
+        known: kinds that are accepted; by default all of this module's.
+        default_count: count of a kind given without one.
 
     Raises:
-        ConfigError: the text is empty or malformed, a kind is unknown or named twice, a count is not 1 to 1024.
+        ConfigError: the text is empty or malformed, a kind is unknown or repeated, or a count is not 1 to 1024.
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
@@ -109,24 +109,22 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
 
 
 def check_available(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> None:
-    """Refuse a pool that this machine or this version cannot run. Workers run on CPUs only so far.
+    """Check that this machine and this version can run a pool. Workers run on CPUs only so far.
 
     Raises:
-        ConfigError: naming what is asked for, what exists and what to type instead.
+        ConfigError: naming the request, this machine's devices and a pool that works.
     """
     remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     for entry in pool:
         if entry.kind == CPU:
             if entry.count > (most := MOST_PER_CORE * devices.cores):
                 raise ConfigError(
-                    f"{entry} asks for {entry.count} processes; this machine has {devices}, room for {most} at most. "
+                    f"{entry} asks for {entry.count} processes; this machine has {devices}, enough for {most} at most. "
                     f"{remedy}"
                 )
             continue
         if entry.kind in PLANNED:
-            raise ConfigError(
-                f"{entry} is a kind that `lamina plan` has figures for; workers run on {CPU} only so far. {remedy}"
-            )
+            raise ConfigError(f"{entry}: {entry.kind} is for `lamina plan` only; workers run on {CPU} so far. {remedy}")
         asked = f"{entry} asks for {entry.count} GPU{'s' if entry.count > 1 else ''}"
         found = sum(_is_kind(name, entry.kind) for name in devices.gpus)
         if found < entry.count:
@@ -143,13 +141,15 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
     match = _ENTRY.fullmatch(part.strip().lower())
     if match is None:
         what = repr(part.strip()) if part.strip() else "an empty entry"
-        raise ConfigError(f"pool {text!r} has {what} between its commas; {_GRAMMAR}")
+        raise ConfigError(f"pool {text!r} contains {what}; {_GRAMMAR}")
     kind, count = match["kind"], (match["count"] or f":{default_count}")[1:].strip()
     if kind not in known:
         names = ", ".join(known)
-        raise ConfigError(f"pool {text!r} asks for {kind!r}, which is no known kind{_near(kind, known)} Known: {names}")
+        raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{_near(kind, known)} Known: {names}")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
-        raise ConfigError(f"pool {text!r} asks for {count!r} of {kind}; give a whole number from 1 to {MAX_COUNT}")
+        raise ConfigError(
+            f"pool {text!r} has an invalid count {count!r} for {kind}; give a whole number from 1 to {MAX_COUNT}"
+        )
     return PoolEntry(kind, int(count))
 
 

@@ -1,4 +1,4 @@
-"""What a configuration comes to on a given machine: limits, cores and threads, lanes, bytes of KV. Pure functions."""
+"""Derives limits, cores, threads, lanes and bytes of KV from a configuration and a machine. Pure functions."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from lamina.protocol.messages import ComputeSetup
 from lamina.schedule.scheduler import Limits
 from lamina.types import DType, Overlap
 
-LANES_PER_REPLICA = 3  # at most, where the engine chooses
+LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 
@@ -20,11 +20,11 @@ def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> L
     longest = model.max_model_len
     wanted = longest if config.max_model_len is None else config.max_model_len
     if wanted is None:
-        raise ConfigError(f"the config of {model.name} does not tell its context length; give max_model_len")
+        raise ConfigError(f"the config of {model.name} does not state its context length; give max_model_len")
     if wanted < 2:
-        raise ConfigError(f"max_model_len is {wanted}; give at least 2, one prompt token and one drawn")
+        raise ConfigError(f"max_model_len is {wanted}; give at least 2, for one prompt token and one output token")
     if longest is not None and wanted > longest:
-        raise ConfigError(f"max_model_len is {wanted}; {model.name} was made for at most {longest} tokens")
+        raise ConfigError(f"max_model_len is {wanted}; {model.name} supports at most {longest} tokens")
     return Limits(most_sequences(config, pipeline), config.max_num_batched_tokens, wanted)
 
 
@@ -32,12 +32,12 @@ def most_sequences(config: EngineConfig, pipeline: Pipeline) -> int:
     """Sequences that all lanes together may decode at once; each needs a row of its own in its lane's step."""
     rows = config.max_num_batched_tokens
     if not pipeline.interchangeable:
-        rows *= pipeline.lanes  # else one lane must be able to take all
+        rows *= pipeline.lanes  # otherwise one lane may come to hold all of them
     return min(config.max_num_seqs * pipeline.replicas, rows)
 
 
 def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
-    """Bytes of KV for each of ``workers`` memory workers on a machine with so much memory free. Raises ConfigError."""
+    """Bytes of KV for each of ``workers`` memory workers when ``free_bytes`` are free. Raises ConfigError."""
     wanted = config.kv_cache_memory_bytes
     if wanted is None:
         return int(free_bytes * KV_SHARE) // workers
@@ -53,10 +53,10 @@ Cores = frozenset[int]
 
 
 def worker_cores(text: str | None, workers: int, available: Cores) -> list[Cores]:
-    """The cores of each of ``workers`` workers of a pool, from its CPU list as ``taskset`` takes it ("0-3,8").
+    """The cores of each of a pool's ``workers``, from a CPU list as ``taskset`` takes it ("0-3,8").
 
-    None: all that are available, for every worker. Else they are dealt out; with more workers than cores several share
-    one. Raises ConfigError for a list that cannot be read or names cores that are not available.
+    None gives every worker all available cores. Otherwise the listed cores are divided among the workers; with more
+    workers than cores, several share one. Raises ConfigError if the list is malformed or names unavailable cores.
     """
     if text is None:
         return [available] * workers
@@ -72,7 +72,9 @@ def _parse_cores(text: str) -> set[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.strip().isdigit() or not (last or first).strip().isdigit():
-            raise ConfigError(f"core list {text!r} is not one: give numbers and ranges joined by commas, as 0-3,8")
+            raise ConfigError(
+                f"{text!r} is not a core list; give numbers and ranges separated by commas, such as 0-3,8"
+            )
         cores.update(range(int(first), int(last or first) + 1))
     if not cores:
         raise ConfigError(f"core list {text!r} names no core")
@@ -80,11 +82,11 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
-    """Lanes and their order for so many compute workers. ``shared``: both pools run on the same cores.
+    """Lanes and their order for ``computes`` compute workers. ``shared``: both pools run on the same cores.
 
-    Without a number of lanes the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` for each compute worker, in
-    fixed order, or one more than compute workers, which rotate. It begins with two for each. On shared cores nothing
-    can overlap, and there is one for each. Raises ConfigError.
+    If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
+    in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
+    nothing can overlap, so each worker gets one lane. Raises ConfigError.
     """
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
@@ -109,7 +111,7 @@ def cluster_plan(
     free_bytes: Callable[[], int],
     trace: bool,
 ) -> ClusterPlan:
-    """How to bring up these workers; ``free_bytes`` is asked once the weights are loaded, ``trace``: they record."""
+    """How to bring up these workers. ``free_bytes`` is called once the weights are loaded; ``trace``: record spans."""
     compute_cores = worker_cores(config.compute_cores, len(computes), available)
     memory_cores = worker_cores(config.memory_cores, len(memories), available)
     shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
@@ -142,6 +144,6 @@ def cluster_plan(
 
 
 def _threads(config: EngineConfig, cores: list[Cores]) -> int:
-    """Threads of each worker of a pool: its cores, or its share of those that the pool's workers share."""
+    """Threads of each worker of a pool: one per core, or its share of the cores that the pool's workers share."""
     together = len(frozenset.union(*cores)) // len(cores)
     return config.threads or max(1, together)

@@ -1,1 +1,1 @@
-"""From text to token ids, and when a text ends."""
+"""Converts prompts to token ids and decides where a generated text ends."""

@@ -1,4 +1,4 @@
-"""What callers may hand over as prompts."""
+"""Validates and tokenises prompts and conversations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def as_prompts(value: Any) -> list[Prompt]:
     """One prompt or a list of prompts, as a list of prompts.
 
     Raises:
-        RequestError: it is neither, or there is no prompt in it.
+        RequestError: ``value`` is neither, or an empty list.
     """
     if isinstance(value, str) or (_is_tokens(value) and value):
         return [value]
@@ -29,15 +29,15 @@ def as_prompts(value: Any) -> list[Prompt]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt, which other threads need not wait for.
+    """Tokenise a prompt. Other threads can run meanwhile.
 
     Raises:
-        RequestError: the text is not valid Unicode, or so long that it is refused without being tokenised.
+        RequestError: the text is not valid Unicode, or so long that it is rejected without being tokenised.
     """
     size, per_token = check_unicode(text), tokenizer.most_bytes_per_token
     if per_token is not None and size > per_token * (max_model_len - 1):
         raise RequestError(
-            f"the prompt has {size} bytes, which are {-(-size // per_token)} tokens or more; at most "
+            f"the prompt has {size} bytes, at least {-(-size // per_token)} tokens; at most "
             f"{max_model_len - 1} fit (max_model_len {max_model_len}, one left for the answer). Shorten the prompt or "
             f"raise max_model_len"
         )
@@ -45,15 +45,15 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_speci
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_model_len: int) -> list[int]:
-    """Token ids of a conversation by the model's chat template, up to where the answer begins.
+    """Format a conversation by the model's chat template, up to where the answer begins, and tokenise it.
 
     Raises:
-        RequestError: there is no message, or the template refuses them, or the prompt as in ``encode_prompt``.
+        RequestError: there are no messages, the template rejects them, or as in ``encode_prompt``.
     """
-    # The template writes the special tokens itself.
+    # The template includes the special tokens itself.
     text = tokenizer.apply_chat_template(messages)
     return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)  # a bool is no token
+    return isinstance(value, list) and all(type(token) is int for token in value)  # excludes bool

@@ -1,4 +1,4 @@
-"""Decides after each token whether a completion has ended, and which of its text may be streamed already."""
+"""Decides after each token whether a completion has ended, and how much of its text may be streamed."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lamina.types import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class StopDecision:
-    """``text`` is new and final: stream it. ``stop_reason`` is the stop string or token, None for end of sequence."""
+    """``text``: new text to stream. ``stop_reason``: the stop string or token; None for end of sequence."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -17,7 +17,7 @@ class StopDecision:
 
 
 class StopStrings:
-    """The stop strings of a request, prepared for matching; shared by its completions, built when first used."""
+    """The stop strings of a request with tables for matching, built on first use and shared by its completions."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -27,17 +27,17 @@ class StopStrings:
 
     @cached_property
     def beginnings(self) -> frozenset[str]:
-        """Every beginning of a stop string that is not all of it, the empty one included."""
+        """Every proper prefix of a stop string, including the empty one."""
         return frozenset(stop[:size] for stop in self._stops for size in range(len(stop)))
 
     @cached_property
     def prefixes(self) -> frozenset[str]:
-        """The beginnings and the stop strings themselves."""
+        """All prefixes of stop strings, including the stop strings themselves."""
         return self.beginnings.union(self._stops)
 
     @cached_property
     def ending(self) -> dict[str, str]:
-        """By prefix that ends with a stop string: the longest such."""
+        """For each prefix that ends with a stop string, the longest such stop string."""
         return {
             prefix: max((stop for stop in self._stops if prefix.endswith(stop)), key=len)
             for prefix in self.prefixes
@@ -48,28 +48,28 @@ class StopStrings:
 class StopChecker:
     """Follows one completion, token by token, until it ends.
 
-    The stop string whose last character comes first wins, the longest of those that end there; so the outcome does not
-    depend on how the text is cut into pieces. Text that may be the beginning of a stop string is held back until that
-    is decided. The order at one token is: end of sequence, stop token, stop string, length.
+    The stop string that ends first wins, and the longest if several end there; so the outcome does not depend on how
+    the text is divided into tokens. Text that may be the beginning of a stop string is held back until that is decided.
+    The order of checks at one token is: end of sequence, stop token, stop string, length.
 
-    This is Aho and Corasick's automaton (1975) with its states as strings: the longest end of the text that is a
-    prefix of a stop string. A character makes it longer by one and then shorter at its front, so that each is looked up
-    twice on average, however many stop strings there are.
+    This is the automaton of Aho and Corasick (1975) with strings as states: the longest suffix of the text that is a
+    prefix of a stop string. Each character extends it by one and may shorten it at its front, so that a character takes
+    two look-ups on average, however many stop strings there are.
     """
 
     def __init__(
         self, params: SamplingParams, eos_token_ids: Collection[int], stops: StopStrings | None = None
     ) -> None:
-        """``params.max_tokens`` is the limit on tokens; None is no limit here. ``stops`` are those of ``params``."""
+        """``params.max_tokens`` limits the tokens; None: no limit here. ``stops``: the stop strings of ``params``."""
         self._params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._stops = StopStrings(params.stop) if stops is None else stops
         self._tokens = 0
-        self._begun = ""  # the longest end of the text that begins a stop string; held back if that may be cut out
+        self._begun = ""  # the longest suffix that begins a stop string; held back unless stop strings are kept
 
     def append(self, token_id: int, text: str) -> StopDecision:
-        """Take the next token and the text that it adds, which may be empty.
+        """Process the next token and the text that it adds, which may be empty.
 
         The text of an end-of-sequence or stop token is left out unless ``include_stop_str_in_output``.
         """
@@ -85,13 +85,13 @@ class StopChecker:
         return decision
 
     def flush(self) -> str:
-        """The text held back, once nothing follows it: after an abort, or at the end of the model's context."""
+        """Return the text held back when nothing follows: after an abort, or at the end of the model's context."""
         held = "" if self._params.include_stop_str_in_output else self._begun
         self._begun = ""
         return held
 
     def _match(self, text: str, may_stop: bool) -> StopDecision:
-        """Follow ``text`` up to the first stop string that may end the completion."""
+        """Search ``text`` for the first stop string that may end the completion."""
         include = self._params.include_stop_str_in_output
         window = self._begun + text
         streamed = len(self._begun) if include else 0

@@ -1,4 +1,4 @@
-"""What the planner's plans come to: the Pareto front, the one to take, what more would bring, why there is none."""
+"""Draws conclusions from plans: the Pareto front, a recommendation, the gain from more workers, or why no plan fits."""
 
 import math
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from lamina.plan.planner import TENSOR_PARALLEL, Goals, Partition, Plan, Planner
 from lamina.plan.workload import paged
 
 SAME_COST = 0.02
-"""Plans whose cost differs by less than this share are equally cheap; the smaller one is recommended."""
+"""Plans whose cost differs by less than this share count as equally cheap; the smaller one is recommended."""
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans that no other beats in cost per token drawn, tokens per second and TBT at once; cheapest first."""
+    """Plans that no other plan beats in cost per output token, tokens per second and TBT at once; cheapest first."""
     table = np.array([(plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s) for plan in plans]).reshape(-1, 3)
     kept = np.empty_like(table)
     front: list[Plan] = []
-    # What is beaten at all is beaten by a plan of the front, and that one comes before it in this order.
+    # Every dominated plan is dominated by a plan of the front, which precedes it in this order.
     for index in np.lexsort(table.T[::-1]).tolist():
         if not (kept[: len(front)] <= table[index]).all(axis=1).any():
             kept[len(front)] = table[index]
@@ -30,14 +30,14 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def recommend(plans: Sequence[Plan]) -> Plan:
-    """The cheapest per token drawn; of plans within SAME_COST of it, the one whose pools cost least."""
+    """Of the plans within SAME_COST of the least cost per output token, the one whose pools cost least per hour."""
     cheapest = min(plan.usd_per_million_out for plan in plans)
     near = [plan for plan in plans if plan.usd_per_million_out <= cheapest * (1 + SAME_COST)]
     return min(near, key=lambda plan: (plan.usd_per_hour, -plan.tokens_s))
 
 
 def beyond(planner: Planner, plan: Plan) -> list[str]:
-    """What more workers would bring, one line each: the answer to "why not more?"."""
+    """What larger pools would gain, one line each: the answer to "why not more?"."""
     pools = plan.pools
     variants = (
         (f"{2 * pools.memory_workers} {pools.memory.kind} instead of {pools.memory_workers}", {"memory_workers": 2}),
@@ -49,7 +49,7 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
     for what, factors in variants:
         replicas = pools.replicas * factors.get("replicas", 1)
         workers = pools.memory_workers * factors.get("memory_workers", 1)
-        # A pool that no longer divides the heads goes by requests.
+        # A pool that no longer divides the heads is partitioned by requests.
         divides = pools.partition is Partition.REQUEST or planner.shape.kv_heads % workers == 0
         larger = replace(
             pools,
@@ -61,15 +61,15 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
         found = free.evaluate(larger)
         if found is not None:
             faster = found.tokens_s / plan.tokens_s - 1
-            dearer = found.usd_per_hour / plan.usd_per_hour / (1 + faster) - 1 if plan.usd_per_hour else None
-            cost = "" if dearer is None else f", {dearer:+.0%} cost per token"
-            lines.append(f"{what}: {faster:+.0%} tokens/s{cost}; waits for {found.bottleneck.value}")
+            costlier = found.usd_per_hour / plan.usd_per_hour / (1 + faster) - 1 if plan.usd_per_hour else None
+            cost = "" if costlier is None else f", {costlier:+.0%} cost per token"
+            lines.append(f"{what}: {faster:+.0%} tokens/s{cost}; bottleneck: {found.bottleneck.value}")
     return lines
 
 
 def alone(planner: Planner, plan: Plan) -> str | None:
-    """What about the plan's hourly cost buys in compute devices alone, serving as everybody does: the answer to
-    "against what?". None if the model does not fit them or keeps no SLO there."""
+    """What conventional serving on compute devices alone achieves for about the plan's hourly cost: the answer to
+    "compared with what?". None if the model does not fit them or misses the SLO there."""
     kind, goals = plan.pools.compute, planner.goals
     hourly = kind.owned_usd_per_hour if goals.owned else kind.usd_per_hour
     if not hourly:
@@ -89,13 +89,13 @@ def alone(planner: Planner, plan: Plan) -> str | None:
     usd_per_million = count * hourly / 3600 / tokens_s * 1e6
     return (
         f"{count} {kind.kind} alone (${count * hourly:.2f}/h, tensor parallelism {best}): {tokens_s:.0f} tokens/s, "
-        f"${usd_per_million:.2f} a million out; this plan: {usd_per_million / plan.usd_per_million_out - 1:+.0%} "
-        "tokens for the money"
+        f"${usd_per_million:.2f} per million output tokens; this plan: "
+        f"{usd_per_million / plan.usd_per_million_out - 1:+.0%} tokens per dollar"
     )
 
 
 def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
-    """Why no candidate is a plan, and what is the nearest there is. ``candidates`` is not empty."""
+    """The error that says why no candidate works and which goal is nearest. ``candidates`` is not empty."""
     shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
@@ -123,21 +123,21 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
             first.pools,
         )
     fastest = min((p.pools for p in prompt), key=free.least_tbt)
-    asked = f"{(goals.tbt_s or 0) * 1e3:g}ms"
-    return _unreachable("--slo-tbt", asked, f"{_up(free.least_tbt(fastest) * 1e3, 1)}ms", fastest)
+    target = f"{(goals.tbt_s or 0) * 1e3:g}ms"
+    return _unreachable("--slo-tbt", target, f"{_up(free.least_tbt(fastest) * 1e3, 1)}ms", fastest)
 
 
 def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
-    """No group of the candidates' compute workers holds the weights."""
+    """The error if the weights fit no candidate's compute workers."""
     shape, models = planner.shape, planner.models
     most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
     usable, kind = models[most.compute.kind].usable_bytes, most.compute.kind
     groups = [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
     holding = [degree for degree in groups if models[kind].weights_fit(degree)]
     remedy = (
-        f"give --compute {kind}:{holding[0]}, or a kind with more memory"
+        f"give --compute {kind}:{holding[0]}, or hardware with more memory"
         if holding
-        else f"give a kind with {_up(shape.weight_bytes / max(groups) / MEMORY_SHARE_USABLE / 1e9)} GB or more"
+        else f"give hardware with {_up(shape.weight_bytes / max(groups) / MEMORY_SHARE_USABLE / 1e9)} GB or more each"
     )
     return ConfigError(
         f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; tensor parallelism over "
@@ -146,22 +146,26 @@ def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
 
 
 def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
-    """No memory pool of the candidates holds a sequence for each lane."""
+    """The error if no candidate's memory pool holds a sequence for each lane."""
     shape, workload = planner.shape, planner.workload
     room = {pools.memory.kind: planner.models[pools.memory.kind].kv_tokens for pools in fitting}
     enough = {kind: _workers(planner, fitting, kind) for kind in room}
     kind, workers = min(enough.items(), key=lambda pair: pair[1])
     most = max(pools.memory_workers for pools in fitting if pools.memory.kind == kind)
-    remedy = f"--memory {kind}:{workers:.0f}, or a kind with more memory" if workers < math.inf else "a kind with more"
+    remedy = (
+        f"--memory {kind}:{workers:.0f}, or hardware with more memory"
+        if workers < math.inf
+        else "hardware with more memory"
+    )
     return ConfigError(
-        f"{workload.name} reserves {workload.reserved:.0f} tokens of KV a sequence; a {kind} holds {room[kind]}, and "
-        f"the most here are {most}. A sequence lies on one of them, or its {shape.kv_heads} KV heads on several in "
-        f"equal parts; for one sequence in each lane give {remedy}"
+        f"{workload.name} needs {workload.reserved:.0f} tokens of KV per sequence; a {kind} holds {room[kind]}, and "
+        f"the pool has at most {most}. A sequence is kept on one worker, or its {shape.kv_heads} KV heads are divided "
+        f"evenly over several; to hold one sequence per lane give {remedy}"
     )
 
 
 def _workers(planner: Planner, fitting: Sequence[Pools], kind: str) -> float:
-    """Least memory workers of a kind that hold one sequence in each lane; infinite if no number of them does."""
+    """Fewest memory workers of a kind that hold one sequence per lane; infinite if no number of them does."""
     each, reserved = planner.models[kind].kv_tokens, planner.workload.reserved
     lanes, heads = min(pools.lanes for pools in fitting), planner.shape.kv_heads
     whole = math.ceil(lanes / (each // reserved)) if each >= reserved else math.inf
@@ -170,13 +174,13 @@ def _workers(planner: Planner, fitting: Sequence[Pools], kind: str) -> float:
 
 
 def _up(number: float, digits: int = 0) -> str:
-    """Rounded up: what can be asked for."""
+    """``number`` rounded up, so that asking for it succeeds."""
     return f"{math.ceil(round(number * 10**digits, 6)) / 10**digits:.{digits}f}"
 
 
-def _unreachable(flag: str, asked: str, nearest: str, pools: Pools) -> ConfigError:
+def _unreachable(flag: str, target: str, nearest: str, pools: Pools) -> ConfigError:
     return ConfigError(
-        f"no plan reaches {flag} {asked}; the nearest is {nearest}, with --compute {pools.compute.kind}:"
-        f"{pools.compute_workers} --memory {pools.memory.kind}:{pools.memory_workers}. Ask for that, or "
-        "allow other kinds or more workers"
+        f"no plan meets {flag} {target}; the nearest is {nearest}, with --compute {pools.compute.kind}:"
+        f"{pools.compute_workers} --memory {pools.memory.kind}:{pools.memory_workers}. Give that value, or "
+        "allow other hardware or more workers"
     )

@@ -1,15 +1,15 @@
 """The cost model: seconds of every part of a step, from a model's shape and a catalogue entry.
 
-``CostModel(shape, hardware, fits)`` answers, for one kind of device:
+``CostModel(shape, hardware, fits)`` gives, for one kind of device:
 
 * ``slice_seconds(rows, tp)``: the dense work of one layer (one slice) of ``rows`` token rows on ``tp`` devices;
 * ``ends_seconds(rows, tp)``: embedding and output head; ``pass_seconds`` is all layers and both ends;
-* ``attention_seconds(kv_tokens, rows)``: one layer's decode attention over what one device holds;
+* ``attention_seconds(kv_tokens, rows)``: one layer's decode attention over the KV on one device;
 * ``chunk_attention_seconds(chunk, prefix, tp)``: one layer's attention of a prompt chunk;
 * ``link_seconds(nbytes)``: a message between a compute and a memory worker, one way;
-* ``exchange_bytes(rows)``: what a layer of ``rows`` decode rows sends and gets back.
+* ``exchange_bytes(rows)``: what a layer of ``rows`` decode rows sends and receives.
 
-Sizes may be numpy arrays; the answers then are too. ``docs/cost-model.md`` derives the formulas.
+Sizes may be numpy arrays; the results then are arrays too. ``docs/cost-model.md`` derives the formulas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,19 +26,19 @@ from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, packaged_fit
 
 ATTENTION_MEMORY_SHARE = 0.8
-"""Of the memory bandwidth that decode attention reads keys and values with (Lamina, section 3.1: above 80%)."""
+"""Share of the memory bandwidth that decode attention reaches when it reads KV (Lamina, section 3.1: above 80%)."""
 
 CHUNK_ATTENTION_SHARE = 0.6
-"""Of peak FLOP/s that attention of a prompt chunk reaches (FlashAttention-2 on an A100: 50 to 73%)."""
+"""Share of peak FLOP/s that attention of a prompt chunk reaches (FlashAttention-2 on an A100: 50 to 73%)."""
 
 ROUND_TRIP_S = 33e-6
-"""Of a small message between two devices by RDMA with device polling (Lamina, section 6.3; second paper: 33.0 us)."""
+"""Round trip of a small message by RDMA with device polling (Lamina, section 6.3; second paper: 33.0 us)."""
 
 NETWORK_SHARE = 0.914
-"""Of the network card's line rate (second Lamina paper: 45.7 of 50 GB/s; the first had 96.8% of 25)."""
+"""Share of the NIC's line rate that is reached (second Lamina paper: 45.7 of 50 GB/s; the first: 96.8% of 25)."""
 
 MEMORY_SHARE_USABLE = 0.9
-"""Of a device's memory for weights or KV; the rest holds activations, arenas and the driver's own."""
+"""Share of a device's memory for weights or KV; the rest holds activations, arenas and the driver's data."""
 
 T = TypeVar("T")
 Gemm = Callable[[ModelShape, int], tuple[float, float]]
@@ -68,8 +68,8 @@ LAYER_ADDS = 2
 class PointwiseFit:
     """``launch_s + bytes / min(memory_share * bandwidth, per_clock * processors * clock)``.
 
-    Memory bounds an operator, or what its kernel does in a processor's clock: bytes for every sort of operator but
-    the addition, which memory always bounds.
+    An operator is bound by memory, or by the bytes that its kernel processes per clock cycle on each processor. The
+    addition is always bound by memory.
     """
 
     launch_s: float
@@ -79,7 +79,7 @@ class PointwiseFit:
     activation_per_clock: float
 
     def bytes_s(self, operator: str, hardware: Hardware) -> float:
-        """Bytes a second that ``operator``, one of ``POINTWISE``, reads and writes."""
+        """Bytes per second that ``operator``, one of ``POINTWISE``, reads and writes."""
         memory = self.memory_share * hardware.memory_bytes_s
         if operator == "add":
             return memory
@@ -114,9 +114,9 @@ class TransferFit:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCurve:
-    """Slices measured whole, in place of their operators: seconds of a slice and of each of its weights, by rows.
+    """Times of whole slices, measured instead of predicted from operators: seconds per slice and per weight, by rows.
 
-    Between the measured rows, and beyond the last, logarithms are interpolated.
+    Interpolates logarithms between the measured rows and extrapolates them beyond the last.
     """
 
     rows: Sequence[float]
@@ -125,16 +125,16 @@ class SliceCurve:
 
     @classmethod
     def of(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
-        """From two models' slices: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
+        """Fit to the slices of two models: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
         small, large = (np.array(own) for own in seconds)
         per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
-        # Where noise makes the constant vanish, the weights are charged for everything.
+        # Where noise makes the constant vanish, all time is attributed to the weights.
         constant = np.maximum(small - per_weight * weights[0], 1e-7)
         per_weight = np.maximum(per_weight, (large - constant) / weights[1])
         return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
 
     def seconds(self, rows: ArrayLike, weights: float) -> Floats:
-        """Seconds of a slice of so many weights, or of the output head."""
+        """Seconds of a slice, or of the output head, with so many weights."""
         at = np.log(np.asarray(rows, dtype=np.float64))
         return self._at(at, self.slice_s) + weights * self._at(at, self.weight_s)
 
@@ -146,9 +146,9 @@ class SliceCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendCurve:
-    """What a memory worker takes for each layer beside reading KV, by rows, as measured with ``heads`` query heads.
+    """Time of a memory worker per layer besides reading KV, by rows, as measured with ``heads`` query heads.
 
-    ``seconds[0]``, of the fewest rows, is taken to be the call's own; what more rows add grows with the heads.
+    ``seconds[0]``, at the fewest rows, counts as the fixed cost of a call; what further rows add grows with the heads.
     """
 
     rows: Sequence[float]
@@ -156,7 +156,7 @@ class AttendCurve:
     heads: int
 
     def at(self, rows: ArrayLike, heads: float) -> Floats:
-        """Seconds for ``rows`` sequences of so many query heads; beyond the last measured row in proportion."""
+        """Seconds for ``rows`` sequences with ``heads`` query heads; proportional beyond the last measured row."""
         count = np.asarray(rows, dtype=np.float64)
         beyond = np.maximum(1.0, count / self.rows[-1])
         added = np.interp(count, self.rows, self.seconds) * beyond - self.seconds[0]
@@ -165,16 +165,16 @@ class AttendCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeFit:
-    """What the runtime takes beside slices and attention; as published for GPUs and RDMA, or measured.
+    """Time the runtime spends besides slices and attention; as published for GPUs and RDMA, or measured.
 
     Attributes:
-        exchange_s, exchange_row_s: on a compute worker for each layer, and each row of it: messages, merging, and what
-            a slice between messages takes longer than one after another.
-        step_s, step_row_s: on a compute worker for each step, and each row of it: drawing tokens.
-        attend: on a memory worker for each layer. None: a launch.
-        kv_bytes_s: that attention reads with. None: ATTENTION_MEMORY_SHARE of the memory's.
-        round_trip_s: for each layer, in which neither works.
-        contention: of workers that share one memory, while both pools work: how much longer each then takes.
+        exchange_s, exchange_row_s: on a compute worker, per layer and per row of it: messages, merging, and the
+            slowdown of slices that alternate with messages.
+        step_s, step_row_s: on a compute worker, per step and per row of it: sampling.
+        attend: on a memory worker, per layer. None: one kernel launch.
+        kv_bytes_s: bandwidth at which attention reads KV. None: ATTENTION_MEMORY_SHARE of the memory's.
+        round_trip_s: per layer, time in which neither worker is busy.
+        contention: where workers share one memory, the relative slowdown of each while both pools work.
     """
 
     exchange_s: float = 0.0
@@ -188,13 +188,13 @@ class RuntimeFit:
 
     @classmethod
     def stored(cls, *, attend: Mapping[str, Any], **parameters: float) -> "RuntimeFit":
-        """From a measured fit's parameters."""
+        """Build from the parameters of a measured fit."""
         return cls(attend=AttendCurve(**attend), **parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """All fitted parts of the cost model, for one kind. ``slices`` goes before ``gemm`` and ``pointwise``."""
+    """All fitted parts of the cost model for one kind. ``slices`` takes precedence over ``gemm`` and ``pointwise``."""
 
     gemm: GemmFit
     pointwise: PointwiseFit
@@ -205,7 +205,7 @@ class Fits:
 
     @classmethod
     def load(cls, kind: str, measured: ProfileStore | None = None) -> "Fits":
-        """The fits for ``kind``: those that ``measured`` has of it, else the package's.
+        """The fits for ``kind``: from ``measured`` where it has them, else the package's.
 
         Raises:
             ConfigError: a store lacks a part, or was written by another version.
@@ -233,13 +233,13 @@ def _build(part: Callable[..., T], fit: Fit) -> T:
         return part(**fit.parameters)
     except TypeError as error:
         raise ConfigError(
-            f"the fit {fit.name!r} of {fit.kind} was written by another version ({error}); make it again with "
-            "lamina plan --measure, or the package's with python -m lamina.profiling.fit"
+            f"the fit {fit.name!r} of {fit.kind} was written by another version ({error}); repeat lamina plan "
+            "--measure or, for the package's fits, python -m lamina.profiling.fit"
         ) from error
 
 
 class CostModel:
-    """Seconds on devices of one kind. See the module's docstring."""
+    """Seconds on devices of one kind. See the module docstring."""
 
     def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
         self.shape = shape
@@ -276,23 +276,23 @@ class CostModel:
         return head + self.operator_seconds("input_layernorm", rows, tensor_parallel)
 
     def pass_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of all slices of a step, attention apart."""
+        """Seconds of all slices of a step, without attention."""
         return self.shape.layers * self.slice_seconds(rows, tensor_parallel) + self.ends_seconds(rows, tensor_parallel)
 
     def decode_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds for which a compute worker works on a decode step: slices, messages, drawing."""
+        """Seconds for which a decode step occupies a compute worker: slices, messages, sampling."""
         rows, runtime = np.asarray(rows, dtype=np.float64), self.fits.runtime
         exchange = self.shape.layers * (runtime.exchange_s + runtime.exchange_row_s * rows)
-        drawing = runtime.step_s + runtime.step_row_s * rows
-        return self.pass_seconds(rows, tensor_parallel) + exchange + drawing
+        sampling = runtime.step_s + runtime.step_row_s * rows
+        return self.pass_seconds(rows, tensor_parallel) + exchange + sampling
 
     def attention_seconds(self, kv_tokens: ArrayLike, rows: ArrayLike, heads_share: float = 1.0) -> Floats:
         """Seconds of one layer's decode attention on one device.
 
         Args:
-            kv_tokens: cached tokens it attends to, all sequences together.
-            rows: sequences it attends for.
-            heads_share: of the KV heads that it holds.
+            kv_tokens: cached tokens of all sequences together.
+            rows: number of sequences.
+            heads_share: share of the KV heads that the device holds.
         """
         shape = self.shape
         tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
@@ -346,15 +346,15 @@ class CostModel:
         return fit.latency_s + np.asarray(nbytes, dtype=np.float64) / (fit.link_share * self.hardware.link_bytes_s)
 
     def link_seconds(self, nbytes: ArrayLike) -> Floats:
-        """Seconds of one message over this device's network card, one way."""
+        """Seconds of one message over this device's NIC, one way."""
         return ROUND_TRIP_S / 2 + self.wire_seconds(nbytes)
 
     def wire_seconds(self, nbytes: ArrayLike) -> Floats:
-        """Seconds for which ``nbytes`` occupy this device's network card."""
+        """Seconds for which ``nbytes`` occupy this device's NIC."""
         return np.asarray(nbytes, dtype=np.float64) / (NETWORK_SHARE * self.hardware.nic_bytes_s)
 
     def exchange_bytes(self, rows: ArrayLike) -> Floats:
-        """Bytes of q, k, v out and attention back for one layer of ``rows`` decode rows: (2 + 2/G) e d B."""
+        """Bytes of q, k, v sent and attention received for one layer of ``rows`` decode rows: (2 + 2/G) e d B."""
         width = 2 * (self.shape.query_heads + self.shape.kv_heads) * self.shape.head_size
         return np.asarray(rows, dtype=np.float64) * width * self.shape.dtype.itemsize
 
@@ -364,12 +364,12 @@ class CostModel:
 
     @property
     def usable_bytes(self) -> float:
-        """Of the device's memory for weights or KV."""
+        """Bytes of the device's memory for weights or KV."""
         return MEMORY_SHARE_USABLE * self.hardware.memory_bytes
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values, all layers and heads, one device holds."""
+        """Tokens whose KV, for all layers and heads, fits on one device."""
         return int(self.usable_bytes / self.shape.kv_bytes_per_token)
 
     def _row_bytes(self, rows: Floats) -> Floats:

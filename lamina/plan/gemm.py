@@ -1,11 +1,12 @@
-"""Time of a matrix product from its shape: tiles, waves and a smooth roofline. ``docs/cost-model.md`` derives it.
+"""Predicts the time of a matrix product from its shape: tiles, waves and a smooth roofline.
 
-A library computes ``[M, K] x [K, N]`` by a kernel that gives every tile of the output to one processor. For each of a
-few tile shapes this module adds up what such a kernel needs, also with K cut into parts where tiles are too few for the
-processors; the time of the product is a mean over the kernels that favours the fast ones, because the library's choice
-is good but not always the best.
+A library computes ``[M, K] x [K, N]`` by a kernel that assigns every tile of the output to one processor. For each of a
+few tile shapes this module adds up the time of such a kernel, also with K split into parts where there are fewer tiles
+than processors. The result is a mean over the kernels that favours fast ones, because the library's choice is good but
+not always the best.
 
-The same numbers, ``GemmFit``, serve every device: only the catalogue entry differs.
+The same parameters, ``GemmFit``, serve every device: only the catalogue entry differs. ``docs/cost-model.md`` derives
+the formulas.
 """
 
 from dataclasses import dataclass
@@ -28,31 +29,31 @@ TILES = (
     (64, 128),
     (64, 64),
 )
-"""Rows x columns of the output that one processor computes at a time: the shapes of cuBLAS's and CUTLASS's kernels."""
+"""Rows x columns of the output that one processor computes at a time, as in kernels of cuBLAS and CUTLASS."""
 
 CUTS = (1, 2, 3)
-"""Parts of K that different processors may walk; more than one only if all of them have a processor of their own."""
+"""Parts of K that different processors compute (split-K); more than one only if every part gets its own processor."""
 
 DEPTH = 32
-"""Tiles walk K in steps of this many elements."""
+"""A tile advances along K in steps of this many elements."""
 
 
 PARTIAL_BYTES = 4
-"""Of an element of a partial sum, in float32."""
+"""Bytes per element of a partial sum, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmFit:
-    """What ``lamina.profiling.fit`` fits to measured matrix products. Shares are of the catalogue's peak.
+    """Parameters that ``lamina.profiling.fit`` fits to measured matrix products. Shares are of the catalogue's peak.
 
     Attributes:
-        share: of a processor's FLOP/s while it works on a tile.
-        memory_share: of the memory bandwidth.
-        activation_weight: bytes moved for each byte of the two activation matrices.
-        overlap: exponent that joins compute and memory time; 1 adds them, infinity takes the larger.
-        quantisation: 1 if a last partial wave costs a whole one, 0 if its part.
+        share: reached share of a processor's FLOP/s while it works on a tile.
+        memory_share: reached share of the memory bandwidth.
+        activation_weight: bytes moved per byte of the two activation matrices.
+        overlap: exponent that combines compute and memory time; 1 adds them, infinity takes the larger.
+        quantisation: 1 if a partial last wave costs a whole one, 0 if it costs in proportion.
         choice: exponent, above 1, of the mean over kernels; infinity takes the fastest.
-        launch_s: of a kernel. tile_s: of each tile in a row on one processor.
+        launch_s: fixed time per kernel. tile_s: fixed time per wave of tiles.
     """
 
     share: float
@@ -83,7 +84,7 @@ def gemm_seconds(
 def _kernel_seconds(
     fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, tile: tuple[int, int], cuts: int
 ) -> Floats:
-    """Seconds on a kernel of this tile that cuts K into parts; infinite where it would not."""
+    """Seconds of a kernel with this tile and ``cuts`` parts of K; infinite where the library would not split K."""
     processors = hardware.processors
     tiles = np.ceil(m / tile[0]) * np.ceil(n / tile[1]) * cuts
     waves = np.where(
@@ -94,7 +95,7 @@ def _kernel_seconds(
     products = tile[0] * tile[1] * np.ceil(k / cuts / DEPTH) * DEPTH
     compute = waves * (2 * products / (hardware.flops[dtype] / processors * fit.share) + fit.tile_s)
     moved = (n * k + fit.activation_weight * (m * k + m * n)) * dtype.itemsize
-    moved += 2 * PARTIAL_BYTES * cuts * m * n if cuts > 1 else 0.0  # written, and read to be added up
+    moved += 2 * PARTIAL_BYTES * cuts * m * n if cuts > 1 else 0.0  # partial sums, written and read again
     memory = moved / (hardware.memory_bytes_s * fit.memory_share)
     seconds = _joined(fit.overlap, compute, memory) + fit.launch_s
     return np.where((tiles <= processors) | (cuts == 1), seconds, np.inf)

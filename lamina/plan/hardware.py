@@ -1,7 +1,7 @@
-"""The hardware catalogue: what one device of each kind offers and what it costs, with sources.
+"""The hardware catalogue: performance and price of one device of each kind, with sources.
 
-``hardware.toml`` beside this file comes with the package; a user's file of the same form adds kinds and replaces single
-values. All quantities here are in SI units: FLOP/s, bytes, bytes/s, seconds, US dollars.
+``hardware.toml`` in this directory comes with the package; a user's file of the same format adds kinds and replaces
+single values. All quantities here are in SI units: FLOP/s, bytes, bytes/s, seconds, US dollars.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from lamina.types import DType
 
 CATALOGUE = Path(__file__).parent / "hardware.toml"
 ALIASES = {"a100": "a100-80g"}
-"""Names of pools, and of tables in a user's file, that stand for one of several catalogue entries."""
+"""Names accepted in pools and users' files for one of several catalogue entries."""
 
 OWNED_HOURS = 3 * 365 * 24
 DOLLARS_PER_KWH = 0.12
@@ -36,7 +36,7 @@ _NUMBERS = {
     "watts": 1.0,
     "price_usd": 1.0,
 }
-_NAME = re.compile(r"[a-z0-9_-]+")  # as in a pool
+_NAME = re.compile(r"[a-z0-9_-]+")  # as in the grammar of pools
 _TEXTS = ("device", "link")
 _OPTIONAL = ("price_usd_per_hour",)
 
@@ -46,13 +46,13 @@ class Hardware:
     """One device of one kind.
 
     Attributes:
-        kind: as in a pool. device: what it is. link: how it reaches peers in its machine.
-        processors: units that work on one tile of a matrix product at a time. clock_hz: their boost clock.
+        kind: name in a pool. device: full name. link: connection to peers in the same machine.
+        processors: units that each compute one tile of a matrix product at a time. clock_hz: their boost clock.
         flops: peak FLOP/s of dense matrix products by element type.
-        memory_bytes_s, memory_bytes: of its own memory.
-        link_bytes_s, nic_bytes_s: one direction, to peers in the machine and to other machines.
-        price_usd: to buy; 0 where it is not sold. rent_usd_per_hour: as stated, or None.
-        sources: where the numbers came from.
+        memory_bytes_s, memory_bytes: bandwidth and size of its memory.
+        link_bytes_s, nic_bytes_s: one-way bandwidth to peers in the machine and to other machines.
+        price_usd: purchase price; 0 where it is not sold. rent_usd_per_hour: as published, or None.
+        sources: where the numbers come from.
     """
 
     kind: str
@@ -72,25 +72,25 @@ class Hardware:
 
     @property
     def usd_per_hour(self) -> float:
-        """What an hour costs: the rent, or owning it for three years of hours and its electricity."""
+        """Cost of an hour: the rent or, without one, the cost of owning it."""
         return self.owned_usd_per_hour if self.rent_usd_per_hour is None else self.rent_usd_per_hour
 
     @property
     def owned_usd_per_hour(self) -> float:
-        """What an hour of owning it for three years costs, with electricity at full power."""
+        """Cost of an hour when owned for three years, including electricity at full power."""
         return self.price_usd / OWNED_HOURS + self.watts / 1000 * DOLLARS_PER_KWH
 
     def require_sold(self) -> None:
-        """Raises ConfigError for a kind that can be rented only: owning it has no cost to compare."""
+        """Raise ConfigError for a kind that can only be rented and so has no cost of owning it."""
         if not self.price_usd and self.rent_usd_per_hour is not None:
             raise ConfigError(
-                f"{self.kind} has no price to buy (price_usd is 0) but ${self.rent_usd_per_hour:.2f} an hour of rent; "
-                "leave --owned out, or give price_usd in a file with --hardware"
+                f"{self.kind} has no purchase price (price_usd is 0), only a rent of "
+                f"${self.rent_usd_per_hour:.2f} per hour; leave out --owned, or set price_usd in a --hardware file"
             )
 
 
 class Catalogue:
-    """Kinds by name."""
+    """Hardware by kind."""
 
     def __init__(self, kinds: Mapping[str, Hardware]) -> None:
         self.kinds = dict(kinds)
@@ -100,49 +100,51 @@ class Catalogue:
         name = ALIASES.get(kind.lower(), kind.lower())
         if name == CPU and name not in self.kinds:
             raise ConfigError(
-                "a cpu is whatever machine this is, so the catalogue has no figures for it: measure them with "
-                "lamina plan --measure cpu.toml and give --hardware cpu.toml, or name epyc or xeon"
+                "cpu means this machine, which the catalogue has no figures for: measure it with lamina plan "
+                "--measure cpu.toml and give --hardware cpu.toml, or name epyc or xeon"
             )
         if name in GPUS and name not in self.kinds:
             raise ConfigError(
                 f"the hardware catalogue has no figures for {name} ({GPUS[name]}). It has: "
-                f"{', '.join(sorted(self.kinds))}. Describe {name} in a file and give it with --hardware FILE"
+                f"{', '.join(sorted(self.kinds))}. To add {name}, describe it in a file given with --hardware FILE"
             )
         if name not in self.kinds:
             known = [*self.kinds, *ALIASES]
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ConfigError(
-                f"{kind!r} is no kind of the hardware catalogue{hint} Known: {', '.join(sorted(self.kinds))}. "
-                "Describe another one in a file and give it with --hardware FILE"
+                f"{kind!r} is not in the hardware catalogue{hint} Known: {', '.join(sorted(self.kinds))}. "
+                "To add one, describe it in a file given with --hardware FILE"
             )
         return self.kinds[name]
 
     def pool(self, text: str, most: int) -> list[tuple[Hardware, int]]:
-        """Entries of a pool as typed (``lamina.cluster.pool``), with how many of each there may be (else ``most``).
+        """Parse a pool (``lamina.cluster.pool``): its hardware, with the most devices of each (``most`` by default).
 
         Raises:
-            ConfigError: the text is malformed or names a kind that the catalogue does not have.
+            ConfigError: the text is malformed or names a kind that is not in the catalogue.
         """
         known = dict.fromkeys([*self.kinds, *ALIASES, CPU, *GPUS])
         return [(self[entry.kind], entry.count) for entry in parse(text, known, most)]
 
 
 def load(user_file: Path | None = None) -> Catalogue:
-    """The catalogue that comes with the package, with ``user_file``'s values over it.
+    """The packaged catalogue, with the values of ``user_file`` added or replaced.
 
     Raises:
-        ConfigError: the file is not TOML, or an entry lacks a value, has an unknown one or one out of range.
+        ConfigError: the file is not TOML, or an entry has a missing, unknown or out-of-range value.
     """
     tables = _read(CATALOGUE)
     for name, table in (_read(user_file) if user_file else {}).items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{user_file} has the value {name!r} outside a table; write [kind] above it")
+            raise ConfigError(f"{user_file}: {name!r} is outside a table; put [KIND] above it")
         if not isinstance(table.get("sources", {}), dict):
-            raise ConfigError(f"{user_file}: [{name}] has sources that are no table; write [{name}.sources] above them")
+            raise ConfigError(
+                f"{user_file}: sources of [{name}] is not a table; put [{name}.sources] above its entries"
+            )
         kind = ALIASES.get(name.lower(), name.lower())
         if not _NAME.fullmatch(kind):
-            raise ConfigError(f"{user_file} has a kind {name!r}; name it by letters, digits, - and _")
+            raise ConfigError(f"{user_file}: invalid kind {name!r}; use letters, digits, - and _")
         known = tables.get(kind, {})
         sources = {**known.get("sources", {}), **table.get("sources", {})}
         tables[kind] = {**known, **table, "sources": sources}
@@ -161,7 +163,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
     allowed = (*_NUMBERS, *_TEXTS, *_OPTIONAL, "sources")
     if unknown := [name for name in table if name not in allowed]:
-        raise ConfigError(f"{file}: [{kind}] has {unknown[0]!r}; known are {', '.join(allowed)}")
+        raise ConfigError(f"{file}: [{kind}] has the unknown key {unknown[0]!r}; known: {', '.join(allowed)}")
     if missing := [name for name in (*_NUMBERS, *_TEXTS) if name not in table]:
         raise ConfigError(f"{file}: [{kind}] lacks {', '.join(missing)}")
     value = {name: _number(kind, name, table[name], file) * unit for name, unit in _NUMBERS.items()}

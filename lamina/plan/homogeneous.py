@@ -1,12 +1,12 @@
-"""What the same model costs without two pools: tensor parallelism, continuous batching and paged KV on one kind.
+"""Models the baseline of the Lamina papers, one pool: tensor parallelism, continuous batching and paged KV.
 
-The baseline of the Lamina papers. Every device holds its share of the weights and, in what is left, its share of the KV
-heads; a step of B sequences takes
+Every device holds its share of the weights and, in the remaining memory, its share of the KV heads; a step of B
+sequences takes
 
     TBT = M(B) + L A(B)
 
-with the M and A of the planner (``docs/cost-model.md``): nothing overlaps, nothing crosses a network, and the engine
-itself costs nothing, which favours the baseline.
+with the M and A of the planner (``docs/cost-model.md``). Nothing overlaps, nothing crosses a network, and the engine's
+own time is not counted, which favours the baseline.
 """
 
 import math
@@ -21,7 +21,7 @@ from lamina.plan.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Homogeneous:
-    """One group at its best batch: the batch, seconds between tokens, tokens drawn per second."""
+    """One group at its best batch: the batch, seconds between tokens, output tokens per second."""
 
     batch: int
     tbt_s: float
@@ -41,7 +41,7 @@ def step_seconds(model: CostModel, devices: int, batch: int, live: float) -> flo
 
 
 def batches(most: int) -> list[int]:
-    """Batches to try, up to ``most``: with the multiples of 128, which fill the tiles of matrix products."""
+    """Batch sizes to try, up to ``most``, including multiples of 128, which fill the tiles of matrix products."""
     spread = np.round(np.geomspace(1, max(1, most), 64))
     return [int(batch) for batch in np.union1d(spread, np.arange(128, most, 128)) if batch <= most]
 
@@ -49,7 +49,7 @@ def batches(most: int) -> list[int]:
 def evaluate(
     model: CostModel, devices: int, workload: Workload, longest_tbt_s: float | None = None
 ) -> Homogeneous | None:
-    """The group at the batch that draws most within ``longest_tbt_s``; None if weights or one sequence do not fit."""
+    """The group at the batch of highest throughput within ``longest_tbt_s``; None if no batch fits or meets it."""
     most = min(capacity(model, devices, workload), MOST_ROWS)
     best: Homogeneous | None = None
     for batch in batches(most):

@@ -1,4 +1,4 @@
-"""The shape of a model as the cost model needs it: from a config.json, or one of the papers' models by name."""
+"""Finds the shape of a model for the cost model, from a config.json or by the name of one of the papers' models."""
 
 import difflib
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ class ModelShape:
     """A dense decoder-only transformer.
 
     Attributes:
-        hidden: d. intermediate: width of the feed-forward network. gated: it has a third matrix.
-        layers: L. query_heads, kv_heads: G = query_heads / kv_heads share one key. head_size: of q, k and v.
-        max_tokens: the longest sequence, or None where the config does not say.
+        hidden: d. intermediate: width of the feed-forward network. gated: whether that has a third matrix.
+        layers: L. query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
+        head_size: of q, k and v. max_tokens: the longest sequence, or None where the config does not say.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All weights; norms and biases, below 0.1%, are left out."""
+        """All weights except norms and biases, which are below 0.1%."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * self.layer_parameters + embeddings
 
@@ -112,14 +112,14 @@ _REFUSED = {
     "state_size": "layers with a state of their own",
 }
 _ATTENTION = "attention"
-"""What the name of a layer's type ends with, in ``layer_types``, where it keeps K and V: full, sliding, chunked."""
+"""Suffix in ``layer_types`` of layers that keep K and V: full, sliding or chunked attention."""
 
 
 def find(model: str) -> ModelShape:
     """The shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
 
     Raises:
-        ModelError: there is no such file or name, or the config lacks a size.
+        ModelError: the file or name does not exist, or the config lacks a size.
         UnsupportedModelError: the cost model does not cover this architecture.
     """
     if model.lower() in KNOWN:
@@ -130,12 +130,12 @@ def find(model: str) -> ModelShape:
         near = difflib.get_close_matches(model.lower(), KNOWN, n=2)
         hint = f"; did you mean {' or '.join(KNOWN[name].name for name in near)}?" if near else "."
         names = ", ".join(shape.name for shape in KNOWN.values())
-        raise ModelError(f"{model!r} is no model directory, config.json or known name{hint} Known: {names}")
+        raise ModelError(f"{model!r} is not a model directory, a config.json or a known name{hint} Known: {names}")
     return from_config(file.parent.resolve().name if file.name == CONFIG else file.stem, read_json(file))
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a parsed config.json describes. Raises as ``find``."""
+    """The shape that a parsed config.json describes. Raises like ``find``."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     _require_dense(name, config, text)
@@ -147,7 +147,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     if heads % kv_heads or not head_size:
         raise ModelError(
             f"the config of {name} has {heads} query heads, {kv_heads} key/value heads and a hidden size of {hidden}; "
-            "every key/value head serves as many query heads, and every head has a size"
+            "query heads must be a multiple of key/value heads, and the head size at least 1"
         )
     return ModelShape(
         name=name,
@@ -163,7 +163,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _require_dense(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for what the formulas of a dense decoder in 16 or 32 bits say nothing of."""
+    """Raise UnsupportedModelError unless the model is a dense decoder in 16 or 32 bits."""
     if config.get("quantization_config") is not None:
         raise UnsupportedModelError(f"{name} has quantised weights; give the config of the model in 16 bits")
     for part in (text, *(value for value in text.values() if isinstance(value, dict))):
@@ -175,7 +175,9 @@ def _require_dense(name: str, config: Mapping[str, Any], text: Mapping[str, Any]
     kinds = text.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else ():
         if not str(kind).endswith(_ATTENTION) or str(kind).startswith("linear"):
-            raise UnsupportedModelError(f"{name} has layers of {kind}; the cost model covers those with K and V only")
+            raise UnsupportedModelError(
+                f"{name} has layers of type {kind}; the cost model covers layers with K and V only"
+            )
 
 
 def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -1,14 +1,14 @@
-"""The planner: every way to serve a model on two pools, what each does and costs, and which are worth having.
+"""The planner: enumerates the ways to serve a model on two pools and computes the speed and cost of each.
 
-Pure: the catalogue, a model's shape and a workload go in, plans come out. A plan is compute workers of one kind in
+Pure: the catalogue, a model's shape and a workload go in, plans come out. A plan has compute workers of one kind in
 ``replicas`` groups of ``tensor_parallel``, memory workers of one kind, ``lanes`` batches in flight and a partition of
-attention. Its steady state (``docs/cost-model.md``, Pipeline): with M and A the seconds that one lane's slices and
-attention of a whole iteration take, C and W the seconds its messages occupy the network cards of a replica and of a
-memory worker, and S the messages' own latency,
+attention. Its steady state (``docs/cost-model.md``, Pipeline): let M and A be the seconds of one lane's slices and
+attention in a whole iteration, C and W the seconds for which its messages occupy the NICs of a replica and of a memory
+worker, and S the latency of the messages; then
 
     TBT = max(lanes M / replicas, lanes A, max(lanes C / replicas, lanes W), M + A + S + max(C, W))
 
-the last being one lane's own path. The largest term is the bottleneck.
+where the last term is the path of one lane alone. The largest term is the bottleneck.
 """
 
 import enum
@@ -27,16 +27,16 @@ from lamina.plan.workload import Workload
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 MOST_ROWS = 4096
-"""Decode rows of one lane: beyond it a step is longer without being better used."""
+"""Most decode rows of one lane: beyond it a step takes longer without gaining efficiency."""
 
 PREFILL_CHUNK = 2048
-"""Prompt tokens of one step, the runtime's default max_num_batched_tokens."""
+"""Prompt tokens per step, the runtime's default max_num_batched_tokens."""
 
 NETWORK_ALPHA = 0.2
 """Share of a step that messages may take in the minimum bandwidth (second Lamina paper)."""
 
 _ROWS = np.union1d(np.round(np.geomspace(1, MOST_ROWS, 97)), np.arange(128, MOST_ROWS, 128))
-"""Batches per lane that are tried, and the largest that fits. Multiples of 128 fill the tiles of matrix products: a row
+"""Batches per lane to try, besides the largest that fits. Multiples of 128 fill the tiles of matrix products: one row
 more may take a third longer."""
 
 _EVERY_ROW = np.arange(1.0, MOST_ROWS + 1)
@@ -50,7 +50,7 @@ class Partition(enum.Enum):
 
 
 class Bottleneck(enum.Enum):
-    """What a plan's iteration waits for: a pool, its network cards, or one lane's own path through everything."""
+    """What limits the speed of a plan: a pool, the network, or the path of one lane through everything."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -59,12 +59,12 @@ class Bottleneck(enum.Enum):
 
 
 class Limit(enum.Enum):
-    """What keeps a plan's batch from growing."""
+    """What limits the size of a plan's batch."""
 
     KV = "KV capacity"
     TBT = "SLO on TBT"
-    ROWS = f"{MOST_ROWS} rows a lane"
-    NOTHING = "no gain beyond"
+    ROWS = f"{MOST_ROWS} rows per lane"
+    NOTHING = "no gain beyond it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class Pools:
     """One way to lay out the workers.
 
     Attributes:
-        compute, memory: what a worker of each pool runs on.
-        replicas: groups of ``tensor_parallel`` compute workers, each with all weights.
-        memory_workers: that share every lane's attention. lanes: batches in flight.
+        compute, memory: hardware of each pool's workers.
+        replicas: groups of ``tensor_parallel`` compute workers, each group with all weights.
+        memory_workers: workers that share every lane's attention. lanes: batches in flight.
     """
 
     compute: Hardware
@@ -91,7 +91,7 @@ class Pools:
         return self.tensor_parallel * self.replicas
 
     def usd_per_hour(self, owned: bool = False) -> float:
-        """Of both pools, rented as the catalogue says, or ``owned``."""
+        """Cost of both pools, at the catalogue's rents or as ``owned``."""
         compute, memory = (
             kind.owned_usd_per_hour if owned else kind.usd_per_hour for kind in (self.compute, self.memory)
         )
@@ -103,14 +103,16 @@ class Plan:
     """A layout at its best batch.
 
     Attributes:
-        batch: sequences decoding at once, all lanes together.
-        tbt_s: between two tokens of a sequence. tokens_s: drawn per second, all sequences together.
-        ttft_s: of the mean prompt on an idle replica. prompt_tokens_s: prefilled per second by all replicas.
-        usd_per_hour: of both pools.
-        usd_per_million_in, usd_per_million_out: what the pools cost while they prefill, or draw, a million tokens.
-        compute_busy, memory_busy, network_busy: share of an iteration in which each works.
-        bottleneck, limit: what the iteration waits for, and what bounds the batch.
-        network_bytes_s: least bandwidth between the pools, each way added, at which messages take NETWORK_ALPHA.
+        batch: sequences decoding at once in all lanes together.
+        tbt_s: time between tokens of a sequence. tokens_s: output tokens per second of all sequences.
+        ttft_s: prefill of the mean prompt on an idle replica. prompt_tokens_s: tokens prefilled per second by all
+            replicas.
+        usd_per_hour: cost of both pools.
+        usd_per_million_in, usd_per_million_out: cost of both pools while they prefill, or generate, a million tokens.
+        compute_busy, memory_busy, network_busy: share of an iteration for which each is busy.
+        bottleneck, limit: what limits the speed, and what limits the batch.
+        network_bytes_s: bandwidth between the pools, summed over both directions, at which messages take the share
+            NETWORK_ALPHA of a step.
     """
 
     pools: Pools
@@ -132,7 +134,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Goals:
-    """What a plan must keep: None is no bound."""
+    """Limits that a plan must keep; None: no limit."""
 
     tbt_s: float | None = None
     ttft_s: float | None = None
@@ -140,12 +142,12 @@ class Goals:
     owned: bool = False
 
     def affords(self, usd_per_hour: float) -> bool:
-        """Whether that is within the bound, as printed in cents: 11.06 + 4.63 dollars are 15.69."""
+        """Whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
         return self.usd_per_hour is None or usd_per_hour <= self.usd_per_hour + 1e-6
 
 
 class Planner:
-    """Evaluates layouts of one model and workload. Slice times are kept by kind and tensor parallelism."""
+    """Evaluates layouts for one model and workload. Slice times are cached by kind and tensor parallelism."""
 
     def __init__(self, shape: ModelShape, workload: Workload, models: dict[str, CostModel], goals: Goals) -> None:
         self.shape = shape
@@ -156,7 +158,7 @@ class Planner:
         self._prefills: dict[tuple[str, int], float] = {}
 
     def evaluate(self, pools: Pools) -> Plan | None:
-        """The plan at the batch that draws most, or None if weights, KV or a goal rule every batch out."""
+        """The plan at the batch of highest throughput, or None if weights, KV or a goal rule out every batch."""
         goals = self.goals
         hourly = pools.usd_per_hour(goals.owned)
         if not goals.affords(hourly):
@@ -176,12 +178,12 @@ class Planner:
         return self._plan(pools, rows, terms, best, bool(allowed.all()), ttft, hourly)
 
     def least_tbt(self, pools: Pools) -> float:
-        """Seconds between tokens at the batch that makes them fewest, whatever the goals; infinite if nothing fits."""
+        """The least seconds between tokens at any batch, ignoring the goals; infinite if nothing fits."""
         rows = self._rows(pools)
         return float(self._terms(pools, rows).max(axis=0).min()) if len(rows) else math.inf
 
     def curve(self, pools: Pools) -> list[tuple[int, float]]:
-        """(batch, tokens drawn per second) of every batch that fits, whatever the goals; empty if nothing fits."""
+        """(batch, output tokens per second) of every batch that fits, ignoring the goals; empty if nothing fits."""
         rows = self._rows(pools)
         if not len(rows):
             return []
@@ -190,11 +192,11 @@ class Planner:
         return [(int(batch), float(speed)) for batch, speed in zip(batches, speeds, strict=True)]
 
     def tbt(self, pools: Pools, rows: Floats) -> Floats:
-        """Seconds between tokens with so many sequences in each lane, whether or not their KV fits."""
+        """Seconds between tokens with ``rows`` sequences in each lane, whether or not their KV fits."""
         return np.asarray(self._terms(pools, rows).max(axis=0))
 
     def _rows(self, pools: Pools) -> Floats:
-        """Batches per lane to try: up to what the KV of the memory pool holds; none if weights or KV do not fit."""
+        """Batches per lane to try, up to the KV capacity of the memory pool; empty if weights or KV do not fit."""
         if not self.models[pools.compute.kind].weights_fit(pools.tensor_parallel):
             return _ROWS[:0]
         most = min(self._sequences(pools) // pools.lanes, MOST_ROWS)
@@ -202,14 +204,14 @@ class Planner:
         return np.append(rows, most) if len(rows) and rows[-1] < most else rows
 
     def _sequences(self, pools: Pools) -> int:
-        """Sequences whose KV the memory pool holds: by requests, a worker has all of a sequence or nothing."""
+        """Sequences whose KV fits in the memory pool; partitioned by requests, each lies on one worker as a whole."""
         each, reserved = self.models[pools.memory.kind].kv_tokens, self.workload.reserved
         if pools.partition is Partition.HEAD:
             return int(each * pools.memory_workers / reserved)
         return int(each / reserved) * pools.memory_workers
 
     def _terms(self, pools: Pools, rows: Floats) -> Floats:
-        """``[4, rows]`` seconds: compute, memory, network and one lane's own path, in the order of Bottleneck."""
+        """``[4, rows]`` seconds: compute, memory, network and one lane's path, in the order of Bottleneck."""
         compute, memory = self.models[pools.compute.kind], self.models[pools.memory.kind]
         layers = self.shape.layers
         dense = self._pass(compute, pools.tensor_parallel, rows)
@@ -224,7 +226,7 @@ class Planner:
         return np.stack([turns * dense, pools.lanes * attention, network, path])
 
     def _attention(self, pools: Pools, memory: CostModel, rows: Floats) -> Floats:
-        """Seconds of one layer's attention of a lane, on the worker that has most to do."""
+        """Seconds of one layer's attention of a lane, on the worker with the most work."""
         live, workers = self.workload.live, pools.memory_workers
         if pools.partition is Partition.HEAD:
             return memory.attention_seconds(rows * live, rows, 1 / workers)
@@ -234,7 +236,7 @@ class Planner:
     def _pass(self, model: CostModel, tensor_parallel: int, rows: Floats) -> Floats:
         key = (model.hardware.kind, tensor_parallel)
         if key not in self._passes:
-            # Of every number of rows, not only those tried: a row more may take a wave of tiles more.
+            # For every number of rows, not only those tried: one row more may need another wave of tiles.
             self._passes[key] = model.decode_seconds(_EVERY_ROW, tensor_parallel)
         return np.interp(rows, _EVERY_ROW, self._passes[key])
 
@@ -274,7 +276,7 @@ class Planner:
 
 
 def _contended(dense: Floats, attention: Floats, contention: float) -> tuple[Floats, Floats]:
-    """Both where each slows the other for as long as both work, which is as long as the shorter takes."""
+    """Both times with contention: each slows the other while both work, which is as long as the shorter takes."""
     both = np.minimum(dense, attention) / (1 - contention)
     return dense + contention * both, attention + contention * both
 
@@ -288,7 +290,7 @@ def _limit(rows: Floats, best: int, all_allowed: bool) -> Limit:
 def layouts(
     shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> Iterator[Pools]:
-    """Every layout on at most so many workers of each kind."""
+    """Every layout with at most the given number of workers of each kind."""
     for (kind, most), (memory_kind, most_memory) in product(compute, memory):
         for tensor_parallel, replicas in _groups(shape, most):
             for workers, lanes, partition in product(range(1, most_memory + 1), _lanes(replicas), Partition):
@@ -306,12 +308,12 @@ def layouts(
 
 
 def _lanes(replicas: int) -> list[int]:
-    """Batches in flight worth trying: one more than replicas, which rotates, and one to three on each, fixed."""
+    """Numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed."""
     return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
 
 
 def _groups(shape: ModelShape, most: int) -> Iterator[tuple[int, int]]:
-    """Degrees of tensor parallelism that divide the heads, with the replicas that ``most`` devices hold."""
+    """(tensor parallelism, replicas): degrees that divide the heads, with the replicas that fit on ``most`` devices."""
     for tensor_parallel in TENSOR_PARALLEL:
         if shape.kv_heads % tensor_parallel == 0:
             yield from ((tensor_parallel, replicas) for replicas in range(1, most // tensor_parallel + 1))

@@ -1,10 +1,10 @@
-"""Where fits of the cost model are kept: the package's in a text file, a user's own in SQLite with their samples.
+"""Stores fits of the cost model: the package's in a text file, a user's own in SQLite with their samples.
 
-``fits.json`` beside this file comes with the package and is only read; ``python -m lamina.profiling.fit`` writes it. A
-kind without a fit of its own is served by the first one there, with its own catalogue entry.
+``fits.json`` in this directory comes with the package and is only read; ``python -m lamina.profiling.fit`` writes it. A
+kind without a fit of its own uses the first one in the file, with its own catalogue entry.
 
-A user's store has the tables ``fits`` (parameters as JSON, error summary, where the samples came from) and ``samples``
-(what was measured and what the fit predicts, in whole nanoseconds: the residuals).
+A user's store has the tables ``fits`` (parameters as JSON, error summary, source of the samples) and ``samples``
+(measured and predicted times in whole nanoseconds).
 """
 
 import json
@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS samples (
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement and its prediction. ``size`` counts token rows, or bytes for transfers."""
+    """One measurement and its prediction. ``size`` is in token rows, or in bytes for transfers."""
 
     operator: str
     size: int
@@ -41,13 +41,13 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """Relative: predicted over measured, less one."""
+        """Relative error: predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Parameters of one part of the cost model, with the errors on the samples it was fitted to."""
+    """Fitted parameters of one part of the cost model, with the errors on the samples."""
 
     name: str
     kind: str
@@ -58,13 +58,13 @@ class Fit:
 
 
 def packaged_fit(name: str, kind: str = "") -> Fit:
-    """The package's fit of a part of the cost model for ``kind``, or else the first one made on another kind."""
+    """The package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
     fits = [fit for stored in json.loads(PACKAGED.read_text()) if (fit := Fit(**stored)).name == name]
     return next((fit for fit in fits if fit.kind == kind), fits[0])
 
 
 def write_fits(fits: Iterable[Fit], file: Path) -> None:
-    """Write fits as a text file of the package's form, mutating nothing else."""
+    """Write fits to a JSON file in the package's format."""
     file.write_text(json.dumps([asdict(fit) for fit in fits], indent=2) + "\n")
 
 
@@ -76,12 +76,12 @@ class ProfileStore:
 
     @classmethod
     def beside(cls, hardware: Path | None) -> "ProfileStore | None":
-        """What ``lamina plan --measure`` stored beside a hardware file, if it wrote this one."""
+        """The store that ``lamina plan --measure`` wrote next to a hardware file; None if there is none."""
         store = cls(hardware.with_suffix(".sqlite")) if hardware else None
         return store if store and store.file.is_file() else None
 
     def fit(self, name: str, kind: str) -> Fit | None:
-        """The fit called ``name`` that was made on ``kind``, if there is one.
+        """The fit called ``name`` for ``kind``, None if the store has none.
 
         Raises:
             ConfigError: the file does not exist or is not a profile store.
@@ -102,7 +102,7 @@ class ProfileStore:
         return [Sample(row[0], row[1], row[2], row[3] / 1e9, row[4] / 1e9) for row in self._read(query, (name, kind))]
 
     def write(self, fit: Fit, samples: Iterable[Sample]) -> None:
-        """Store a fit with its samples in place of an earlier one of the same name and kind."""
+        """Store a fit with its samples, replacing an earlier one of the same name and kind."""
         with closing(sqlite3.connect(self.file)) as connection, connection:
             connection.executescript(_SCHEMA)
             same = "SELECT id FROM fits WHERE name = ? AND kind = ?"
@@ -129,7 +129,7 @@ class ProfileStore:
 
     def _read(self, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
         if not self.file.is_file():
-            raise ConfigError(f"there is no profile store {self.file}; make one with lamina plan --measure")
+            raise ConfigError(f"the profile store {self.file} does not exist; create it with lamina plan --measure")
         try:
             with closing(sqlite3.connect(f"{self.file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
                 return connection.execute(query, values).fetchall()

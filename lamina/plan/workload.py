@@ -1,4 +1,4 @@
-"""What is served: lengths of requests, from one context length or from a trace, and the means the planner needs."""
+"""Describes the requests to serve: their lengths, from a trace or one context length, and the planner's means."""
 
 import csv
 import json
@@ -14,12 +14,12 @@ import numpy as np
 from lamina.errors import ConfigError
 
 MOST_TOKENS = 10**9
-"""Of one prompt or answer: above it, a trace is broken rather than long."""
+"""Most tokens of one prompt or output: a trace with more is considered corrupt."""
 
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace: seconds since the first one, prompt tokens, tokens drawn."""
+    """One request of a trace: seconds since the first one, prompt tokens, output tokens."""
 
     arrival_s: float
     prompt: int
@@ -31,11 +31,11 @@ class Workload:
     """Means over requests, in tokens.
 
     Attributes:
-        name: the trace's or the context's.
-        prompt, output: of a request.
-        live: cached tokens of a sequence at a decode step; a long answer counts for every one of its steps.
-        reserved: tokens a decoding sequence holds slots for: its whole length, as the scheduler admits.
-        longest: of any request, prompt and answer.
+        name: for display.
+        prompt, output: per request.
+        live: cached tokens of a sequence, averaged over decode steps, so that a long output counts for every step.
+        reserved: token slots that a decoding sequence occupies: its whole length, as the scheduler admits it.
+        longest: the longest request, prompt and output together.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Workload:
 
 
 def of_context(tokens: int) -> Workload:
-    """Sequences that all have ``tokens`` cached, as in the papers' figures: nothing is said of prompts."""
+    """Sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
     if tokens < 1:
         raise ConfigError(f"the context is {tokens} tokens; give at least 1")
     return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, reserved=tokens, longest=tokens)
 
 
 def of_trace(file: Path) -> Workload:
-    """The means of a trace. Raises ConfigError as ``read_trace``."""
+    """The means of a trace. Raises ConfigError like ``read_trace``."""
     requests = list(read_trace(file))
     prompts = np.array([request.prompt for request in requests], dtype=np.float64)
     outputs = np.array([request.output for request in requests], dtype=np.float64)
@@ -70,17 +70,17 @@ def of_trace(file: Path) -> Workload:
 
 
 def paged(served: Workload) -> Workload:
-    """The same requests where KV is allocated as it grows: a sequence holds what is cached, not its whole length."""
+    """The same requests with KV allocated as it grows: a sequence occupies its cached tokens, not its whole length."""
     return replace(served, reserved=served.live)
 
 
 def read_trace(file: Path) -> list[TracedRequest]:
     """Requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON
-    lines (timestamp in ms, input_length, output_length). Requests without prompt or answer are left out; time begins
+    lines (timestamp in ms, input_length, output_length). Requests without prompt or output are left out; time starts
     with the earliest of the others.
 
     Raises:
-        ConfigError: the file cannot be read, has another form, a value that cannot be or no request.
+        ConfigError: the file cannot be read, has another format, an invalid value or no request.
     """
     try:
         with file.open(newline="") as opened:
@@ -92,12 +92,12 @@ def read_trace(file: Path) -> list[TracedRequest]:
         raise ConfigError(f"the trace {file} cannot be read: {error.strerror}") from error
     except (KeyError, ValueError, TypeError, OverflowError, csv.Error) as error:
         raise ConfigError(
-            f"{file} is no trace ({type(error).__name__}: {error}); give Azure's CSV with TIMESTAMP, ContextTokens and "
-            "GeneratedTokens, or Mooncake's .jsonl with timestamp, input_length and output_length"
+            f"{file} is not a trace ({type(error).__name__}: {error}); give Azure's CSV with TIMESTAMP, ContextTokens "
+            "and GeneratedTokens, or Mooncake's .jsonl with timestamp, input_length and output_length"
         ) from error
     kept = [request for request in found if request.prompt > 0 and request.output > 0]
     if not kept:
-        raise ConfigError(f"{file} has no request with a prompt and an answer")
+        raise ConfigError(f"{file} has no request with both a prompt and an output")
     first_s = min(request.arrival_s for request in kept)
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in kept]
 
@@ -110,7 +110,7 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
 
 
 def _azure(rows: Sequence[Mapping[str, str]]) -> list[TracedRequest]:
-    # Azure gives seven digits of a second; datetime takes six. The zone that may follow is the same for all.
+    # Azure gives seven digits of a second; datetime takes six. A time zone that follows is the same for all rows.
     moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None) for row in rows]
     return [
         TracedRequest(

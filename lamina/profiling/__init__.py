@@ -1,1 +1,1 @@
-"""Measuring devices, links and models, and fitting the cost model to what was measured."""
+"""Measures devices, links and models, and fits the cost model to the measurements."""

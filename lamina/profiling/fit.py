@@ -2,13 +2,13 @@
 
     python -m lamina.profiling.fit bench/cost/measurements
 
-fits the file of Llama-2-7B on the A100 and the two network files, and rewrites ``fits.json`` in the package;
-``--output FILE`` writes another file. Needs scipy, which nothing else does. The other files there are for testing
-(``lamina plan --validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products
-without one operator, two of them or two degrees of tensor parallelism and prints the errors on what was left out.
+fits Llama-2-7B on the A100 and the two network files, and rewrites ``fits.json`` in the package (``--output FILE``:
+another file). Needs scipy, which nothing else does. The other files in that directory are for testing (``lamina plan
+--validate``) and are never read here. ``--cross-validate`` writes nothing: it fits the matrix products without one or
+two operators, or without two degrees of tensor parallelism, and prints the errors on the part left out.
 
 The parameters minimise a robust (soft L1) loss of predicted / measured - 1, the error that is reported, so that
-products for which the library chose an odd kernel do not draw the others along.
+outliers, for which the library chose an unusual kernel, have little influence.
 """
 
 import argparse
@@ -31,7 +31,7 @@ KIND = "a100-80g"
 MODEL = KNOWN["llama-2-7b"]
 MLP = "a100_llama2_7b_mlp.csv"
 LOSS_SCALE = 0.05
-"""Relative error from which the loss grows linearly rather than with the square."""
+"""Relative error above which the loss grows linearly instead of quadratically."""
 
 START = Fits(
     gemm=GemmFit(
@@ -55,10 +55,10 @@ START = Fits(
     send_recv=TransferFit(latency_s=1e-5, link_share=0.7),
 )
 CEILINGS = dict.fromkeys(("share", "memory_share", "quantisation", "link_share"), 1.0)
-"""What a parameter may not exceed, being a share of a limit. Pointwise operators may: the cache serves small ones."""
+"""Upper bounds of parameters that are shares of a limit. Pointwise operators have none: small ones hit the cache."""
 
 STARTS = 4
-"""Fits from so many starting points, drawn around START with a fixed seed; the best is kept."""
+"""Number of starting points, sampled around START with a fixed seed; the best fit is kept."""
 
 Prediction = Callable[[Fits, Series], Floats]
 
@@ -97,7 +97,7 @@ def fit_part(name: str, start: Fits, series: list[Series], predict: Prediction, 
 
 
 def samples_of(fits: Fits, series: list[Series], predict: Prediction) -> list[Sample]:
-    """Every measurement with what ``fits`` say of it."""
+    """Every measurement with the prediction of ``fits``."""
     return [
         Sample(one.operator, int(size), int(devices), measured, predicted)
         for one in series
@@ -108,19 +108,19 @@ def samples_of(fits: Fits, series: list[Series], predict: Prediction) -> list[Sa
 
 
 def operators(fits: Fits, series: Series) -> Floats:
-    """Seconds of an operator of the model."""
+    """Predicted seconds of an operator of the model."""
     return CostModel(MODEL, _DEVICE, fits).operator_seconds(series.operator, series.sizes, series.devices)
 
 
 def all_reduce(fits: Fits, series: Series) -> Floats:
-    """Seconds of summing over the devices of a machine."""
+    """Predicted seconds of an all-reduce over the devices of a machine."""
     model = CostModel(MODEL, _DEVICE, fits)
     pairs = zip(series.sizes, series.devices, strict=True)
     return np.array([float(model.all_reduce_seconds(size, int(devices))) for size, devices in pairs])
 
 
 def send_recv(fits: Fits, series: Series) -> Floats:
-    """Seconds of a transfer between two devices of a machine."""
+    """Predicted seconds of a transfer between two devices of a machine."""
     return CostModel(MODEL, _DEVICE, fits).send_recv_seconds(series.sizes)
 
 
@@ -128,7 +128,7 @@ _DEVICE = hardware.load()[KIND]
 
 
 def fit_all(directory: Path) -> Mapping[str, tuple[Fit, list[Sample]]]:
-    """Every part of the cost model fitted to the files in ``directory``: name -> fit and samples."""
+    """Fit every part of the cost model to the files in ``directory``: name -> (fit, samples)."""
     mlp = directory / MLP
     parts: dict[str, tuple[str, list[Series], Prediction]] = {
         "gemm": (mlp.name, read_operators(mlp, MODEL, GEMMS), operators),
@@ -155,7 +155,7 @@ def fit_all(directory: Path) -> Mapping[str, tuple[Fit, list[Sample]]]:
 
 
 def cross_validate(mlp: Path) -> Iterator[tuple[str, float, float]]:
-    """What was left out of a fit of the matrix products, and the median and 95th percentile of the errors on it."""
+    """Fit the matrix products without part of the data: (title of that part, median and p95 of the errors on it)."""
     series = read_operators(mlp, MODEL, GEMMS)
     fits = Fits.load(KIND)
     degrees = np.unique(series[0].devices).tolist()
@@ -178,7 +178,7 @@ def cross_validate(mlp: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def main() -> None:
-    """Fit and store; print the parameters and errors."""
+    """Fit, write the fits, and print parameters and errors."""
     parser = argparse.ArgumentParser(description="Fit the cost model and write its parameters.")
     parser.add_argument("measurements", type=Path, help="directory with the measured CSV files")
     parser.add_argument("--output", type=Path, default=PACKAGED, help="JSON file to write")

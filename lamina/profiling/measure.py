@@ -1,7 +1,7 @@
 """Measures this machine for the hardware catalogue: the entry ``cpu`` that `lamina plan --measure FILE` writes.
 
-Peaks are what was reached, not what is printed on the box: the fastest of a few rounds of a large matrix product, of a
-read of memory that no cache holds and of a copy, each on all cores that this process may use.
+Peaks are measured, not taken from specifications: the fastest of a few rounds of a large matrix product, of a read of
+more memory than the caches hold and of a copy, each on all cores that this process may use.
 """
 
 import os
@@ -20,7 +20,7 @@ ROUNDS = 5
 
 
 def entry() -> dict[str, float | str]:
-    """Values of a catalogue entry in its own units (``hardware.toml``). Takes some seconds and 1 GiB of memory."""
+    """Measure a catalogue entry, in the units of ``hardware.toml``. Takes a few seconds and 1 GiB of memory."""
     import psutil
 
     cores = len(os.sched_getaffinity(0))
@@ -42,18 +42,18 @@ def entry() -> dict[str, float | str]:
 
 
 def as_toml(values: dict[str, float | str]) -> str:
-    """A hardware file with ``values`` as the kind ``cpu``."""
+    """The text of a hardware file with ``values`` as the kind ``cpu``."""
     lines = [
         f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:.4g}" for name, value in values.items()
     ]
     return "\n".join(
         [
             "# Measured by lamina plan --measure. Fill in watts and price_usd or price_usd_per_hour yourself.",
-            "# memory_gb is all of this machine's: lower it to what one worker may take.",
+            "# memory_gb is all memory of this machine: lower it to what one worker may use.",
             "[cpu]",
             *lines,
             "[cpu.sources]",
-            'specification = "measured here; network card: workers of one machine share memory"',
+            'specification = "measured on this machine; NIC: workers on one machine share memory"',
             'price_usd = "not given"',
             "",
         ]
@@ -61,7 +61,7 @@ def as_toml(values: dict[str, float | str]) -> str:
 
 
 def _fastest_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of ROUNDS calls after a first one."""
+    """Seconds of the fastest of ROUNDS calls, after a warm-up call."""
     work()
     best = float("inf")
     for _ in range(ROUNDS):
@@ -87,7 +87,7 @@ def _read_bytes_s(threads: int) -> float:
     from lamina.kernels.memory import allocate, read
 
     memory = allocate(READ_BYTES)
-    memory[:] = 1  # gives every page a place of its own
+    memory[:] = 1  # allocates every page
     return READ_BYTES / _fastest_s(lambda: read(memory, threads))
 
 

@@ -1,7 +1,7 @@
-"""Operator and network times as the Vidur project's profiler writes them: CSV, milliseconds, one column an operator.
+"""Reads operator and network times in the CSV format of the Vidur project's profiler.
 
-Columns ``time_stats.OPERATOR.median`` hold the times; ``num_tokens`` and ``num_tensor_parallel_workers`` (or ``size``,
-in bytes, and ``num_workers``) say of what.
+Columns ``time_stats.OPERATOR.median`` hold milliseconds; ``num_tokens`` and ``num_tensor_parallel_workers`` (for
+networks: ``size``, in bytes, and ``num_workers``) say what was measured.
 """
 
 import csv
@@ -25,10 +25,10 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Series:
-    """Times of one operator, one element a measurement.
+    """Times of one operator, one element per measurement.
 
     Attributes:
-        sizes: token rows, or bytes. devices: tensor-parallel workers, or those of the collective. seconds: measured.
+        sizes: token rows, or bytes. devices: in the tensor-parallel group or collective. seconds: measured times.
     """
 
     operator: str
@@ -38,10 +38,10 @@ class Series:
 
 
 def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> list[Series]:
-    """Those of ``operators`` that the file has, in its order of rows.
+    """The series of those ``operators`` that the file has, in its order of rows.
 
     Raises:
-        ConfigError: the file cannot be read, is another model's, or has none of the operators.
+        ConfigError: the file cannot be read, is for another model, or has none of the operators.
     """
     rows = _rows(file, "num_tokens", "num_tensor_parallel_workers")
     for column, size in _SIZES.items():
@@ -49,7 +49,7 @@ def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> l
         if stated - {str(getattr(shape, size))}:
             raise ConfigError(
                 f"{file} was measured with {column} {sorted(stated)[0]}; {shape.name} has {getattr(shape, size)}. "
-                "Give the model it was measured on with --model"
+                "Give --model the model that was measured"
             )
     found = [
         _series(rows, operator, "num_tokens", "num_tensor_parallel_workers")
@@ -62,7 +62,7 @@ def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> l
 
 
 def read_network(file: Path, operator: str) -> Series:
-    """Times of a collective or transfer by bytes. Raises ConfigError if the file has none."""
+    """The times of a collective or transfer by bytes. Raises ConfigError if the file has none."""
     rows = _rows(file, "size", "num_workers", f"time_stats.{operator}.median")
     return _series(rows, operator, "size", "num_workers")
 
@@ -86,8 +86,8 @@ def _series(rows: list[dict[str, str]], operator: str, size: str, devices: str) 
         table = np.array([(row[size], row[devices], row[column]) for row in rows if row[column]], dtype=np.float64)
     except ValueError as error:
         raise ConfigError(
-            f"the column {column}, {size} or {devices} holds something else than numbers: {error}"
+            f"the column {column}, {size} or {devices} holds values that are not numbers: {error}"
         ) from error
     if not len(table) or not (np.isfinite(table) & (table > 0)).all():
-        raise ConfigError(f"the column {column}, {size} or {devices} holds no numbers, or others than those above 0")
+        raise ConfigError(f"the column {column}, {size} or {devices} is empty or holds values not above 0")
     return Series(operator, table[:, 0], table[:, 1], table[:, 2] / 1000)

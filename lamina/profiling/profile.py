@@ -1,11 +1,11 @@
-"""Profiles this machine for the cost model: slices by rows, and what the runtime takes beside slices and attention.
+"""Profiles this machine for the cost model: times of slices by rows, and the overheads of the runtime.
 
-``lamina plan --measure`` stores both in a profile store beside the hardware file. A worker is taken to have half of the
-cores to itself, so that one compute and one memory worker fill the machine.
+``lamina plan --measure`` stores both in a profile store next to the hardware file. Each worker gets half of the cores,
+so that one compute and one memory worker fill the machine.
 
-Slices of two random Llamas are timed as a decode step runs them; what every weight and what every slice costs follows
-from the two. Then the runtime serves the smaller one, and its own timelines say what it spent on messages, on drawing
-tokens, on attention and on waiting.
+Slices of two random Llamas of different width are timed as a decode step runs them, which gives the cost per weight and
+the fixed cost per slice. Then the runtime serves the smaller model, and its timelines give the time it spends on
+messages, sampling, attention and waiting.
 """
 
 import json
@@ -41,17 +41,17 @@ WIDTHS = (512, 1024)
 
 LAYERS = 12
 BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 32), (16, 512), (8, 1024))
-"""Sequences and prompt tokens of the runs with one lane: the first ones grow in rows, the others in tokens."""
+"""(sequences, prompt tokens) of the runs with one lane: the first ones vary the rows, the others the tokens."""
 
 OVERLAPPED = ((16, 256), (32, 64), (32, 256))
-"""Of those with two lanes."""
+"""(sequences, prompt tokens) of the runs with two lanes."""
 
 DRAWN = 32
 TIMEOUT_S = 300.0
 
 
 def halves() -> tuple[list[int], list[int]]:
-    """Cores of this process for compute and for memory; both the same if there is only one."""
+    """The cores of this process divided into compute and memory; both get the same one if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return cores[:half], cores[-half:]
@@ -61,7 +61,7 @@ def measure(kind: str, store: ProfileStore) -> None:
     """Measure slices and the runtime and write the fits ``slices`` and ``runtime`` of ``kind``. Takes about a minute.
 
     Raises:
-        LaminaError: the runtime could not be run.
+        LaminaError: the runtime failed.
     """
     with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place:
         paths = [random_llama(Path(place) / str(width), width, LAYERS) for width in WIDTHS]
@@ -90,7 +90,7 @@ def _fit(name: str, kind: str, parameters: Mapping[str, Any], samples: Sequence[
 
 
 def random_llama(place: Path, hidden: int, layers: int) -> Path:
-    """A model directory without weights: a Llama of heads of 64 in groups of four, with the bundled tokenizer."""
+    """Write a model directory without weights: a Llama with heads of 64, 4 query heads per KV head."""
     from lamina.models import directory
 
     config = {
@@ -118,7 +118,7 @@ def random_llama(place: Path, hidden: int, layers: int) -> Path:
 
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Run this thread, and what torch starts from it, on ``cores`` with a thread on each."""
+    """Run this thread, and torch's threads, on ``cores`` with one thread per core."""
     import torch
 
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
@@ -132,7 +132,7 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 
 def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
-    """Seconds of an inner slice at each number of rows, all inner slices run in turn: medians of ROUNDS."""
+    """Seconds per inner slice at each number of rows: median of ROUNDS passes over all inner slices."""
     import torch
 
     from lamina.lowering import lower
@@ -154,8 +154,8 @@ def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
         context = tuple(torch.randn(count, *part.shape).to(part.dtype) for part in cut.context)
         prepared = inner[0].prepare(positions)
         begun = time.perf_counter()
-        for piece in inner:
-            piece.run(ids, positions, attention, context, prepared)
+        for each in inner:
+            each.run(ids, positions, attention, context, prepared)
         return (time.perf_counter() - begun) / len(inner)
 
     return [statistics.median([once(count) for _ in range(ROUNDS + 2)][2:]) for count in rows]
@@ -163,12 +163,13 @@ def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Decoding ``batch`` sequences of ``live`` cached tokens on the mean.
+    """Measured decoding of ``batch`` sequences with ``live`` cached tokens on average.
 
     Attributes:
-        step_s: between two tokens of a sequence. lanes: in flight.
-        slice_s, exchange_s, draw_s: of one lane's step on the compute worker; its waiting is ``wait_s``.
-        attention_s: of one lane's step on the memory worker, with its answers.
+        step_s: time between two tokens of a sequence. lanes: batches in flight.
+        slice_s, exchange_s, draw_s, wait_s: time of one lane's step on the compute worker: slices, messages, sampling,
+            waiting.
+        attention_s: time of one lane's step on the memory worker, including its replies.
     """
 
     batch: int
@@ -201,12 +202,12 @@ def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[R
 
 
 def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
-    """``batch`` requests of ``prompt`` random tokens, in the time in which all of them decode."""
+    """Run ``batch`` requests of ``prompt`` random tokens; returns the window in which all of them decode."""
     from lamina.observe.decoding import decode_batch, decode_window
 
     draw = random.Random(batch)
     prompts = [[draw.randrange(3, 900) for _ in range(prompt)] for _ in range(batch)]
-    # Sequences whose prompts come first draw more, so that all decode together for DRAWN tokens.
+    # Sequences that are prefilled first decode longer, so that all decode together for DRAWN tokens.
     return decode_window(decode_batch(engine, prompts, DRAWN + 2 * batch, TIMEOUT_S))
 
 
@@ -214,7 +215,7 @@ def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: 
     from lamina.observe.trace import shares
 
     step_s = window.seconds / (window.drawn / batch)
-    steps = window.seconds / step_s * min(lanes, batch)  # each lane's own
+    steps = window.seconds / step_s * min(lanes, batch)  # steps of all lanes
     times = shares(spans, window.begin_ns, window.end_ns)
     parts = {(part.worker, part.stage): part.seconds / steps for part in times}
 
@@ -235,7 +236,7 @@ def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: 
 
 
 def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], overlapped: Sequence[Run]) -> RuntimeFit:
-    """What the runtime takes beside slices, from its timelines with one lane and with two. Nothing is below zero."""
+    """Fit the overheads of the runtime to its timelines with one lane and with two. No parameter is negative."""
     batch = np.array([run.batch for run in alone], dtype=np.float64)
     one = np.ones_like(batch)
     outside = [max(1e-6, run.slice_s - _slices_s(shape, curve, run.batch) + run.exchange_s) for run in alone]
@@ -257,13 +258,13 @@ def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], over
 
 
 def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
-    """Seconds of all slices of a step and of the output head, one after another."""
+    """Seconds of all slices of a step and of the output head, run back to back."""
     head = float(curve.seconds(rows, shape.vocabulary * shape.hidden))
     return shape.layers * float(curve.seconds(rows, shape.layer_parameters)) + head
 
 
 def _attend(shape: ModelShape, alone: Sequence[Run]) -> tuple[AttendCurve, float]:
-    """Time of a layer's attention by rows, and the bytes a second that longer contexts add."""
+    """Time of a layer's attention by rows, and the bytes per second at which longer contexts are read."""
     token_bytes = shape.kv_bytes_per_token / shape.layers
     shortest = min(run.live - DRAWN / 2 - run.batch for run in alone)
     growing = sorted((run for run in alone if run.live - DRAWN / 2 - run.batch == shortest), key=lambda run: run.batch)
@@ -282,7 +283,7 @@ def _attend(shape: ModelShape, alone: Sequence[Run]) -> tuple[AttendCurve, float
 
 
 def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, run: Run) -> float:
-    """How much longer slices and attention of a run with two lanes took while both worked."""
+    """Relative slowdown of slices and attention in a run with two lanes, while both pools worked."""
     lane = replace(run, batch=run.batch // run.lanes)
     exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
     compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
@@ -291,14 +292,14 @@ def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, run: 
 
 
 def _attention_s(shape: ModelShape, runtime: RuntimeFit, run: Run) -> float:
-    """Seconds that ``runtime`` says the memory worker needed for a step of ``run``."""
+    """Seconds that ``runtime`` predicts for a step of ``run`` on the memory worker."""
     assert runtime.attend is not None and runtime.kv_bytes_s is not None
     read_s = run.batch * run.live * shape.kv_bytes_per_token / runtime.kv_bytes_s
     return read_s + shape.layers * float(runtime.attend.at(run.batch, shape.query_heads))
 
 
 def _least_squares(columns: Sequence[Floats], values: Sequence[float]) -> list[float]:
-    """Coefficients, none negative, of least relative errors: a column that wants to be negative is left out."""
+    """Non-negative coefficients of least relative error: a column with a negative coefficient is dropped."""
     wanted = np.array(values)
     kept = list(range(len(columns)))
     while True:

@@ -1,7 +1,7 @@
-"""Round trips and bandwidth between two processes, of one machine or of two, at the endpoints' Python interface.
+"""Measures round trips and bandwidth of transports between two processes, on one machine or two.
 
-One side listens and does what it is told over a ZeroMQ connection that only those who share its secret can open. The
-other connects, opens an endpoint on both sides and times messages.
+The far side listens and runs tasks that it receives over a ZeroMQ connection, which only holders of the shared secret
+can open. The near side connects, opens an endpoint on both sides and times messages through the endpoints' Python API.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from lamina.transport.tcp import TcpEndpoint
 TIMEOUT_S = 60.0
 POLL_S = 1.0
 SPINS = {"spinning": 0.01, "default": SPIN_S}
-MAX_NBYTES = 8 << 20  # of a message
-IN_FLIGHT_NBYTES = 4 << 20  # of a stream, at most
+MAX_NBYTES = 8 << 20  # per message
+IN_FLIGHT_NBYTES = 4 << 20  # limit for a stream
 ARENA_NBYTES = 2 * max(MAX_NBYTES, IN_FLIGHT_NBYTES)
 MAX_SLOTS = 16
 PERCENTILES = (50, 90, 99)
@@ -39,12 +39,12 @@ FAR, NEAR = "far side of a measurement", "near side of a measurement"
 
 @dataclass(frozen=True)
 class Result:
-    """One transport, or a program it is compared with, at one size.
+    """Figures of one transport, or of a program it is compared with, at one size.
 
     Attributes:
         wait: how long a wait spins before it sleeps, see ``SPINS``.
-        round_trip_us: microseconds by percentile; None if it was not measured.
-        gigabytes_per_s: 1e9 bytes a second, one way.
+        round_trip_us: microseconds by percentile; None if not measured.
+        gigabytes_per_s: one way, in 1e9 bytes per second.
     """
 
     transport: str
@@ -55,27 +55,27 @@ class Result:
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """Open an endpoint and connect to this one; answered by Opened."""
+    """Open an endpoint; answered by Opened."""
 
     transport: Transport
     spin_s: float
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Connect to this endpoint; answered by Ready."""
+    """Connect to the endpoint with this descriptor; answered by Ready."""
 
     descriptor: bytes
 
 
 class Echo(msgspec.Struct, tag=True, frozen=True):
-    """Send so many messages of this size back; not answered."""
+    """Echo ``count`` messages of ``nbytes``; not answered."""
 
     nbytes: int
     count: int
 
 
 class Take(msgspec.Struct, tag=True, frozen=True):
-    """Take in so many messages, and give every slot back by a ring; not answered."""
+    """Receive ``count`` messages, returning every slot by ringing the doorbell; not answered."""
 
     count: int
 
@@ -85,17 +85,17 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """The endpoint that was asked for."""
+    """The descriptor of the opened endpoint."""
 
     descriptor: bytes
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Done."""
+    """The task is done."""
 
 
 class Trouble(msgspec.Struct, tag=True, frozen=True):
-    """It could not be done."""
+    """The task failed."""
 
     reason: str
 
@@ -105,12 +105,12 @@ Answer = Opened | Ready | Trouble
 
 
 def slots_for(nbytes: int) -> int:
-    """Messages of a stream that are on their way at once."""
+    """Messages of a stream that are in flight at once."""
     return max(2, min(MAX_SLOTS, IN_FLIGHT_NBYTES // nbytes))
 
 
 def make_endpoint(transport: Transport, name: str, spin_s: float, secret: Secret, host: str) -> Endpoint:
-    """An endpoint of this machine, reached at ``host``, whose waits spin for ``spin_s`` seconds."""
+    """Open an endpoint that is reachable at ``host`` and whose waits spin for ``spin_s`` seconds before they sleep."""
     match transport:
         case Transport.SHM:
             return ShmEndpoint(name, spin_s=spin_s)
@@ -121,7 +121,7 @@ def make_endpoint(transport: Transport, name: str, spin_s: float, secret: Secret
 
 
 class Far:
-    """The side that does what it is told, for one near side after another. Port 0: any free one."""
+    """The side that runs tasks, for one near side after another. Port 0: any free port."""
 
     def __init__(self, secret: Secret, host: str = LOOPBACK, port: int = 0) -> None:
         self._secret, self._host = secret, host
@@ -129,21 +129,21 @@ class Far:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
-        # Who does not share the secret does not know this public key either, and CURVE needs it to begin.
+        # CURVE clients need this public key, which is derived from the shared secret.
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = secret.curve_keys(FAR)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise TransportError(f"cannot listen on {host} port {port}: {error}; choose another") from error
+            raise TransportError(f"cannot listen on {host}:{port}: {error}; give another address or port") from error
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
         self._decoder = msgspec.msgpack.Decoder(Task)
 
     def serve(self) -> None:
-        """Do one thing, if something is asked for soon."""
+        """Run one task, if one arrives within POLL_S."""
         if not self._socket.poll(round(POLL_S * 1000)):
             return
         try:
@@ -151,7 +151,7 @@ class Far:
         except LaminaError as error:
             answer = Trouble(str(error))
         if answer is not None:
-            with contextlib.suppress(zmq.Again):  # whoever asked has gone
+            with contextlib.suppress(zmq.Again):  # the near side has left
                 self._socket.send(msgspec.msgpack.encode(answer), zmq.NOBLOCK)
 
     def _do(self, task: Task) -> Answer | None:
@@ -194,14 +194,14 @@ class Far:
             self._endpoint = None
 
     def close(self) -> None:
-        """Give back everything."""
+        """Close the endpoint and the socket."""
         self._leave()
         self._socket.close()
         self._context.term()
 
 
 class Near:
-    """The side that measures, connected to a far one."""
+    """The side that measures, connected to a far side."""
 
     def __init__(self, secret: Secret, host: str, port: int) -> None:
         self._secret, self._address = secret, f"tcp://{host}:{port}"
@@ -221,7 +221,7 @@ class Near:
         self._tell(task)
         if not self._socket.poll(round(TIMEOUT_S * 1000)):
             raise DeadlineError(
-                f"nothing from {self._address} within {TIMEOUT_S:g} s; is the other side listening there, with the "
+                f"no answer from {self._address} within {TIMEOUT_S:g} s; is the other side listening there, with the "
                 "same secret file?"
             )
         answer: Answer = self._decoder.decode(self._socket.recv())
@@ -230,7 +230,7 @@ class Near:
         return answer
 
     def measure(self, transport: Transport, wait: str, sizes: Sequence[int], seconds: float) -> Iterator[Result]:
-        """Every size, about ``seconds`` each for latency and for bandwidth. Raises TransportError."""
+        """Measure every size, for about ``seconds`` each for latency and for bandwidth. Raises TransportError."""
         endpoint = make_endpoint(transport, "near", SPINS[wait], self._secret, self._host)
         try:
             endpoint.register(ARENA_NBYTES, 1)
@@ -251,7 +251,7 @@ class Near:
             endpoint.close()
 
     def _round_trips(self, nbytes: int, rounds: int) -> dict[str, float]:
-        """Percentiles of the time of a round trip in microseconds; the first tenth warms up."""
+        """Percentiles of the round-trip time in microseconds; the first tenth is warm-up."""
         self._tell(Echo(nbytes, rounds))
         message, times = [os.urandom(nbytes)], np.empty(rounds)
         for i in range(rounds):
@@ -264,7 +264,7 @@ class Near:
         return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, values, strict=True)}
 
     def _stream(self, nbytes: int, messages: int) -> float:
-        """Gigabytes per second of a stream of messages."""
+        """Bandwidth of a stream of messages in gigabytes per second."""
         self._tell(Take(messages))
         message, slots, first = [os.urandom(nbytes)], slots_for(nbytes), self._sequence
         start = time.perf_counter()
@@ -277,15 +277,15 @@ class Near:
         return messages * nbytes / (time.perf_counter() - start) / 1e9
 
     def close(self) -> None:
-        """Leave the far side to others."""
+        """Disconnect; the far side can then serve others."""
         self._socket.close()
         self._context.term()
 
 
 def main() -> None:
-    """A far side on this machine for the process that starts it and writes its secret to standard input.
+    """Run a far side for the parent process, which writes the secret to standard input.
 
-    Prints its port; ends when standard input does.
+    Prints the port; exits when standard input is closed.
     """
     import select
 

@@ -1,4 +1,4 @@
-"""The cost model against measured operators it was not fitted to: relative errors, operator by operator."""
+"""Compares the cost model with measurements it was not fitted to: relative errors by operator."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ErrorRow:
     """Errors of one operator at one degree of tensor parallelism, or of a whole group (``is_total``).
 
     Attributes:
-        count: measurements. median, p95: of the absolute relative error. bias: median of the signed one.
+        count: number of measurements. median, p95: absolute relative error. bias: median of the signed relative error.
     """
 
     operator: str
@@ -29,8 +29,8 @@ class ErrorRow:
 
 
 def errors_by_operator(file: Path, model: CostModel) -> Iterator[ErrorRow]:
-    """Rows for every matrix product and then every other operator in ``file``, each group followed by its total, and
-    then, if the file has all operators, the sum over a layer's: what plans are made of.
+    """Rows for every matrix product and then every other operator in ``file``, each group followed by its total; and,
+    if the file has all operators, for the sum over a layer, which is what plans use.
 
     Raises:
         ConfigError: see ``measurements.read_operators``.

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP application over one engine."""
+"""The OpenAI-compatible HTTP application for one engine."""
 
 import functools
 import time
@@ -32,8 +32,10 @@ CHAT = Form(
 
 
 def create_app(engine: Engine) -> FastAPI:
-    """The application. It uses ``engine`` and leaves closing it to the caller."""
-    app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)  # they load from a CDN
+    """Build the application. The caller closes ``engine``."""
+    app = FastAPI(
+        title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None
+    )  # the docs pages load from a CDN
     errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     app.add_middleware(RequestLog)
@@ -61,19 +63,19 @@ def create_app(engine: Engine) -> FastAPI:
     @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """The model served, if ``name`` is its name."""
+        """The served model, if ``name`` is its name."""
         check_model(engine, name)
         return JSONResponse(_model(engine, started))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        """200 while all workers answer, else 503: "degraded", naming the silent ones, or the reason of the end."""
+        """200 while all workers respond. 503: "degraded", with the silent workers, or why the engine has stopped."""
         stats = engine.stats()
         if stats.dead is not None:
             raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
         requests = {"running": stats.running, "waiting": stats.waiting}
-        if stats.silent:  # what is sent here now waits for them, and fails if they do not come back
+        if stats.silent:  # new requests wait for these workers, and fail if they do not come back
             silent = {worker: round(seconds, 1) for worker, seconds in stats.silent.items()}
             return JSONResponse({"status": "degraded", **requests, "silent_s": silent}, status_code=503)
         return JSONResponse({"status": "ok", **requests})
@@ -83,7 +85,7 @@ def create_app(engine: Engine) -> FastAPI:
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        """The engine's figures for Prometheus."""
+        """The engine's metrics for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
@@ -91,7 +93,7 @@ def create_app(engine: Engine) -> FastAPI:
 
 
 def completion(engine: Engine, raw: bytes) -> tuple[CompletionRequest, list[Prompt], SamplingParams, list[str]]:
-    """A completion's request, its prompts in tokens, its parameters and what to echo. Raises APIError, RequestError."""
+    """Decode a completion: request, prompts as tokens, parameters, texts to echo. Raises APIError, RequestError."""
     body = parse(CompletionRequest, raw)
     check_model(engine, body.model)
     params = body.sampling_params()
@@ -102,7 +104,7 @@ def completion(engine: Engine, raw: bytes) -> tuple[CompletionRequest, list[Prom
 
 
 def conversation(engine: Engine, raw: bytes) -> tuple[ChatRequest, list[Prompt], SamplingParams]:
-    """A chat's request, its prompt in tokens and its parameters. Raises APIError, RequestError."""
+    """Decode a chat request: request, prompt as tokens, parameters. Raises APIError, RequestError."""
     body = parse(ChatRequest, raw)
     check_model(engine, body.model)
     params = body.sampling_params(engine.default_max_tokens)

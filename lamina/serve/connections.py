@@ -1,7 +1,7 @@
-"""Connections within bounds: how many, how long until a request has come, and what happens when files run out.
+"""Limits on HTTP connections: their number, the time to send a request, and what happens when files run out.
 
-uvicorn and asyncio have no such bounds: a client that sends nothing, or half a header, keeps its connection for ever,
-and where no file is left asyncio tries to accept again as fast as it can, with a log line each time.
+uvicorn and asyncio have no such limits: a client that sends nothing, or half a header, keeps its connection for ever,
+and when file descriptors run out asyncio retries accepting as fast as it can, logging a line each time.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from lamina.serve.errors import APIError
 logger = logging.getLogger(__name__)
 
 HEADER_S = 10.0
-"""From a connection's start, or a request's first byte, until its header is there."""
+"""Time to receive a whole header, from the start of a connection or the first byte of a request."""
 
 DRAIN_S = 5.0
-"""How long the rest of a body is read and thrown away once its request has been answered."""
+"""How long the rest of a body is read and discarded after its request has been answered."""
 
 MOST_CONNECTIONS = 4096
 RESERVED_FILES = 64
-"""Files kept for the workers' channels, logs and whatever else is opened while serving."""
+"""File descriptors reserved for the workers' channels, logs and anything else opened while serving."""
 
 LEAST_CONNECTIONS = 16
 WAIT_S = 0.05
@@ -41,18 +41,18 @@ _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those it starts, open as many files as it may."""
+    """Raise the soft limit on open files to the hard one, for this process and those it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: then the soft limit holds
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it; the soft limit then stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_limit() -> int:
-    """Connections that may be open at once, by the files that this process may still open.
+    """Connections that may be open at once, from the file descriptors that this process has left.
 
     Raises:
-        ConfigError: too few are left to serve anybody.
+        ConfigError: fewer than ``LEAST_CONNECTIONS`` would be possible.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -61,31 +61,31 @@ def connection_limit() -> int:
     left = soft - used - RESERVED_FILES
     if left < LEAST_CONNECTIONS:
         raise ConfigError(
-            f"{left} connections could be open: this process may open {soft} files, has {used} open and keeps "
-            f"{RESERVED_FILES} back. Raise the limit (ulimit -n {used + RESERVED_FILES + MOST_CONNECTIONS})"
+            f"too few file descriptors for connections ({left}): the limit is {soft}, {used} are open and "
+            f"{RESERVED_FILES} are reserved. Raise the limit: ulimit -n {used + RESERVED_FILES + MOST_CONNECTIONS}"
         )
     return min(left, MOST_CONNECTIONS)
 
 
 class Connections:
-    """Those that are open, and of them those that wait for a request, oldest first. Used in the event loop's thread."""
+    """The open connections, and which of them wait for a request, oldest first. For the event loop's thread only."""
 
     def __init__(self) -> None:
         self.open: set[Connection] = set()
-        self._silent: dict[Connection, None] = {}  # have never sent a request
-        self._idle: dict[Connection, None] = {}  # have been answered
+        self._silent: dict[Connection, None] = {}  # waiting for their first request
+        self._idle: dict[Connection, None] = {}  # waiting for another request
 
     def waits(self, connection: "Connection", *, answered: bool) -> None:
-        """It waits for a request from now on."""
+        """Note that a connection waits for a request from now on."""
         (self._idle if answered else self._silent)[connection] = None
 
     def works(self, connection: "Connection") -> None:
-        """It waits for none any more."""
+        """Note that a connection no longer waits for a request."""
         self._silent.pop(connection, None)
         self._idle.pop(connection, None)
 
     def close_one(self) -> bool:
-        """Close the one that has waited longest, of those that have never sent a request first; False if none waits."""
+        """Close the connection that has waited longest, first among those without any request; False if none waits."""
         for waiting in (self._silent, self._idle):
             for connection in waiting:
                 self.works(connection)
@@ -95,7 +95,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One client's connection: uvicorn's, with times by which it must send a header, and errors in OpenAI's form."""
+    """A client's connection: uvicorn's, plus a deadline for sending a header, and errors in OpenAI's form."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,35 +105,35 @@ class Connection(H11Protocol):
         self._phase: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time for the first request."""
+        """Start the deadline for the first request."""
         super().connection_made(transport)
         self._connections.open.add(self)
         self._connections.waits(self, answered=False)
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
-        """Take in what has come."""
+        """Process received bytes."""
         if self._refused:
             return
         super().data_received(data)
-        self._look()
+        self._update_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Drop the connection from the books."""
         self._enter(None)
         self._connections.works(self)
         self._connections.open.discard(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """An answer has been sent; the next request may begin, or what is left of a body be thrown away."""
+        """After an answer: wait for the next request, or discard the rest of the body."""
         super().on_response_complete()
-        self._look()
+        self._update_phase()
         if self._phase is None and self.conn.their_state is h11.IDLE:
             self._connections.waits(self, answered=True)
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong with a header, by the error being handled, and close."""
+        """Answer a malformed header, described by the exception being handled, and close."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -144,13 +144,15 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
-    def _look(self) -> None:
-        """What the client owes by now, from where the two sides of HTTP stand."""
+    def _update_phase(self) -> None:
+        """Set the deadline for what the client must send next, from the state of the HTTP exchange."""
         if self._refused:
             return
         theirs = self.conn.their_state
         if theirs is h11.IDLE:
-            begun = bool(self.conn.trailing_data[0]) or self._phase == "drain"  # uvicorn's own timer has ended by then
+            begun = (
+                bool(self.conn.trailing_data[0]) or self._phase == "drain"
+            )  # uvicorn's own timer no longer runs then
             if self._phase != "header":
                 self._enter("header" if begun else None)
         elif theirs is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
@@ -172,7 +174,7 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         if self._phase == "header" and self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
-            self._refuse(408, f"no whole header came within {HEADER_S:.0f} s; send it sooner")
+            self._refuse(408, f"no complete header within {HEADER_S:.0f} s; send it faster")
         else:
             self.transport.abort()
 
@@ -184,13 +186,16 @@ class Connection(H11Protocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self._refused = True
-        self._enter("drain")  # to close at once would reset what is unread, and with it the answer
+        self._enter("drain")  # closing with unread bytes would reset the connection, and the answer would be lost
         self.transport.write_eof()
 
 
 async def accept(listener: socket.socket, make: Callable[[], Connection], connections: Connections, most: int) -> None:
-    """Accept for ever. At ``most`` connections the one that has waited longest for a request makes room; while all are
-    at work, new ones wait in the system's queue."""
+    """Accept connections until cancelled.
+
+    At ``most`` connections, the one that has waited longest for a request is closed to make room; while all are busy,
+    new ones wait in the kernel's queue.
+    """
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     while True:
@@ -198,17 +203,17 @@ async def accept(listener: socket.socket, make: Callable[[], Connection], connec
             accepted, _ = await loop.sock_accept(listener)
         except OSError as error:
             if error.errno in _OUT_OF_FILES:
-                logger.warning("no connection can be accepted: %s; idle ones are closed to make room", error.strerror)
+                logger.warning("cannot accept a connection: %s; closing idle ones to make room", error.strerror)
                 connections.close_one()
                 await asyncio.sleep(WAIT_S)
-            continue  # else it was gone before it was accepted
+            continue  # otherwise the client left before it was accepted
         while len(connections.open) >= most:
             if connections.close_one():
-                await asyncio.sleep(0)  # it is forgotten in the loop's next turn
+                await asyncio.sleep(0)  # connection_lost runs in the next iteration of the event loop
             else:
-                logger.warning("all of %d connections are at work; new ones wait", most)
+                logger.warning("all %d connections are busy; new ones wait", most)
                 await asyncio.sleep(WAIT_S)
         try:
             await loop.connect_accepted_socket(make, accepted)
         except OSError:
-            accepted.close()  # its client is gone
+            accepted.close()  # its client has left

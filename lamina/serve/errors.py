@@ -1,4 +1,4 @@
-"""Every failure as the status and body an OpenAI client expects."""
+"""Maps every failure to the HTTP status and body that an OpenAI client expects."""
 
 import http
 import logging
@@ -18,7 +18,7 @@ RETRY_AFTER_S = 5
 
 
 class APIError(Exception):
-    """An answer other than 200: HTTP status, message, and the fields of an OpenAI error."""
+    """An error response: HTTP status, message, and the fields of an OpenAI error."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class APIError(Exception):
         return {"error": fields}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told of ``error``; causes that are the server's own are logged."""
+    """The response for ``error``; unexpected exceptions are logged."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):
@@ -61,12 +61,12 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def first_line(reason: str) -> str:
-    """A worker's last words without its traceback, which is in the server's log."""
+    """A worker's error without its traceback, which is in the server's log."""
     return reason.partition("\n")[0]
 
 
 def install(app: FastAPI) -> None:
-    """Make ``app`` answer every failure in this form."""
+    """Register handlers on ``app`` so that every failure is answered in this form."""
 
     async def known(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -74,11 +74,11 @@ def install(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         return _from_http(request, cast(HTTPException, error)).response()
 
-    async def gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+    async def disconnected(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # never sent: the client has left
 
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(ClientDisconnect, disconnected)
     for kind in (APIError, UserError, OverloadedError, EngineDeadError, Exception):
         app.add_exception_handler(kind, known)
 
@@ -94,7 +94,7 @@ def _from_http(request: Request, error: HTTPException) -> APIError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first of pydantic's findings."""
+    """The first of pydantic's errors."""
     first = errors[0]
     param = first.get("ctx", {}).get("param") or ".".join(map(str, first["loc"])) or None
     message = str(first["msg"]).removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""Fields of OpenAI's and vLLM's requests that this server does not act on, and the values that ask it for nothing.
+"""Fields of OpenAI's and vLLM's requests that this server does not implement, and their accepted default values.
 
-Clients send defaults they know of, so those are taken; any other value of such a field is refused, and so is a field
-that neither knows, whatever its value. null is a value that every known field may have.
+Clients send such fields with default values, so those are accepted. Any other value is rejected, and so is a field
+unknown to both APIs, whatever its value. Every known field may be null.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ WITHOUT_EFFECT = frozenset(
         "request_id",
     )
 )
-"""For the client's own bookkeeping or the provider's: the answer is the same with any value."""
+"""Bookkeeping of the client or the provider: any value is accepted, and none changes the answer."""
 
 _EITHER: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
@@ -75,11 +75,14 @@ COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (True
 CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (False,), "echo": (False,)}
 
 STREAM_OPTIONS: Mapping[str, Sequence[Any]] = {
-    "include_obfuscation": (True, False),  # padding that hides the lengths of tokens: true is a default, and optional
+    "include_obfuscation": (
+        True,
+        False,
+    ),  # padding that hides token lengths: optional even if true, which is the default
     "continuous_usage_stats": (False,),
 }
 
 
-def asks_for_nothing(value: Any, neutral: Sequence[Any]) -> bool:
-    """True for null and for what equals one of ``neutral``; true is not 1 here, but 1 is 1.0."""
+def has_no_effect(value: Any, neutral: Sequence[Any]) -> bool:
+    """Whether ``value`` is null or equals one of ``neutral``. 1 equals 1.0 here, but not true."""
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)

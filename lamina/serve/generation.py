@@ -1,4 +1,4 @@
-"""From one HTTP request to engine requests and back: what both endpoints share."""
+"""Runs one HTTP request on the engine and writes its answer, at once or as a stream; used by both endpoints."""
 
 import asyncio
 import hashlib
@@ -25,23 +25,23 @@ from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, env
 from lamina.types import Client, SamplingParams
 
 MOST_UNREAD = 65536
-"""Tokens of a stream that are kept for a client that does not read, about 300 bytes each with 20 logprobs."""
+"""Tokens of a stream that are buffered for a client that does not read; about 300 bytes each with 20 logprobs."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one endpoint words its answers."""
+    """The format of one endpoint's answers."""
 
     answer: Literal["text_completion", "chat.completion"]
     chunk: Literal["text_completion", "chat.completion.chunk"]
     id_prefix: str
     answer_choice: Callable[[Piece], Body]
     chunk_choice: Callable[[Piece], Body]
-    opening: Body | None  # of each choice of a stream, if there is one
+    opening: Body | None  # first delta of each choice of a stream, if any
 
 
 class Generation:
-    """One HTTP request under way: its prompts run in the engine until it is answered or its client is gone."""
+    """One HTTP request in progress: its prompts run in the engine until it is answered or its client leaves."""
 
     def __init__(self, engine: Engine, form: Form, body: GenerationRequest, outputs: AsyncOutputs, sent: Sent) -> None:
         self._engine = engine
@@ -53,7 +53,7 @@ class Generation:
         self._usage = Usage()
 
     async def answer(self, request: Request) -> Response:
-        """Everything at once. Raises ClientDisconnect, with the engine's requests cancelled, if the client leaves."""
+        """The complete answer. If the client leaves, cancels the engine's requests and raises ClientDisconnect."""
         gathered: dict[int, RequestUpdate] = {}
         reading = asyncio.ensure_future(self._read_all(gathered))
         leaving = asyncio.ensure_future(_disconnect(request))
@@ -70,7 +70,7 @@ class Generation:
 
     def stream(self, choices: int) -> Response:
         """Server-sent events, ended by ``[DONE]``. A client that leaves cancels the engine's requests."""
-        # The background task closes what a client left behind before the first event.
+        # The background task also covers a client that leaves before the first event.
         close = BackgroundTask(self._outputs.close)
         return StreamingResponse(self._events(choices), media_type="text/event-stream", background=close)
 
@@ -84,14 +84,14 @@ class Generation:
             _check(update)
 
     async def _whole(self, gathered: dict[int, RequestUpdate]) -> AsyncIterator[bytes]:
-        """The answer's JSON, choice by choice: with logprobs it is far longer than what it is made from."""
+        """The answer's JSON, choice by choice: with logprobs it is much larger than the tokens it is made from."""
         answer = envelope(self._form.answer, self._id, self._engine.model_name)
         yield msgspec.json.encode(answer)[:-1] + b',"choices":['
         between = b""
         for prompt in sorted(gathered):
             update = gathered.pop(prompt)
             pieces = self._sent.advance(prompt, update, most=1 + update.tokens)
-            # What takes long leaves the event loop to others meanwhile.
+            # Long encoding runs in a thread, so that the event loop stays responsive.
             long = update.tokens > MOST_POSITIONS
             while choice := await asyncio.to_thread(self._encoded, pieces) if long else self._encoded(pieces):
                 yield between + choice
@@ -99,7 +99,7 @@ class Generation:
         yield b'],"usage":' + msgspec.json.encode(self._usage.body()) + b"}"
 
     def _encoded(self, pieces: Iterator[Piece]) -> bytes:
-        """The next piece as a choice of an answer; nothing after the last."""
+        """The next piece as JSON; empty after the last."""
         piece = next(pieces, None)
         return b"" if piece is None else msgspec.json.encode(self._form.answer_choice(piece))
 
@@ -113,11 +113,11 @@ class Generation:
                     self._usage.add(prompt, update)
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
-                    # One event for all completions, unless many tokens have gathered while the client did not read.
+                    # One event for all completions, unless many tokens are buffered for a slow client.
                     at_once = len(update.completions) if update.tokens <= MOST_POSITIONS else 1
                     while choices_ := [form.chunk_choice(piece) for piece in itertools.islice(pieces, at_once)]:
                         yield self._chunk(choices_)
-                        await asyncio.sleep(0)  # others have their turn
+                        await asyncio.sleep(0)  # let other requests run
                 if self._body.include_usage:
                     yield self._chunk([], self._usage.body())
             except (LaminaError, APIError) as error:
@@ -148,9 +148,9 @@ async def respond(
     """Run ``prompts`` and answer, at once or as a stream.
 
     Raises:
-        APIError, RequestError, OverloadedError, EngineDeadError: before anything is answered; nothing is left running.
+        APIError, RequestError, OverloadedError, EngineDeadError: before anything is sent; nothing is left running.
     """
-    most_unread = MOST_UNREAD if body.stream else None  # else all of it is kept until the end, and read at once
+    most_unread = MOST_UNREAD if body.stream else None  # otherwise the whole answer is collected
     every = [params] * len(prompts)
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, every, _client(request), most_unread)
     generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo))
@@ -159,15 +159,17 @@ async def respond(
 
 
 def check_model(engine: Engine, name: str | None) -> None:
-    """Raise APIError 404 unless ``name`` is the model served here or left out."""
+    """Raise APIError 404 unless ``name`` is None or the model served here."""
     if name not in (None, engine.model_name):
-        message = f"the model {name!r} does not exist; this server has {engine.model_name!r}"
+        message = f"the model {name!r} does not exist; this server serves {engine.model_name!r}"
         raise APIError(404, message, code="model_not_found", param="model")
 
 
 def _client(request: Request) -> Client:
-    """Who asks: the API key, if one is sent, and the connection. Keys are not checked, and many clients send the same
-    placeholder: so the connections of one key share what it gets."""
+    """The client for fair scheduling: its API key, if sent, and its connection.
+
+    Keys are not checked, and many clients send the same placeholder, so the connections of one key share its part.
+    """
     connection = "" if request.client is None else f"{request.client.host}:{request.client.port}"
     key = request.headers.get("authorization")
     return Client(connection if key is None else hashlib.sha256(key.encode()).hexdigest(), connection)

@@ -1,4 +1,4 @@
-"""What comes in: bodies within bounds of size, time and memory, and prompts in tokens, off the event loop."""
+"""Receives request bodies within limits on size, time and memory, and decodes them off the event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lamina.serve.errors import RETRY_AFTER_S, APIError
 
 SMALL = 16 * 1024
-"""Bodies up to so many bytes never wait for larger ones, nor count among the bytes under way."""
+"""Bodies up to this many bytes never wait for larger ones and do not count towards the bytes in progress."""
 
 LEAST_LIMIT = 4 * 1024 * 1024
 BYTES_PER_TOKEN = 16
@@ -22,22 +22,23 @@ LEAST_BYTES_PER_S = 16 * 1024
 
 
 def body_limit(max_model_len: int) -> int:
-    """Bytes that a body may have: the longest prompt fits, as text (about 4 bytes a token) or token ids (7), twice."""
+    """Largest body in bytes: twice the longest prompt, as text (about 4 bytes per token) or token ids (7)."""
     return max(LEAST_LIMIT, BYTES_PER_TOKEN * max_model_len)
 
 
 class BoundedBodies:
-    """ASGI middleware: refuses bodies that are too large (413), come too slowly (408), or are too many at once (429).
+    """ASGI middleware: rejects bodies that are too large (413), arrive too slowly (408), or are too many at once (429).
 
-    A request counts until it is answered, because its prompt is kept so long: ``LARGEST_AT_ONCE`` of the largest fit,
-    and any number of small ones. A body is refused before it is read, or as soon as a chunked one has grown too far.
+    A body counts until its request is answered, because the prompt is kept until then: ``LARGEST_AT_ONCE`` of the
+    largest fit, and any number of small ones. A body is rejected before it is read, or as soon as a chunked one
+    exceeds the limit.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self.limit = limit
         self.most = LARGEST_AT_ONCE * limit
-        self.under_way = 0
+        self.in_progress = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application with a bounded ``receive``."""
@@ -48,7 +49,7 @@ class BoundedBodies:
         try:
             await self._app(scope, body.receive, send)
         finally:
-            self.under_way -= body.counted
+            self.in_progress -= body.counted
 
 
 class _Body:
@@ -72,8 +73,8 @@ class _Body:
         except TimeoutError:
             raise APIError(
                 408,
-                f"{self._size} bytes of the body came within {due - self._begun:.0f} s; send at least "
-                f"{LEAST_BYTES_PER_S} bytes a second, or a smaller body",
+                f"only {self._size} bytes of the body arrived within {due - self._begun:.0f} s; send at least "
+                f"{LEAST_BYTES_PER_S} bytes per second, or a smaller body",
                 code="request_timeout",
                 headers={"Connection": "close"},
             ) from None
@@ -87,23 +88,23 @@ class _Body:
         if size > self._bounds.limit:
             raise APIError(
                 413,
-                f"the body has {size} bytes or more; this server takes at most {self._bounds.limit}. Send fewer or "
+                f"the body has at least {size} bytes; this server accepts at most {self._bounds.limit}. Send fewer or "
                 f"shorter prompts",
                 code="body_too_large",
             )
 
     def _count(self) -> None:
-        """Count what has come as under way; what is only announced may never come."""
+        """Count received bytes as in progress; bytes that are only announced may never come."""
         more = self._size - self.counted if self._size > SMALL else 0
-        if self._bounds.under_way + more > self._bounds.most:
+        if self._bounds.in_progress + more > self._bounds.most:
             raise APIError(
                 429,
-                f"requests under way have bodies of {self._bounds.under_way} bytes together, the most is "
-                f"{self._bounds.most}; try again later",
+                f"requests in progress have bodies of {self._bounds.in_progress} bytes together; the limit is "
+                f"{self._bounds.most}. Try again later",
                 code="overloaded",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
-        self._bounds.under_way += more
+        self._bounds.in_progress += more
         self.counted += more
 
 
@@ -111,26 +112,29 @@ T = TypeVar("T")
 
 
 class Intake:
-    """Threads that decode bodies and tokenise: one for large ones in turn, so that what this takes of memory and of
-    Python's lock stays that of one, and others for small ones, which never wait behind a large one."""
+    """Threads that decode bodies and tokenise prompts.
+
+    A single thread takes the large bodies, one after another, so that they need the memory and the GIL of only one;
+    other threads take small ones, which therefore never wait behind a large one.
+    """
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(2, thread_name_prefix="lamina-small")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="lamina-large")
 
     async def take(self, request: Request, function: Callable[[bytes], T]) -> T:
-        """``function`` of the body, in a thread. Raises ClientDisconnect as soon as the client leaves."""
+        """Apply ``function`` to the body in a thread. Raises ClientDisconnect as soon as the client leaves."""
         if not _is_json(request.headers.get("content-type", "")):
             raise APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
         body = await request.body()
         executor = self._small if len(body) <= SMALL else self._large
         work = asyncio.get_running_loop().run_in_executor(executor, function, body)
         del body
-        return await unless_gone(request, work)
+        return await unless_disconnected(request, work)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What ``work`` gives; if the client leaves first, it is cancelled and ClientDisconnect is raised."""
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``; if the client leaves first, cancels it and raises ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:

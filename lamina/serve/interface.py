@@ -1,4 +1,4 @@
-"""The description of the HTTP interface at /openapi.json."""
+"""Builds the OpenAPI description of the HTTP interface, served at /openapi.json."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from lamina.serve.protocol import ChatRequest, CompletionRequest
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 
 _ERRORS = {
-    400: "The request cannot be served as it is; the message says why.",
-    404: "The model does not exist here.",
-    408: "The body came too slowly.",
+    400: "The request is invalid; the message says why.",
+    404: "This server does not serve that model.",
+    408: "The body arrived too slowly.",
     413: "The body is too large.",
-    429: "Too many requests are under way; Retry-After says when to try again.",
+    429: "Too many requests are in progress; Retry-After says when to try again.",
     503: "The engine has stopped, or could not finish the request.",
 }
 _ERROR_SCHEMA = {
@@ -37,11 +37,11 @@ _ERROR_SCHEMA = {
 
 
 def interface(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document: the routes as FastAPI knows them, the bodies that they decode, and every error."""
+    """The OpenAPI document: FastAPI's routes, plus the bodies they decode themselves and every error."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        schemas.clear()  # of answers that this server never gives
+        schemas.clear()  # FastAPI's validation errors, which this server never returns
         schemas["Error"] = _ERROR_SCHEMA
         for path, kind in ((COMPLETIONS_PATH, CompletionRequest), (CHAT_PATH, ChatRequest)):
             body = kind.model_json_schema(ref_template="#/components/schemas/{model}")

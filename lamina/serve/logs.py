@@ -1,4 +1,4 @@
-"""One line per request, at level INFO; and a bound on lines that clients can cause in any number."""
+"""Logs one line per request at level INFO, and limits the rate of log lines that clients can trigger."""
 
 import logging
 import time
@@ -12,16 +12,16 @@ REPEAT_S = 10.0
 
 
 class RequestLog:
-    """ASGI middleware: logs method, path, status, time and, of a generation, tokens and finish reasons.
+    """ASGI middleware: logs method, path, status, time and, for a generation, tokens and finish reasons.
 
-    The line is written when the answer has been sent or its client has left; LAMINA_LOG_LEVEL=INFO shows it.
+    The line is written when the answer has been sent or the client has left; LAMINA_LOG_LEVEL=INFO shows it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application and log how the request went."""
+        """Run the application and log the request."""
         if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
             await self._app(scope, receive, send)
             return
@@ -52,7 +52,7 @@ class RequestLog:
 
 
 class OncePer(logging.Filter):
-    """Lets one line of each kind (its format) pass in ``seconds``, with the number of those left out before it."""
+    """Passes one line of each kind (format string) per ``seconds``, with the number suppressed before it."""
 
     def __init__(self, seconds: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class OncePer(logging.Filter):
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for a line that comes too soon after one of its kind."""
+        """False for a line that follows one of its kind too soon."""
         kind, now = str(record.msg), self._clock()
         if now - self._last.get(kind, -self._seconds) < self._seconds:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return False
         self._last[kind] = now
         if count := self._left_out.pop(kind, 0):
-            record.msg, record.args = f"{record.getMessage()} ({count} more such lines left out)", ()
+            record.msg, record.args = f"{record.getMessage()} ({count} more such lines suppressed)", ()
         return True

@@ -1,9 +1,9 @@
-"""Request bodies: OpenAI's fields, and sampling fields beyond them as vLLM names them.
+"""Parses request bodies: OpenAI's fields, plus further sampling fields under vLLM's names.
 
-A body may be megabytes of whatever a client likes. So it is first cut into its fields without making an object of
-anything inside (``msgspec.Raw``), and each field is then decoded as the type it must have: one that is not known ends
-the reading, and no list is built of what no list of that field may hold. Decoding holds Python's lock: 40 to 140 ms for
-the worst bodies of 4 MiB (a million short texts), where decoding them as any JSON takes a second.
+A body may hold megabytes of arbitrary JSON. It is therefore first split into its fields without building any Python
+object (``msgspec.Raw``), and each field is then decoded as the type it must have: an unknown field ends parsing at
+once, and a list with elements of a wrong type is never built. Decoding holds the GIL: 40 to 140 ms for the worst bodies
+of 4 MiB (a million short texts), where decoding them as generic JSON takes a second.
 """
 
 import functools
@@ -25,10 +25,10 @@ from lamina.serve.errors import APIError, from_validation
 from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MOST_BYTES_BESIDES = 64 * 1024
-"""Of all fields but the prompt or the messages, together; and of all that messages hold besides their content."""
+"""Limit on all fields but the prompt or the messages, together; and on all parts of messages but their content."""
 
 MOST_MESSAGES = 16_384
-"""Of one conversation."""
+"""Messages per conversation."""
 
 _SAMPLING = (
     "n",
@@ -49,7 +49,7 @@ _SAMPLING = (
 
 
 def _few(name: str, most: int) -> BeforeValidator:
-    """Refuse a list by its length alone: validation would write an error for each of a million wrong values."""
+    """Reject a long list before it is validated: pydantic would record an error for each of a million wrong values."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list) and len(value) > most:
@@ -74,7 +74,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints take. A field left out or null has its default; one that is not known is refused."""
+    """Fields of both endpoints. A missing or null field has its default; an unknown one is rejected."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -123,14 +123,14 @@ class GenerationRequest(BaseModel):
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _sampling_params(self, said: Mapping[str, str], **given: Any) -> SamplingParams:
-        """``said``: what the client calls a parameter, where that is something else."""
+    def _sampling_params(self, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
+        """``api_names``: the API's name of a parameter, where it differs from ours."""
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(**given)
         except ValueError as error:  # its messages begin with the parameter's name
             name, rest = str(error).split(maxsplit=1)
-            name = said.get(name, name)
+            name = api_names.get(name, name)
             raise APIError(400, f"{name} {rest}", param=name) from error
 
 
@@ -160,12 +160,12 @@ class CompletionRequest(GenerationRequest):
     def large_value(cls, raw: msgspec.Raw) -> list[Prompt]:
         """One or several texts, or lists of token ids."""
         prompts = as_prompts(_decode_prompt(bytes(raw)))
-        if len(prompts) > MAX_WAITING:  # no more would ever fit: to try again later would not help
+        if len(prompts) > MAX_WAITING:  # more would never fit: trying again later would not help
             raise RequestError(f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once")
         return prompts
 
     def sampling_params(self) -> SamplingParams:
-        """The parameters asked for. Raises APIError 400 for values out of range."""
+        """The sampling parameters. Raises APIError 400 for values out of range."""
         if self.echo and self.logprobs is not None:
             raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
         limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
@@ -181,7 +181,7 @@ class _Part(msgspec.Struct, gc=False):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn; what it holds beyond role and content is handed to the chat template."""
+    """One message; fields other than role and content are passed to the chat template."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -237,9 +237,7 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def large_value(cls, raw: msgspec.Raw) -> list[dict[str, Any]]:
         """The messages as chat templates take them: null fields left out, text parts joined."""
-        if (
-            count := bytes(raw).count(b'"role"')
-        ) > MOST_MESSAGES:  # before they are decoded: see the module's docstring
+        if (count := bytes(raw).count(b'"role"')) > MOST_MESSAGES:  # before they are decoded, see the module docstring
             raise RequestError(f"messages holds about {count} messages; give at most {MOST_MESSAGES}")
         messages = _MESSAGES.decode(raw)
         if not messages:
@@ -254,16 +252,16 @@ class ChatRequest(GenerationRequest):
         return plain
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
-        """The parameters asked for, with a limit on tokens for those that give none. Raises APIError 400."""
+        """The sampling parameters; ``default_max_tokens`` applies if no limit is given. Raises APIError 400."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        said, limit = {"logprobs": "top_logprobs"}, self.max_tokens
+        api_names, limit = {"logprobs": "top_logprobs"}, self.max_tokens
         if self.max_completion_tokens is not None:
-            said["max_tokens"], limit = "max_completion_tokens", self.max_completion_tokens
+            api_names["max_tokens"], limit = "max_completion_tokens", self.max_completion_tokens
         if limit is None:
             limit = max(default_max_tokens, self.min_tokens or 0)
-        return self._sampling_params(said, logprobs=logprobs, max_tokens=limit)
+        return self._sampling_params(api_names, logprobs=logprobs, max_tokens=limit)
 
 
 _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
@@ -272,7 +270,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """The request that ``body`` holds. Raises APIError 400."""
+    """Parse ``body``. Raises APIError 400."""
     values = _fields(kind, body)
     large = values.pop(kind.large, None)
     besides = sum(map(len, values.values()))
@@ -297,7 +295,7 @@ def _decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
 
 
 def _fields(kind: type[GenerationRequest], body: bytes) -> dict[str, bytes]:
-    """The undecoded value of every field that is given."""
+    """The undecoded value of every field in ``body``."""
     if not body:
         raise APIError(400, _NO_OBJECT)
     decoder = _decoder(kind)
@@ -339,7 +337,7 @@ def _why(error: Exception) -> str:
 
 
 def _surrogates(body: bytes) -> str:
-    """What msgspec does not say of half a surrogate pair, which JSON can write and Unicode does not have."""
+    """A hint at half a surrogate pair, which JSON can express but Unicode text cannot; msgspec does not name it."""
     found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", body)
     return f"; is {found[0].decode()} half of a surrogate pair?" if found else ""
 
@@ -352,12 +350,12 @@ _MESSAGES = msgspec.json.Decoder(list[ChatMessage])
 
 
 def _decode_prompt(raw: bytes) -> Any:
-    """The prompt by the type that its first characters promise."""
+    """Decode a prompt as the type that its first characters indicate."""
     first, second = raw[:1], raw[1:].lstrip()[:1]
     if first == b'"':
         return _TEXT.decode(raw)
     if first != b"[":
-        return None  # nothing that a prompt can be: as_prompts says what it can
+        return None  # not a valid prompt: as_prompts raises the error
     if second == b"[":
         if (lists := raw.count(b"[") - 1) > MAX_WAITING:
             raise RequestError(f"prompt holds {lists} prompts; give at most {MAX_WAITING} at once")
@@ -402,5 +400,5 @@ def _refuse_unsupported(given: Mapping[str, Any], unused: Mapping[str, Sequence[
             raise PydanticCustomError(
                 "unknown", "{param} is not a field of this request; leave it out", {"param": prefix + name}
             )
-        if not fields.asks_for_nothing(value, unused[name]):
+        if not fields.has_no_effect(value, unused[name]):
             raise PydanticCustomError("unsupported", "{param} is not supported; leave it out", {"param": prefix + name})

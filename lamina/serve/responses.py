@@ -1,4 +1,4 @@
-"""Answers and stream chunks in OpenAI's form, from the engine's updates."""
+"""Converts the engine's updates to answers and stream chunks in OpenAI's form."""
 
 import time
 from collections import Counter
@@ -10,19 +10,19 @@ from lamina.engine.updates import RequestUpdate, unpack
 from lamina.models.tokenizer import Tokenizer
 from lamina.types import Logprob
 
-LOWEST_LOGPROB = -9999.0  # JSON knows no infinity
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Body = dict[str, Any]
 
 
 MOST_POSITIONS = 64
-"""Tokens of one event or piece at most: what is encoded at once must not hold up other clients."""
+"""Most tokens of one event or piece: encoding one must not delay other clients."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one choice has gained since it was looked at last."""
+    """The new part of one choice since its previous piece."""
 
     choice: int
     text: str
@@ -32,23 +32,23 @@ class Piece:
 
 
 class Sent:
-    """What has been handed out of each choice of one HTTP request. Choice = prompt * n + completion.
+    """Tracks what has been sent of each choice of one HTTP request. Choice = prompt * n + completion.
 
     Args:
-        tokenizer: names the tokens of logprobs.
+        tokenizer: gives the text of tokens in logprobs.
         n: completions per prompt.
-        echo: texts to put before each prompt's completions; none if empty.
+        echo: for each prompt, the text to put before its completions; empty for none.
     """
 
     def __init__(self, tokenizer: Tokenizer, n: int, echo: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._n = n
         self._echo = echo
-        self._offsets: dict[int, int] = {}  # characters of the tokens' own texts, where logprobs are reported
+        self._offsets: dict[int, int] = {}  # characters of the token texts sent so far, if logprobs are reported
         self._ended = set[int]()
 
     def advance(self, prompt: int, update: RequestUpdate, most: int = MOST_POSITIONS) -> Iterator[Piece]:
-        """The news of each completion in ``update``, in pieces of at most ``most`` tokens; they count as handed out."""
+        """The pieces of ``update``, each of at most ``most`` tokens of one completion; they count as sent."""
         for completion in update.completions:
             choice = prompt * self._n + completion.index
             ends = completion.finish_reason is not None and choice not in self._ended
@@ -79,7 +79,7 @@ class Usage:
     ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
 
     def add(self, prompt: int, update: RequestUpdate) -> None:
-        """Count what is new of a prompt."""
+        """Count the tokens of an update."""
         self.prompts[prompt] = len(update.request.prompt_token_ids)
         self.drawn += update.tokens
         for completion in update.completions:
@@ -87,21 +87,21 @@ class Usage:
                 self.ends[prompt, completion.index] = completion.finish_reason.value
 
     def body(self) -> Body:
-        """As OpenAI has it."""
+        """The counts in OpenAI's form."""
         prompt = sum(self.prompts.values())
         return {"prompt_tokens": prompt, "completion_tokens": self.drawn, "total_tokens": prompt + self.drawn}
 
     def figures(self) -> str:
         """Tokens and finish reasons, for a log."""
         reasons = Counter(self.ends.values())
-        ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "left"
-        return f"{sum(self.prompts.values())} prompt tokens, {self.drawn} drawn, {ends}"
+        ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "client left"
+        return f"{sum(self.prompts.values())} prompt tokens, {self.drawn} generated, {ends}"
 
 
 def envelope(
     kind: Literal["text_completion", "chat.completion", "chat.completion.chunk"], id_: str, model: str
 ) -> Body:
-    """The fields every answer and chunk begins with."""
+    """The leading fields of every answer and chunk."""
     return {"id": id_, "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -145,7 +145,7 @@ def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Body:
 
 
 def _chat_logprob(entry: Logprob) -> Body:
-    # A token may be part of a character; its text then no longer tells its bytes.
+    # A token may hold part of a character; its bytes then cannot be told from its text.
     encoded = None if REPLACEMENT in entry.text else list(entry.text.encode())
     return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": encoded}
 

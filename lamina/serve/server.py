@@ -1,4 +1,4 @@
-"""Listening: a socket bound before the model is loaded, and uvicorn on it afterwards."""
+"""Runs the HTTP server: binds a socket before the model is loaded, and serves on it with uvicorn afterwards."""
 
 import asyncio
 import errno
@@ -21,10 +21,12 @@ from lamina.serve.logs import OncePer
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections (OpenAI's 5 s): who closes first loses no request
-WRITE_TIMEOUT_S = 60  # a client that has not read for so long while its answer waits is cut off, its requests cancelled
-GRACE_S = 5  # open answers may end by themselves so long once the server is told to stop
-TELL_S = 3  # from the engine's end until clients have been told why; the connections of those that do not read are cut
+KEEP_ALIVE_S = (
+    75  # longer than clients keep idle connections (OpenAI's: 5 s), so that no request meets a closing server
+)
+WRITE_TIMEOUT_S = 60  # a client that has not read its answer for so long is disconnected, its requests cancelled
+GRACE_S = 5  # time for open answers to finish once the server is told to stop
+TELL_S = 3  # time to send clients the error when the engine stops; connections of those that do not read are cut
 POLL_S = 0.1
 
 
@@ -34,15 +36,15 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is in use or may not be opened, or the host is not an address of this machine.
     """
-    raise_file_limit()  # before workers start, which inherit it
+    raise_file_limit()  # before the workers start, which inherit the limit
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, OverflowError, UnicodeError) as error:
-        raise ConfigError(f"{host}:{port} is no address to listen on ({error}); use --host 127.0.0.1") from error
+        raise ConfigError(f"cannot listen on {host}:{port} ({error}); use --host 127.0.0.1") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it: the kernel ends one whose client has not read or acknowledged anything for so long.
+        # Inherited by connections: the kernel closes one whose client has acknowledged nothing for so long.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, WRITE_TIMEOUT_S * 1000)
         listener.bind(address)
         listener.listen(2048)
@@ -57,18 +59,18 @@ def _why_not(error: OSError, host: str, port: int) -> str:
         other = port + 1 if port < 65535 else port - 1
         return f"port {port} on {host} is in use. Use --port {other}, or --port 0 for any free port"
     if error.errno == errno.EACCES:
-        return f"port {port} needs privileges this process has not. Use a port from 1024 up, such as --port 8000"
+        return f"port {port} needs privileges that this process lacks. Use a port from 1024 up, such as --port 8000"
     return f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Use --host 127.0.0.1, or 0.0.0.0 for all"
 
 
 def url(listener: socket.socket) -> str:
-    """Where clients reach ``listener``."""
+    """The URL of ``listener`` for clients."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """Ends when it is told to or when its engine has stopped; ``died`` then says why the engine has."""
+    """uvicorn's server, which also ends when the engine stops; ``died`` then holds the engine's error."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -79,7 +81,7 @@ class _Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # none: its way to accept connections has no bounds
+        await super().startup([])  # no sockets: uvicorn accepts connections without a limit
         connections, most = Connections(), connection_limit()
         make = functools.partial(Connection, connections, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or []:
@@ -90,7 +92,7 @@ class _Server(uvicorn.Server):
 
     def _accepting_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            connections_logger.error("no more connections are accepted; the server ends", exc_info=error)
+            connections_logger.error("accepting connections failed; the server stops", exc_info=error)
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -100,7 +102,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets open answers end by themselves, another ends them; uvicorn would cut them off."""
+        """The first signal lets open answers finish, the second ends them with an error; uvicorn would cut them off."""
         if self.should_exit:
             self._hurry = True
         else:
@@ -116,15 +118,17 @@ class _Server(uvicorn.Server):
             ending.cancel()
 
     async def _end_answers(self) -> None:
-        """After ``GRACE_S`` or a second signal, answers that go on are ended by the engine: clients are told why."""
+        """After ``GRACE_S`` or a second signal, close the engine, which ends open answers with an error."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + GRACE_S
         if self._answers and not self._hurry:
-            log.warning("%d answers have %d s to end; another Ctrl-C ends them now", self._answers, GRACE_S)
+            log.warning(
+                "%d open answers have %d s to finish; press Ctrl-C again to end them now", self._answers, GRACE_S
+            )
         while loop.time() < deadline and not self._hurry:
             await asyncio.sleep(POLL_S)
         if self._answers and self.died is None:
-            log.warning("%d answers are ended with an error", self._answers)
+            log.warning("ending %d open answers with an error", self._answers)
         loop.run_in_executor(None, self._engine.close)
         await asyncio.sleep(TELL_S)
         for connection in list(self.server_state.connections):
@@ -139,10 +143,10 @@ class _Server(uvicorn.Server):
 def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
 
-    Those that have not after ``GRACE_S`` or at a second signal end in an error, with the engine, which is closed then.
+    After ``GRACE_S`` or at a second signal the engine is closed, and answers still open end with an error.
 
     Raises:
-        EngineDeadError: the engine has stopped by itself; clients have been told.
+        EngineDeadError: the engine has stopped by itself; clients have received the error.
     """
     server = make_server(engine, on_ready)
     server.run(sockets=[listener])
@@ -151,7 +155,7 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
 
 
 def make_server(engine: Engine, on_ready: Callable[[], None]) -> _Server:
-    """The server that ``serve`` runs."""
+    """Build the server that ``serve`` runs."""
     config = uvicorn.Config(
         create_app(engine),
         log_config=None,
@@ -162,7 +166,7 @@ def make_server(engine: Engine, on_ready: Callable[[], None]) -> _Server:
         timeout_graceful_shutdown=GRACE_S + 2 * TELL_S,
         lifespan="off",
     )
-    for name in ("uvicorn.error", connections_logger.name):  # clients can cause their lines in any number
+    for name in ("uvicorn.error", connections_logger.name):  # clients can trigger any number of their lines
         target = logging.getLogger(name)
         if not any(isinstance(each, OncePer) for each in target.filters):
             target.addFilter(OncePer())

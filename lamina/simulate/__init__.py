@@ -1,4 +1,4 @@
-"""A discrete-event simulator of serving a trace: the runtime's own decisions, and baselines, under a virtual clock.
+"""Simulates serving a trace by discrete events: the runtime's own decisions, or baselines, under a virtual clock.
 
     deployment = Deployment(model=models.find("Llama-2-13B"), compute=catalogue["a100"], compute_workers=2,
                             memory=catalogue["rtx3090"], memory_workers=6)
@@ -56,21 +56,21 @@ def simulate(
     recorded: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> Result:
-    """Serve ``arrivals`` on ``deployment`` in virtual time, to the last request's end.
+    """Serve ``arrivals`` on ``deployment`` in virtual time until the last request has ended.
 
     Args:
-        system: Lamina uses both pools of the deployment, so does disaggregation (compute prefills, memory decodes);
-            the others have a compute pool alone.
-        faults: what befalls workers. recorded: spans of Lamina's workers to keep, the latest ones.
-        on_progress: hears how many requests have ended, now and then.
+        system: Lamina and disaggregation use both pools of the deployment (the latter prefills on compute and decodes
+            on memory workers); the others use the compute pool alone.
+        faults: failures and slowdowns of workers. recorded: how many of the latest spans of Lamina's workers to keep.
+        on_progress: called now and then with the number of requests that have ended.
 
     Raises:
-        ConfigError: the weights do not fit, a pool or a worker is missing or superfluous, or lanes and pipelining do
-            not go together.
+        ConfigError: the weights do not fit, a pool or a worker is missing or superfluous, or lanes and pipelining are
+            incompatible.
     """
     check_faults(deployment, faults)
     collects = gc.isenabled()
-    gc.disable()  # nothing here refers to itself: looking for cycles takes a tenth of the time and finds none
+    gc.disable()  # there are no reference cycles, and searching for them takes a tenth of the time
     try:
         if system is System.LAMINA:
             return Simulation(deployment, arrivals, faults, recorded).run(on_progress)

@@ -1,4 +1,4 @@
-"""What arrives when: a trace as it is, faster or slower, or requests drawn from a trace's lengths."""
+"""Generates the arriving requests: a trace at any speed, or requests with lengths sampled from a trace."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Arrivals:
     """Requests in the order in which they arrive: arrays of one length.
 
     Attributes:
-        arrival_s: since the first one, not falling. prompt, output: tokens, at least 1.
-        max_tokens: that each request asks for, if it draws no more than that; otherwise it asks for what it draws.
+        arrival_s: seconds since the first one, non-decreasing. prompt, output: tokens, at least 1.
+        max_tokens: output tokens that each request asks for; one with a longer output asks for exactly that.
     """
 
     arrival_s: Floats
@@ -29,7 +29,7 @@ class Arrivals:
 
     @property
     def asked(self) -> Ints:
-        """Tokens that each request asks for: at least those it draws."""
+        """Output tokens that each request asks for, at least those it generates."""
         return np.maximum(self.output, self.max_tokens)
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Arrivals:
 
 
 def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: int = 1) -> Arrivals:
-    """A trace's requests, arriving ``rate_scale`` times as fast. Raises ConfigError for a scale not above 0."""
+    """The requests of a trace at ``rate_scale`` times its rate. Raises ConfigError for a scale not above 0."""
     _check(rate_scale)
     requests = sorted(trace, key=lambda request: request.arrival_s)
     return Arrivals(
@@ -51,16 +51,18 @@ def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: 
 def draw(
     trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: float = 1.0, max_tokens: int = 1
 ) -> Arrivals:
-    """``count`` requests whose lengths (prompt with its answer) are drawn from a trace's.
+    """``count`` requests with pairs of lengths (prompt, output) sampled from a trace.
 
-    They arrive at random (a Poisson process) at ``rate_scale`` times the trace's mean rate. Raises ConfigError for a
-    scale not above 0, or a trace that gives no rate.
+    They arrive in a Poisson process at ``rate_scale`` times the trace's mean rate. Raises ConfigError for a scale not
+    above 0, or a trace without a rate.
     """
     _check(rate_scale)
     requests = list(trace)
     first, last = (pick(request.arrival_s for request in requests) for pick in (min, max))
     if last <= first:
-        raise ConfigError("the trace's requests all arrive at once: it gives no rate to draw requests at")
+        raise ConfigError(
+            "all requests of the trace arrive at the same time, so it has no rate for --draw; leave --draw out"
+        )
     random = np.random.default_rng(seed)
     chosen = random.integers(len(requests), size=count)
     gaps = random.exponential((last - first) / (len(requests) - 1) / rate_scale, size=count)

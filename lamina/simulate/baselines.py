@@ -1,11 +1,11 @@
-"""What Lamina is compared with, on the same cost model and arrivals.
+"""Simulates the systems that Lamina is compared with, on the same cost model and arrivals.
 
 * Tensor parallel and chunked prefill: every group of ``tensor_parallel`` compute workers is an ``Instance`` that does
-  everything; a request goes to the one with fewest requests.
-* Disaggregated: instances on the compute pool prefill, those on the memory pool decode. A request's KV stays where it
-  was computed until an instance that decodes has room, and then travels over both network cards, as in DistServe.
+  everything; a request goes to the instance with the fewest requests.
+* Disaggregated: instances on the compute pool prefill, those on the memory pool decode. A request's KV stays on the
+  prefill instance until a decode instance has room, and then moves over both NICs, as in DistServe.
 
-Each instance is an engine of its own: a lost worker ends the requests of its instance, and others go on.
+Instances are independent engines: a lost worker fails the requests of its instance, and the others continue.
 """
 
 import collections
@@ -28,7 +28,7 @@ from lamina.simulate.result import PoolUse, RequestLog, Result, State
 
 
 class System(enum.Enum):
-    """What can be simulated."""
+    """The systems that can be simulated."""
 
     LAMINA = "lamina"
     TENSOR_PARALLEL = "tensor-parallel"
@@ -40,9 +40,9 @@ class BaselineSimulation:
     """One run of a system other than Lamina. ``run`` is called once."""
 
     def __init__(self, system: System, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault]) -> None:
-        """Raises ConfigError for what cannot be."""
+        """Raises ConfigError for a deployment that the system cannot use."""
         if system is not System.DISAGGREGATED and deployment.memory is not None:
-            raise ConfigError(f"{system.value} has one pool; leave --memory out and give its devices to --compute")
+            raise ConfigError(f"{system.value} has one pool; leave out --memory and add its devices to --compute")
         self._system = system
         self._deployment = deployment
         self._arrivals = arrivals
@@ -54,12 +54,12 @@ class BaselineSimulation:
             if rest:
                 raise ConfigError(
                     f"{deployment.memory_workers} memory workers do not divide into groups of "
-                    f"{deployment.tensor_parallel}; decoding holds the weights too, so give a multiple"
+                    f"{deployment.tensor_parallel}, which decoding needs to hold the weights; give a multiple"
                 )
             self._decode = self._instances(deployment.memory_cost, groups, chunked)
         self._log = RequestLog(arrivals)
-        self._prefilled: collections.deque[tuple[Instance, Running]] = collections.deque()  # wait for room to decode
-        self._moving: dict[Running, tuple[Instance, Instance]] = {}  # KV under way: from, to
+        self._prefilled: collections.deque[tuple[Instance, Running]] = collections.deque()  # waiting for room to decode
+        self._moving: dict[Running, tuple[Instance, Instance]] = {}  # KV being moved: from, to
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._steps = 0
@@ -82,7 +82,7 @@ class BaselineSimulation:
         ]
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
-        """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
+        """Run the simulation. ``on_progress`` is called now and then with the number of requests that have ended."""
         now, arrived, turns = 0.0, 0, 0
         arrival_s = self._arrivals.arrival_s
         while self._log.ended < len(self._arrivals):
@@ -92,7 +92,7 @@ class BaselineSimulation:
                 now, _, happen = heapq.heappop(self._events)
                 happen(now)
             else:
-                assert arrival < math.inf, f"{len(self._arrivals) - self._log.ended} requests wait and nothing runs"
+                assert arrival < math.inf, f"{len(self._arrivals) - self._log.ended} requests wait, but nothing runs"
                 now = arrival
                 self._arrive(arrived, now)
                 arrived += 1
@@ -119,13 +119,13 @@ class BaselineSimulation:
         self._begin(chosen, now)
 
     def _held(self, prompt: int, output: int) -> int:
-        """Tokens that the first instance may come to hold for a request."""
+        """Most tokens that the first instance will hold for a request."""
         return prompt if self._decode else prompt + output
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _begin(self, instance: Instance, now: float) -> None:
-        """Start the next step of an instance that has none."""
+        """Start the next step of an idle instance."""
         if instance.lost or not instance.idle:
             return
         batch = instance.plan()
@@ -149,15 +149,15 @@ class BaselineSimulation:
                 self._log.end(sequence.index, State.FINISHED, now)
                 instance.leave(sequence)
             elif self._decode and instance in self._first:
-                instance.running.remove(sequence)  # its blocks stay until its KV has gone
+                instance.running.remove(sequence)  # its blocks stay until its KV has moved
                 self._prefilled.append((instance, sequence))
         self._pull(now)
         self._begin(instance, now)
 
-    # -- KV on its way from prefill to decode -------------------------------------------------------------------
+    # -- moving KV from prefill to decode -----------------------------------------------------------------------
 
     def _pull(self, now: float) -> None:
-        """Instances that decode take prompts that are done, first come first served, while they have room."""
+        """Move finished prompts to decode instances, first come first served, while those have room."""
         while self._prefilled:
             source, sequence = self._prefilled[0]
             able = [

@@ -1,4 +1,4 @@
-"""What is simulated: a model on two pools, with the runtime's settings."""
+"""Describes what to simulate: a model on one or two pools, with the runtime's settings."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,15 +13,15 @@ from lamina.types import Pipelining
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A model on ``compute_workers`` devices and, where the system has a second pool, ``memory_workers`` more.
+    """A model on ``compute_workers`` devices and, if the system has a second pool, ``memory_workers`` more.
 
     Attributes:
-        compute, memory: what a worker of each pool runs on.
-        tensor_parallel: devices that hold one copy of the weights together. The runtime itself has no tensor
-            parallelism yet: with more than 1 the compute pool is one that it is to have.
+        compute, memory: hardware of each pool's workers.
+        tensor_parallel: devices that together hold one copy of the weights. The runtime has no tensor parallelism yet:
+            more than 1 simulates a future version.
         lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
             mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
-        profile: what was measured of these kinds, used in place of the package's fits where it has one.
+        profile: measured fits, which replace the package's for the kinds that it has.
     """
 
     model: ModelShape
@@ -43,7 +43,7 @@ class Deployment:
         if self.compute_workers % self.tensor_parallel:
             raise ConfigError(
                 f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
-                "multiple, or another degree of tensor parallelism"
+                "multiple or another degree of tensor parallelism"
             )
         if self.model.kv_heads % self.tensor_parallel:
             raise ConfigError(
@@ -58,29 +58,31 @@ class Deployment:
 
     @cached_property
     def compute_cost(self) -> CostModel:
-        """Of one compute worker."""
+        """The cost model of one compute worker."""
         return CostModel(self.model, self.compute, Fits.load(self.compute.kind, self.profile))
 
     @cached_property
     def memory_cost(self) -> CostModel:
-        """Of one memory worker. Raises ConfigError if there is no such pool."""
+        """The cost model of one memory worker. Raises ConfigError without a memory pool."""
         if self.memory is None or self.memory_workers < 1:
-            raise ConfigError("this system has two pools; give --memory KIND:COUNT as well")
+            raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
         return CostModel(self.model, self.memory, Fits.load(self.memory.kind, self.profile))
 
     @property
     def usd_per_hour(self) -> float:
-        """What both pools cost, as the catalogue says."""
+        """Cost of both pools, from the catalogue."""
         memory = self.memory.usd_per_hour * self.memory_workers if self.memory else 0.0
         return self.compute.usd_per_hour * self.compute_workers + memory
 
     def require_weights(self, cost: CostModel) -> None:
-        """Raises ConfigError if a copy of the weights does not fit the devices it is spread over."""
+        """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""
         tp = self.tensor_parallel
         if not cost.weights_fit(tp):
             degrees = (2**power for power in range(1, self.model.kv_heads.bit_length()))
             fits = next((n for n in degrees if self.model.kv_heads % n == 0 and cost.weights_fit(n)), None)
-            remedy = f"give --tensor-parallel {fits} with a multiple of {fits} workers" if fits else "give another kind"
+            remedy = (
+                f"give --tensor-parallel {fits} with a multiple of {fits} workers" if fits else "give other hardware"
+            )
             raise ConfigError(
                 f"{self.model.name} has {self.model.weight_bytes / 1e9:.0f} GB of weights; {tp} {cost.hardware.kind} "
                 f"hold {tp * cost.usable_bytes / 1e9:.0f} GB; {remedy}"

@@ -1,4 +1,4 @@
-"""Workers that fail or become slow, as typed: ``memory:3@120s`` and ``compute:0@60s:2x``."""
+"""Parses failures and slowdowns of workers, such as ``memory:3@120s`` and ``compute:0@60s:2x``."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _FAULT = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls a worker ``at_s`` after the first arrival: it takes ``factor`` times as long, or is lost (None)."""
+    """A worker takes ``factor`` times as long, or is lost (None), from ``at_s`` seconds after the first arrival."""
 
     role: Role
     worker: int
@@ -29,28 +29,29 @@ class Fault:
 
 
 def parse_failure(text: str) -> Fault:
-    """Read ``memory:3@120s``: that worker is lost then. Raises ConfigError."""
+    """Parse ``memory:3@120s``: memory worker 3 is lost at that time. Raises ConfigError."""
     fault = _parse(text)
     if fault is None or fault.factor is not None:
-        raise ConfigError(f"{text!r} is no failure; give role:worker@seconds, such as memory:3@120s")
+        raise ConfigError(f"{text!r} is not a failure; give role:worker@seconds, such as memory:3@120s")
     return fault
 
 
 def parse_slowdown(text: str) -> Fault:
-    """Read ``compute:0@60s:2x``: that worker takes twice as long from then on. Raises ConfigError."""
+    """Parse ``compute:0@60s:2x``: compute worker 0 takes twice as long from then on. Raises ConfigError."""
     fault = _parse(text)
     if fault is None or fault.factor is None or fault.factor == 0:
-        raise ConfigError(f"{text!r} is no slowdown; give role:worker@seconds:factor, such as compute:0@60s:2x")
+        raise ConfigError(f"{text!r} is not a slowdown; give role:worker@seconds:factor, such as compute:0@60s:2x")
     return fault
 
 
 def check_faults(deployment: Deployment, faults: Sequence[Fault]) -> None:
-    """Raises ConfigError for a fault of a worker that does not exist."""
+    """Raise ConfigError for a fault of a worker that does not exist."""
     workers = {"compute": deployment.compute_workers, "memory": deployment.memory_workers}
     for fault in faults:
         if fault.worker >= workers[fault.role]:
             raise ConfigError(
-                f"{fault} names {fault.role} worker {fault.worker}; there are {workers[fault.role]}, counted from 0"
+                f"{fault}: {fault.role} worker {fault.worker} does not exist; the pool has "
+                f"{workers[fault.role]}, counted from 0"
             )
 
 

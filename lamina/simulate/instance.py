@@ -1,8 +1,8 @@
-"""One copy of the weights with a paged KV cache of its own, and continuous batching: what the baselines are made of.
+"""Simulates one engine of the baselines: a copy of the weights with a paged KV cache and continuous batching.
 
-As vLLM does it: blocks of 16 tokens are taken when they are needed; when none is left, the sequence that came last
-loses its own and is computed anew later. Two policies: whole prompts first, decoding waits meanwhile (``chunked``
-False); or decoding first, and chunks of prompts fill what a step has left (Sarathi-Serve).
+As in vLLM, KV is allocated in blocks of 16 tokens as needed; when none is left, the sequence that came last is
+preempted and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding
+first, with chunks of prompts filling the rest of each step (Sarathi-Serve).
 """
 
 import collections
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from lamina.plan.cost import CostModel
 from lamina.simulate.step_times import SliceTimes
 
-BLOCK = 16  # tokens of KV that are given out together
-WATERMARK = 0.01  # of the blocks, left free when a request is admitted
+BLOCK = 16  # tokens of KV per block
+WATERMARK = 0.01  # share of the blocks that stays free when a request is admitted
 
 
 class Running:
     """A request in an instance.
 
     Attributes:
-        index, prompt: of the request. drawn: tokens so far.
-        cached: tokens whose KV is here. target: those there must be before a token can be drawn.
-        blocks: of KV that it holds.
+        index, prompt: of the request. drawn: tokens generated so far.
+        cached: tokens with KV in this instance. target: cached tokens needed before the next token can be generated.
+        blocks: KV blocks that it holds.
     """
 
     __slots__ = ("blocks", "cached", "drawn", "index", "prompt", "target")
@@ -35,7 +35,7 @@ class Running:
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Blocks needed for ``tokens``."""
     return -(-tokens // BLOCK)
 
 
@@ -57,13 +57,14 @@ class Batch:
 
 
 class Instance:
-    """Plans steps, one at a time, and says how long they take.
+    """Plans steps, one at a time, and predicts how long they take.
 
     Attributes:
-        blocks, free: of KV. waiting, running: requests; ``coming``: those whose KV is on its way here.
-        preempted: sequences that lost their KV. factor: how many times as long everything takes.
-        busy_s, sent_s: seconds so far in steps that have ended, and of its network cards.
-        idle, lost: whether no step runs; whether it is gone.
+        blocks, free: KV blocks in total and unused. waiting, running: requests; ``coming``: requests whose KV is being
+            moved here.
+        preempted: number of preemptions. factor: slowdown of everything.
+        busy_s, sent_s: seconds in completed steps, and of its NICs.
+        idle, lost: whether no step runs; whether it has failed.
     """
 
     def __init__(
@@ -82,20 +83,20 @@ class Instance:
         self.idle, self.lost = True, False
         self._seats, self._rows, self._chunked = max_num_seqs, max_num_batched_tokens, chunked
         self._cost, self._tp = cost, tensor_parallel
-        # A prompt that is never cut may be longer than the budget: then it runs alone.
+        # A prompt longer than the budget runs alone if it is not divided into chunks.
         self._slices = SliceTimes(cost, tensor_parallel, max(max_num_batched_tokens, max_num_seqs))
 
     @property
     def load(self) -> int:
-        """Requests that wait or run here."""
+        """Requests waiting or running here."""
         return len(self.waiting) + len(self.running)
 
     def could_hold(self, tokens: int) -> bool:
-        """Whether a request of so many tokens fits at all."""
+        """Whether a request of ``tokens`` fits at all."""
         return blocks_of(tokens) <= self.blocks - self._watermark
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a request of so many tokens could be admitted now."""
+        """Whether a request of ``tokens`` could be admitted now."""
         return len(self.running) + len(self.coming) < self._seats and blocks_of(tokens) <= self.free - self._watermark
 
     @property
@@ -103,18 +104,18 @@ class Instance:
         return int(self.blocks * WATERMARK)
 
     def hold(self, sequence: Running) -> None:
-        """Take the blocks for what a sequence has cached or is about to have. There must be room."""
+        """Allocate blocks for the cached or target tokens of a sequence. There must be room."""
         needed = blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks
         sequence.blocks += needed
         self.free -= needed
 
     def let_go(self, sequence: Running) -> None:
-        """Give a sequence's blocks back."""
+        """Free the blocks of a sequence."""
         self.free += sequence.blocks
         sequence.blocks = 0
 
     def plan(self) -> Batch | None:
-        """The next step, None if there is nothing to do."""
+        """The next step; None if there is nothing to do."""
         if self._chunked:
             decoding = self._decoding()
             batch = Batch(decoding, self._chunks(self._rows - len(decoding)))
@@ -124,7 +125,7 @@ class Instance:
         return batch if batch.decoding or batch.chunks else None
 
     def _decoding(self) -> list[Running]:
-        """Sequences that can decode, each with room for one more token: the last ones give way if there is none."""
+        """Sequences that can decode, each with room for one more token; the last ones are preempted to make room."""
         decoding = [sequence for sequence in self.running if sequence.cached >= sequence.target]
         full = [sequence for sequence in decoding if sequence.cached == sequence.blocks * BLOCK]
         for sequence in full:
@@ -155,7 +156,7 @@ class Instance:
         return chunks
 
     def _chunks(self, budget: int) -> list[Chunk]:
-        """Of prompts that have begun, then of new ones."""
+        """Chunks of prompts that have begun, then of new ones."""
         chunks: list[Chunk] = []
         begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
         while budget > 0 and (begun or (self.waiting and self.has_room(self.waiting[0].target))):
@@ -172,7 +173,7 @@ class Instance:
         return sequence
 
     def seconds(self, batch: Batch) -> float:
-        """How long a step takes."""
+        """Seconds that a step takes."""
         layers, cost, tp = self._cost.shape.layers, self._cost, self._tp
         rows = len(batch.decoding) + sum(chunk.length for chunk in batch.chunks)
         draws = len(batch.decoding) + sum(chunk.start + chunk.length == chunk.sequence.target for chunk in batch.chunks)
@@ -189,7 +190,7 @@ class Instance:
         return inner[rows] if rows < len(inner) else float(self._cost.slice_seconds(rows, self._tp))
 
     def complete(self, batch: Batch) -> list[Running]:
-        """A step has run. Returns the sequences that drew a token."""
+        """Record that a step has run. Returns the sequences that generated a token."""
         drew = list(batch.decoding)
         for sequence in drew:
             sequence.cached += 1
@@ -202,6 +203,6 @@ class Instance:
         return drew
 
     def leave(self, sequence: Running) -> None:
-        """A running sequence has ended."""
+        """Remove a running sequence that has ended."""
         self.running.remove(sequence)
         self.let_go(sequence)

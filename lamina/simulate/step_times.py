@@ -1,4 +1,4 @@
-"""How long a step's slices, attentions and messages take on given workers: the model behind the virtual cluster."""
+"""Predicts how long a step's slices, attentions and messages take: the timing model of the virtual cluster."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,18 +16,20 @@ _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
 
 
-_MANY = 2.0**20  # tokens at which attention's seconds per token are read off
+_MANY = 2.0**20  # tokens at which the attention's seconds per token are evaluated
 
 
 class SliceTimes:
-    """Dense seconds of steps by their rows, on ``tensor_parallel`` devices. Asked for often, so kept in tables."""
+    """Seconds of a step's slices by rows, on ``tensor_parallel`` devices, tabulated because they are needed often."""
 
     def __init__(self, cost: CostModel, tensor_parallel: int, most_rows: int) -> None:
         rows = np.maximum(np.arange(most_rows + 1), 1)
         before = sum(cost.operator_seconds(name, rows, tensor_parallel) for name in _BEFORE_ATTENTION)
         layer = cost.slice_seconds(rows, tensor_parallel)
         ends = cost.ends_seconds(rows, tensor_parallel)
-        if cost.fits.slices is not None and tensor_parallel == 1:  # measured whole: the operators say where to cut
+        if (
+            cost.fits.slices is not None and tensor_parallel == 1
+        ):  # measured as a whole: divided by the operators' shares
             whole = sum(cost.operator_seconds(name, rows, 1) for name in (*GEMMS, *POINTWISE))
             before = before / whole * layer
         self.first: list[float] = np.asarray(before).tolist()
@@ -37,7 +39,7 @@ class SliceTimes:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step of ``rows`` rows, as ``VirtualCluster.submit`` takes them."""
+    """Seconds of the parts of one step of ``rows`` rows, for ``VirtualCluster.submit``."""
 
     rows: int
     first_s: float
@@ -51,11 +53,11 @@ class StepTimes(NamedTuple):
 
 
 class StepModel:
-    """Times of steps as the runtime runs them: decode attention and what a prompt's chunks see of earlier ones on the
-    memory workers, the rest of a chunk's attention on the replica (``compute/exchange.py``).
+    """Times of steps as the runtime runs them (``compute/exchange.py``).
 
-    What a memory worker needs for one attention is linear in the tokens that rows see, and any function of the number
-    of rows.
+    Memory workers run decode attention and a chunk's attention to earlier chunks; the replica runs a chunk's attention
+    to itself. The time of an attention on a memory worker is linear in the tokens attended to, plus an arbitrary
+    function of the number of rows.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -66,9 +68,9 @@ class StepModel:
         self._layers = shape.layers
         item = shape.dtype.itemsize
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
-        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row, and as much back
+        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
         self._context_bytes = shape.hidden * item
-        # A device of a group sends and receives its heads' part.
+        # Each device of a group sends and receives the data of its heads.
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
         self.latency_s = memory.fits.runtime.round_trip_s / 2
@@ -84,10 +86,10 @@ class StepModel:
         )
 
     def times(self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int]) -> StepTimes:
-        """Of one step. ``homes``: the memory worker of each sequence that decodes, ``chunk_homes`` of each chunk's."""
+        """Times of one step. ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk."""
         starts = plan.decoding.starts
         chunks = list(zip(plan.chunks, chunk_homes, strict=True))
-        if singles := [pair for pair in chunks if not attends_locally(pair[0])]:  # as rows that decode
+        if singles := [pair for pair in chunks if not attends_locally(pair[0])]:  # treated as decode rows
             chunks = [pair for pair in chunks if attends_locally(pair[0])]
             starts = starts + [chunk.start for chunk, _ in singles]
             homes = np.append(homes, [home for _, home in singles])
@@ -107,12 +109,12 @@ class StepModel:
         shares = self._shares.of(homes, starts, more)
         slices, runtime = self._slices, self._compute.fits.runtime
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
-        drawing_s = runtime.step_s + runtime.step_row_s * draws
+        sampling_s = runtime.step_s + runtime.step_row_s * draws
         return StepTimes(
             rows=rows,
             first_s=slices.first[rows] + exchange_s,
             inner_s=slices.inner[rows] + exchange_s,
-            last_s=slices.after[rows] + slices.ends[draws] + drawing_s,
+            last_s=slices.after[rows] + slices.ends[draws] + sampling_s,
             chunks_s=chunks_s,
             send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
             receive_s=asked * self._asked_bytes * self._compute_byte_s,
@@ -121,11 +123,11 @@ class StepModel:
         )
 
     def migration_seconds(self, tokens: int) -> float:
-        """K and V of ``tokens`` tokens on their way from one memory worker's network card to another's."""
+        """Seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
         return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
-        """A memory worker's attention of ``chunk`` rows to ``prefix`` tokens: arithmetic or memory bounds it."""
+        """Seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or memory."""
         cost = self._memory
         arithmetic = cost.chunk_attention_seconds(chunk, prefix) - cost.chunk_attention_seconds(chunk, 0)
         return max(float(arithmetic), float(cost.attention_seconds(prefix, 1)))

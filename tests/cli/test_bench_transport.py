@@ -1,4 +1,4 @@
-"""`lamina bench transport`: between two processes, and between a listening and a connecting one as on two hosts."""
+"""`lamina bench transport` on one host, and with --listen and --connect as on two hosts."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_between_a_listening_and_a_connecting_side(tmp_path: Path) -> None:
     )
     try:
         assert listening.stdout
-        where = listening.stdout.readline().split("listens on ")[1].split()[0].rstrip(".")
+        where = listening.stdout.readline().split("Listening on ")[1].split()[0].rstrip(".")
         quick = [*QUICK, "--connect", where, "--transports", "tcp", "--json", str(file)]
         for _ in range(2):  # it serves one after another
             done = run(*quick, "--secret-file", str(secret))
@@ -62,8 +62,8 @@ def test_what_cannot_be_is_refused() -> None:
         (["--sizes", "64,big"], "give numbers from 1 to 8388608"),
         (["--connect", "127.0.0.1:5"], "give --secret-file"),
         (["--listen", "nowhere", "--secret-file", "unused"], "'nowhere' is no address; give HOST:PORT"),
-        (["--listen", "127.0.0.1:70000", "--secret-file", "unused"], "a port of at most 65535"),
-        (["--listen", "0.0.0.0:7000", "--secret-file", "unused"], "give the one at which the other host reaches it"),
+        (["--listen", "127.0.0.1:70000", "--secret-file", "unused"], "a port up to 65535"),
+        (["--listen", "0.0.0.0:7000", "--secret-file", "unused"], "give the one that the other host connects to"),
         (["--connect", "no.such.host.invalid:5", "--secret-file", "unused"], "'no.such.host.invalid' has no IPv4"),
         (["--connect", "[::1]:5", "--secret-file", "unused"], "'[::1]' has no IPv4"),
         (["--json", "/nowhere/figures.json"], "in a folder that does not exist"),

@@ -1,4 +1,4 @@
-"""A conversation: what is remembered and what each message asks of the model."""
+"""`lamina chat`: what a conversation remembers, and the prompt of each message."""
 
 import io
 from collections.abc import Generator

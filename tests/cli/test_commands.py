@@ -62,8 +62,8 @@ def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
     done = run("generate", "--compute", "cpu:1", "--memory", "cpu:2", "--max-tokens", "8", *prompts)
     assert done.returncode == 0, done.stderr
     assert all(prompt in done.stderr for prompt in prompts)
-    assert re.search(r"\d+\.\d tokens/s: \d+ tokens drawn after \d+ prompt tokens in \d+\.\d\d s", done.stderr)
-    assert re.search(r"seed (\d+); --seed \1 draws the same", done.stderr)
+    assert re.search(r"\d+\.\d tokens/s: \d+ tokens generated after \d+ prompt tokens in \d+\.\d\d s", done.stderr)
+    assert re.search(r"seed (\d+); --seed \1 gives the same", done.stderr)
     rows = re.findall(r"(\d) +│ (memory\d) +│ 0 to 1 +│ 0 to \d+ +│ +[\d.]+ KiB", done.stderr)
     assert [request for request, _ in rows] == ["0", "1", "2"]
     assert {worker for _, worker in rows} == {"memory0", "memory1"}
@@ -129,13 +129,13 @@ def test_chat_answers_each_line_of_a_pipe() -> None:
         (("generate",), "no prompt. Give one"),
         (("generate", ""), "empty"),
         (("generate", "x", "--memory", "rtx3090:6"), "rtx3090:6 asks for 6 GPUs; this machine has"),
-        (("generate", "x", "--compute", "toaster"), "no known kind"),
+        (("generate", "x", "--compute", "toaster"), "unknown kind"),
         (("generate", "x", "--memory", "cpu:0"), "give a whole number from 1"),
         (("generate", "x", "--temperature", "nan"), "temperature is nan; give a number from 0.0"),
         (("generate", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("generate", "x", "--model", "/nowhere/model"), "/nowhere/model"),
         (("chat", "--model", "/nowhere/model"), "/nowhere/model"),
-        (("launch", "--host", "not an address"), "no address to listen on"),
+        (("launch", "--host", "not an address"), "cannot listen on"),
         (("launch", "--port", "0", "--compute", "a100:2"), "a100:2 asks for 2 GPUs"),
         (("split", "--output", "/nowhere/cut.svg"), "folder that does not exist"),
     ],
@@ -184,7 +184,7 @@ def test_every_finding_that_is_not_well_has_a_remedy() -> None:
 def test_doctor_tries_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     shm, tcp, chosen = doctor_network.transports(has_rdma=False)
     assert (shm.status, tcp.status) == (Status.OK, Status.OK)
-    assert chosen.found == "shm on this host; tcp to other hosts, if both sides prove it"
+    assert chosen.found == "shm on this host; tcp to other hosts, if a test write succeeds"
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -223,7 +223,7 @@ def test_doctor_says_whether_rdma_reaches_gpus_and_why_not() -> None:
     both = doctor_network.peer_memory({"cuda:0": ""}, "mlx5_0", "", frozenset({"nvidia_peermem"}))
     assert both.status is Status.OK
     assert both.found == (
-        "mlx5_0 registers dma-bufs; cuda:0 exports them; module nvidia_peermem is loaded, and not needed"
+        "mlx5_0 registers dma-bufs; cuda:0 exports dma-bufs; module nvidia_peermem is loaded but not needed"
     )
     for exports, refusal in (
         ({"cuda:0": "too old"}, ""),
@@ -231,9 +231,9 @@ def test_doctor_says_whether_rdma_reaches_gpus_and_why_not() -> None:
         ({"cuda:0": "", "cuda:1": "too old"}, ""),
     ):
         one = doctor_network.peer_memory(exports, "mlx5_0", refusal, frozenset())
-        assert one.status is Status.NOTE and "too old" in one.found and "by way of the host" in one.remedy
-    assert doctor_network.peer_memory({}, "rxe0", "it cannot", frozenset()).found == (
-        "rxe0 registers no dma-buf: it cannot; no GPU here"
+        assert one.status is Status.NOTE and "too old" in one.found and "through host memory" in one.remedy
+    assert doctor_network.peer_memory({}, "rxe0", "too old", frozenset()).found == (
+        "rxe0 cannot register dma-bufs: too old; no GPU here"
     )
 
 
@@ -357,7 +357,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(server: Server) -> 
 
 
 def ask_for_long_answers(running: Server, completions: int = 8) -> tuple[list[threading.Thread], list[httpx.Response]]:
-    """Four clients, two of them of streams, that are being answered; and their answers, once those have ended."""
+    """Four clients with open answers, two of them streams; and their answers once those have ended."""
     answers: list[httpx.Response] = []
 
     def ask(stream: bool) -> None:
@@ -391,12 +391,12 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     clients, answers = ask_for_long_answers(running)
     assert running.process.stderr is not None
     running.process.send_signal(signal.SIGINT)
-    assert "another Ctrl-C ends them now" in running.process.stderr.readline()
+    assert "press Ctrl-C again to end them now" in running.process.stderr.readline()
     running.process.send_signal(signal.SIGINT)
     assert_told(clients, answers, "the engine was closed")
     assert running.process.wait(END_S) == 130
     (said,) = running.process.stderr.read().splitlines()
-    assert said.endswith("4 answers are ended with an error")
+    assert said.endswith("ending 4 open answers with an error")
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 

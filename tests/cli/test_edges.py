@@ -1,4 +1,4 @@
-"""Commands where a machine or its user is less than kind: narrow terminals, full disks, early Ctrl-C, wrong names."""
+"""Commands under adverse conditions: narrow terminals, full disks, early Ctrl-C, wrong names."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def run(*arguments: str, stdout: int = subprocess.PIPE, before: Callable[[], Non
 
 
 def in_terminal(columns: int, *arguments: str) -> str:
-    """What a command prints to a terminal of so many columns."""
+    """The output of a command in a terminal with so many columns."""
     near, far = pty.openpty()
     termios.tcsetwinsize(far, (24, columns))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -93,7 +93,7 @@ def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_pl
     assert len(re.findall(r"\d+\.\d\d", table)) == 3 * rows  # $/h, $/M in, $/M out
 
 
-# -- what the machine refuses ----------------------------------------------------------------------------------------
+# -- system errors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("plan", "-h"), PLAN])
@@ -131,7 +131,7 @@ def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
     assert process.returncode == -signal.SIGINT and "Traceback" not in rest
 
 
-# -- what is given ---------------------------------------------------------------------------------------------------
+# -- invalid input ---------------------------------------------------------------------------------------------------
 
 
 def test_split_reads_a_configuration_of_any_name(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_closed_port_is_told_at_once(tmp_path: Path) -> None:
         where = "{}:{}".format(*closed.getsockname())
     begin = time.monotonic()
     with (
-        pytest.raises(TransportError, match=f"nobody answers at {where} .*bench transport --listen"),
+        pytest.raises(TransportError, match=f"cannot connect to {where} .*bench transport --listen"),
         bench_transport._remote(where, str(tmp_path / "secret")),
     ):
         pass
@@ -204,7 +204,7 @@ def test_every_run_draws_with_a_seed_of_its_own_unless_one_is_given() -> None:
     assert options.sampling_params(8, 1.0, 1.0, 7).seed == 7
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_bench_names_no_bottleneck_beside_a_larger_rest() -> None:

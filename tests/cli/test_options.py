@@ -1,4 +1,4 @@
-"""Options of the engine on the command line: what a command is given for them."""
+"""The engine's options on the command line, and the configuration a command receives for them."""
 
 from dataclasses import fields
 from typing import Any, get_args
@@ -41,7 +41,7 @@ GIVEN: dict[str, Any] = {
 
 
 def call(*arguments: str) -> tuple[EngineConfig, int]:
-    """What a command of one option of its own gets."""
+    """What a command with one option of its own receives."""
     got: list[tuple[EngineConfig, int]] = []
 
     @engine_options

@@ -1,4 +1,4 @@
-"""`lamina status` asks addresses where something else answers."""
+"""`lamina status` with addresses where something other than Lamina answers."""
 
 import socketserver
 import threading
@@ -13,7 +13,7 @@ OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 
 
 class Stranger(socketserver.TCPServer):
-    """Answers whatever it is asked with ``answer``."""
+    """A server that answers every request with ``answer``."""
 
     answer = b""
 
@@ -43,18 +43,18 @@ def stranger() -> Iterator[Stranger]:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (OK + b"\r\n<html><body>It works!</body></html>\n", "no metrics of Prometheus"),
-        (OK + b'\r\n{"status": "ok"}\n', "no metrics of Prometheus"),
-        (OK + b'\r\nlamina_kv_slots{worker="memory0\n', "no metrics of Prometheus"),
+        (OK + b"\r\n<html><body>It works!</body></html>\n", "not Prometheus metrics"),
+        (OK + b'\r\n{"status": "ok"}\n', "not Prometheus metrics"),
+        (OK + b'\r\nlamina_kv_slots{worker="memory0\n', "not Prometheus metrics"),
         (OK + b"\r\n\xff\xfe\n", "can't decode"),
         (OK + b"Content-Length: 100\r\n\r\nlamina_steps_total 3\n", "IncompleteRead"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH-2.0"),
         (b"", "without response"),
         (b"HTTP/1.1 404 Not Found\r\n\r\n", "404"),
-        (OK + b"\r\npython_info 1\n", "is this a server of Lamina"),
+        (OK + b"\r\npython_info 1\n", "is this a Lamina server"),
         (
             OK + b"\r\nlamina_requests_running 0\nlamina_requests_waiting 0\nlamina_steps_total 0\nlamina_links 1\n",
-            "is this a server of Lamina",
+            "is this a Lamina server",
         ),
     ],
 )

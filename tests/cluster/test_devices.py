@@ -1,4 +1,4 @@
-"""What this machine offers, where a control group bounds it."""
+"""Resources of this machine within the limits of a control group."""
 
 from pathlib import Path
 

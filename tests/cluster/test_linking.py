@@ -1,4 +1,4 @@
-"""Rounds of linking: pairs that cannot prove a link get the next transport, the others keep theirs."""
+"""Rounds of linking: pairs whose test fails get the next transport, the others keep theirs."""
 
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ OFFERS = {
 
 
 class FakeWorkers:
-    """Both the control server and the gatherer of workers that fail as told: (round, worker) -> failures."""
+    """Control server and gatherer of workers that fail as given: (round, worker) -> failures."""
 
     def __init__(self, failures: dict[tuple[int, str], dict[str, str]]) -> None:
         self._failures = failures

@@ -1,4 +1,4 @@
-"""Worker processes that end before they have begun."""
+"""Worker processes that exit before they have started."""
 
 import os
 import time
@@ -21,5 +21,5 @@ def test_a_worker_that_ends_before_it_has_read_its_keys_is_reported_as_ended() -
     deadline = time.monotonic() + 30
     while not workers.ended() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert workers.ended() == {"memory0": "its process ended with exit status 7"}
+    assert workers.ended() == {"memory0": "its process exited with status 7"}
     workers.close()

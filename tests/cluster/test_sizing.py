@@ -1,4 +1,4 @@
-"""Settings against what a machine and a model allow."""
+"""Settings against the limits of a machine and a model."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`lamina plan` as it is typed."""
+"""`lamina plan` on the command line."""
 
 import json
 import os
@@ -25,21 +25,23 @@ PAIR = "--model Llama-3-70B --compute h100 --memory h20"
 
 
 def plan(line: str) -> str:
-    """What `lamina plan LINE` prints."""
+    """The output of `lamina plan LINE`."""
     return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
 
 
 def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
     printed = plan(f"{PAIR} --budget 44.24")
     assert "lamina launch --model Llama-3-70B --compute h100:2 --memory h20:4" in printed
-    assert "Waits for compute" in printed
+    assert "Bottleneck: compute" in printed
     assert "8 h20 instead of 4:" in printed
-    assert "was made for" not in printed
-    assert "Llama-3-70B was made for 8192 tokens; what it is to serve has up to 9000" in plan(f"{PAIR} --context 9000")
+    assert "supports" not in printed
+    assert "Llama-3-70B supports 8192 tokens; the workload has sequences of up to 9000" in plan(
+        f"{PAIR} --context 9000"
+    )
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """What the real command line makes of `lamina launch ...`, which it does not run."""
+    """How the real command line parses `lamina launch ...`, without running it."""
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
     root = get_command(app)
@@ -64,7 +66,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
         assert settings["lanes"] == one["lanes"]
-        # The runtime's own pipeline takes these lanes in this order, and lets the whole batch in.
+        # The runtime's own pipeline accepts these lanes in this order, and admits the whole batch.
         pipeline = Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
         names = ("max_num_seqs", "max_num_batched_tokens")
         config = EngineConfig(**{name: settings[name] for name in names})
@@ -120,17 +122,17 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--model Llama-3-70B", "give --compute KINDS and --memory KINDS"),
-        (f"{PAIR} --slo-tbt 50", r"--slo-tbt '50' is no time.*did you mean 50ms"),
-        (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is no time"),
-        (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is no time"),
+        ("--model Llama-3-70B", "give --compute and --memory"),
+        (f"{PAIR} --slo-tbt 50", r"--slo-tbt '50' is not a duration.*did you mean 50ms"),
+        (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is not a duration"),
+        (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is not a duration"),
         (f"{PAIR} --slo-tbt 1ms", "no plan reaches --slo-tbt 1ms; the nearest is"),
         (f"{PAIR} --context 0", "the context is 0 tokens"),
-        (f"{PAIR} --context 9 --trace x.csv", "give one of them"),
+        (f"{PAIR} --context 9 --trace x.csv", "give only one of them"),
         (f"{PAIR} --trace /nowhere.csv", "the trace /nowhere.csv cannot be read"),
         ("--measure /nowhere/cpu.toml", "in a folder that does not exist"),
-        ("--measure cpu.sqlite", "which is where its profile goes"),
-        (f"{PAIR} --kind h100", "--kind goes with --validate"),
+        ("--measure cpu.sqlite", "where its profile would be written"),
+        (f"{PAIR} --kind h100", "--kind is for --validate only"),
         ("--model Llama-3-8B --compute tpu-v6e --memory h20 --owned", "tpu-v6e has no price to buy"),
         ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),
         ("--model Llama-9 --compute h100 --memory h20", "'Llama-9' is no model directory, config.json or known name"),
@@ -151,7 +153,7 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(measure, "READ_BYTES", 2**22)
     monkeypatch.setattr(measure, "PRODUCT", (8, 64, 64))
     measured = Fit("slices", "cpu", "a test", {"rows": [1, 64], "slice_s": [1e-4] * 2, "weight_s": [1e-10] * 2}, 0, 0)
-    # What it really measures is under test in test_profile.py.
+    # The measurement itself is tested in test_profile.py.
     monkeypatch.setattr(profile, "measure", lambda kind, store: store.write(measured, []))
     file = tmp_path / "cpu.toml"
     printed = plan(f"--measure {file}")
@@ -163,10 +165,10 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     result = json.loads(plan(f"--model LLaMA-7B --hardware {file} --compute cpu:1 --memory cpu:2 --context 512 --json"))
     best = result["recommended"]
     assert best["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
-    # Slices cost what the profile beside the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.
+    # Slices cost what the profile next to the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.
     dense_s = 32 * 1e-4 + models.find("LLaMA-7B").layer_parameters * 32e-10 + 1e-4 + 32000 * 4096e-10
     assert best["compute_busy"] * best["tbt_s"] == pytest.approx(best["lanes"] * dense_s, rel=1e-6)
-    with pytest.raises(UserError, match="exists; give --measure another file"):
+    with pytest.raises(UserError, match="exists; remove it, or give --measure another file"):
         plan(f"--measure {file}")
     with pytest.raises(UserError, match="give --model"):
         plan("--compute h100 --memory h20")

@@ -1,4 +1,4 @@
-"""The cost suite: every section beside its paper, one file that loads nothing, and what the papers claim in words."""
+"""The cost suite: every section next to its paper, a single self-contained file, and the papers' claims in words."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_one_file_that_loads_nothing(made: tuple[str, dict[str, Any]]) -> None:
     assert page.count("<svg") >= 9 and page.count("<h2>") == len(numbers) == 10
     identifiers = re.findall(r'\bid="([^"]+)"', page)
     assert len(set(identifiers)) == len(identifiers)
-    # Text takes the page's colour in light and dark: none of it is black.
+    # Text takes the page's colour, light or dark: none of it is black.
     assert "#010203" not in page and "fill: #000" not in page
 
 
@@ -108,5 +108,7 @@ def test_a_suite_that_does_not_end_is_stopped_with_a_remedy(monkeypatch: pytest.
     (tmp_path / "report.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(cost_report, "SUITE", tmp_path / "report.py")
     monkeypatch.setattr(cost_report, "TIMEOUT_S", 0.2)
-    with pytest.raises(LaminaError, match=r"did not end within 0\.2 s.*Run it without a limit: python .*report\.py"):
+    with pytest.raises(
+        LaminaError, match=r"did not finish within 0\.2 s.*Run it without a time limit: python .*report\.py"
+    ):
         CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)

@@ -32,7 +32,7 @@ def test_never_faster_than_the_device(m: int, n: int, k: int, kind: str) -> None
 
 
 def by_hand(m: int, n: int, k: int, tile: tuple[int, int], cuts: int) -> float | None:
-    """One kernel on the A100 in plain arithmetic; None if there is none."""
+    """One kernel on the A100 in plain arithmetic; None if the library would not use it."""
     fit = FIT
     tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * cuts
     if cuts > 1 and tiles > 108:

@@ -64,7 +64,7 @@ def rotate(lanes: int, replicas: int, slice_s: float, attention_s: float, messag
 
 
 def drawn(seed: int) -> tuple[Pools, int]:
-    """Some layout and context."""
+    """Any layout and context."""
     draw = random.Random(seed)
     replicas = draw.randint(1, 4)
     seen = pools(
@@ -97,13 +97,13 @@ def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
         message_s=max(here, there) + ROUND_TRIP_S,
         layers=400,
     )
-    # The rotation knows of no queue for the network.
+    # The reference rotation has no queue for the network.
     expected = max(simulated, seen.lanes / seen.replicas * here, seen.lanes * there)
     assert found.tbt_s / LLAMA3.layers == pytest.approx(expected, rel=0.03)
 
 
 def played(seen: Pools, model: Planner, rows: int, live: int, steps: int = 5) -> float:
-    """Seconds of a decode step where the simulator's cluster plays its slices, attentions and messages."""
+    """Seconds of a decode step when the simulator's cluster runs its slices, attentions and messages."""
     compute, memory, shape = model.models[seen.compute.kind], model.models[seen.memory.kind], model.shape
     pipeline = Pipeline(seen.lanes, seen.replicas, seen.lanes == seen.replicas + 1)
     cluster = _native.VirtualCluster(seen.replicas, seen.memory_workers, seen.lanes, ROUND_TRIP_S / 2)
@@ -168,7 +168,7 @@ def test_a_sequence_lies_on_one_memory_worker_or_its_heads_on_several() -> None:
         for partition, batch in ((Partition.REQUEST, by_requests), (Partition.HEAD, by_heads)):
             found = model.evaluate(replace(layout, memory_workers=workers, partition=partition))
             assert (found.batch if found else 0) == batch
-    # What the refusal says is enough is enough, and one less is not.
+    # The number of workers in the error is enough, and one less is not.
     model = planner(shape, workload.of_context(100_000))
     for most in (1, 2, 3):
         error = str(refusal(model, list(layouts(shape, [(CATALOGUE["a100"], 1)], [(CATALOGUE["rtx3090"], most)]))))
@@ -204,8 +204,8 @@ def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
     assert 3 <= best.pools.memory_workers <= 4
     assert best.bottleneck is Bottleneck.COMPUTE and best.compute_busy == pytest.approx(1)
     more_memory = next(line for line in beyond(model, best) if "h20 instead" in line)
-    assert "waits for compute" in more_memory and "+" in more_memory.split("cost")[0]
-    # Without that bound more of both is cheaper still, in the same proportion; others come within hundredths of it.
+    assert "bottleneck: compute" in more_memory and "+" in more_memory.split("cost")[0]
+    # Without that bound, more of both is even cheaper, in the same proportion; others come within hundredths of it.
     free = planner()
     plans = [plan for one in candidates if (plan := free.evaluate(one)) is not None]
     cheapest = min(plans, key=lambda plan: plan.usd_per_million_out)
@@ -241,7 +241,7 @@ def test_a_plan_keeps_its_goals() -> None:
             Goals(),
             workload.of_context(10**7),
             8,
-            r"reserves 10000000 tokens.*a h20 holds \d+, .*most here are 4.*8 KV heads.*give a kind with more",
+            r"needs 10000000 tokens.*a h20 holds \d+, .*has at most 4.*8 KV heads.*give hardware with more",
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_what_cannot_be_is_refused_with_the_nearest(
 
 
 def test_the_nearest_is_within_reach() -> None:
-    """Whoever asks for what an error says is nearest gets a plan."""
+    """The nearest value named by an error yields a plan."""
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 4)]))
     for goals, name, unit, scale in (
         (Goals(tbt_s=0.001), "tbt_s", "ms", 1e-3),
@@ -281,7 +281,7 @@ def test_a_budget_of_what_the_cheapest_pools_cost_is_enough() -> None:
 
 
 def test_a_group_that_could_hold_the_weights_is_named_or_the_memory_it_takes() -> None:
-    for kind, remedy in (("rtx4090", "give --compute rtx4090:8, or"), ("rtx4080", "give a kind with 20 GB or more")):
+    for kind, remedy in (("rtx4090", "give --compute rtx4090:8, or"), ("rtx4080", "give hardware with 20 GB or more")):
         candidates = list(layouts(LLAMA3, [(CATALOGUE[kind], 1)], [(CATALOGUE["h20"], 4)]))
         assert remedy in str(refusal(planner(), candidates))
 
@@ -291,7 +291,7 @@ def test_layouts_divide_heads_and_weights() -> None:
     found = list(layouts(shape, [(CATALOGUE["a100"], 8)], [(CATALOGUE["rtx3090"], 16)]))
     assert {one.tensor_parallel for one in found} == {1, 2, 4}
     assert {one.memory_workers for one in found if one.partition is Partition.HEAD} == {2, 4, 13}
-    # Every replica has a lane, and no layout is one that the runtime's own pipeline refuses.
+    # Every replica has a lane, and the runtime's own pipeline accepts every layout.
     assert {(one.replicas, one.lanes) for one in found} >= {(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6)}
     assert all(Pipeline(one.lanes, one.replicas, one.lanes == one.replicas + 1) for one in found)
     assert all(one.compute_workers <= 8 for one in found)
@@ -314,7 +314,7 @@ def test_traces(tmp_path: Path) -> None:
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text('{"timestamp": 0, "input_length": 7, "output_length": 2, "hash_ids": []}\n')
     assert workload.of_trace(mooncake).longest == 9
-    # A part of a trace: time begins with the earliest request that is kept, whichever it is.
+    # A part of a trace: time begins with the earliest request that is kept.
     rows = [(9000, 5, 5), (7000, 8, 3), (6000, 0, 3)]
     mooncake.write_text(
         "".join(f'{{"timestamp": {t}, "input_length": {i}, "output_length": {o}}}\n' for t, i, o in rows)
@@ -325,7 +325,7 @@ def test_traces(tmp_path: Path) -> None:
     )
     assert [request.arrival_s for request in workload.read_trace(azure)] == [pytest.approx(1.00993), 0]
     azure.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"is no trace \(KeyError: 'TIMESTAMP'\)"):
+    with pytest.raises(ConfigError, match=r"is not a trace \(KeyError: 'TIMESTAMP'\)"):
         workload.of_trace(azure)
 
 
@@ -345,7 +345,7 @@ def test_traces(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(row: str, tmp_path: Path) -> None:
     for name in ("trace.jsonl", "trace.csv"):
         (tmp_path / name).write_text(row + "\n" + row)
-        with pytest.raises(ConfigError, match="is no trace"):
+        with pytest.raises(ConfigError, match="is not a trace"):
             workload.read_trace(tmp_path / name)
 
 

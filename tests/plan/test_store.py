@@ -1,4 +1,4 @@
-"""Stored fits: what is written comes back, and the package's are what fitting the measurements gives."""
+"""Stored fits: round trips, and the package's fits equal those fitted to the measurements."""
 
 import json
 import sqlite3
@@ -70,7 +70,7 @@ def test_a_fit_finds_the_numbers_that_made_the_measurements() -> None:
 
 
 def test_what_is_not_a_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no profile store .*missing.sqlite"):
+    with pytest.raises(ConfigError, match=r"the profile store .*missing.sqlite does not exist"):
         Fits.load("h100", ProfileStore(tmp_path / "missing.sqlite"))
     (tmp_path / "text.sqlite").write_text("hello " * 1000)
     with pytest.raises(ConfigError, match="is not a profile store"):

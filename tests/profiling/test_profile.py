@@ -1,4 +1,4 @@
-"""Profiles: parameters are found again in times made from them, and the real runtime can be measured."""
+"""Profiles: fitting recovers the parameters that generated the times, and the real runtime can be measured."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ TRUTH = RuntimeFit(
 
 
 def run(batch: int, prompt: int, lanes: int) -> Run:
-    """What the truth comes to, in plain arithmetic: 12 layers of 2 x 2 x 64 x 2 bytes of KV a token."""
+    """The true times in plain arithmetic: 12 layers of 2 x 2 x 64 x 2 bytes of KV per token."""
     rows, live = batch / lanes, prompt + DRAWN / 2 + batch
     layer = 2 * 512 * 64 * (8 + 2) + 3 * 512 * 1408
     dense = 12 * float(CURVE.seconds(rows, layer)) + float(CURVE.seconds(rows, 999 * 512))
@@ -71,7 +71,7 @@ def test_slices_of_a_third_width_follow_from_two() -> None:
     found = SliceCurve.of(rows, weights, times)
     assert found.seconds(8, 5_000_000) == pytest.approx(6e-5 + 5e6 * 6e-11)
     assert found.seconds(64, 5_000_000) == pytest.approx(9e-5 + 5e6 * 3e-10)
-    # Beyond what was measured, rows cost as they did at last: here five times as much for eight times the rows.
+    # Beyond the measured rows, the last slope continues: here five times as much for eight times the rows.
     assert found.seconds(512, 0) == pytest.approx(9e-5 * 1.5)
     noisy = SliceCurve.of(rows, weights, [[2e-4] * 3, [1e-4] * 3])  # the larger one faster: no weight may cost nothing
     assert np.all(noisy.seconds(np.array(rows), 9_000_000) >= 1e-4 * 0.99)

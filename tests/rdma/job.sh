@@ -1,6 +1,6 @@
 #!/bin/bash
-# Inside the machine: make software RDMA devices, then run the command given, as the repository's owner would.
-# rxe0 is on a dummy link, which packets never leave. rxe1 and rxe2 are on the two ends of a cable, which they do cross.
+# Runs inside the virtual machine: creates software RDMA devices, then runs the given command.
+# rxe0 is on a dummy link, which packets never leave; rxe1 and rxe2 are on the two ends of a virtual cable.
 #     job.sh KERNEL_ROOT STDLIB SITE_PACKAGES COMMAND...
 set -euo pipefail
 kernel=$1 stdlib=$2 site=$3
@@ -31,13 +31,13 @@ for end in 1 2; do
     ip link set lamina$end up
     ip route add 10.79.0.$other dev lamina$end src 10.79.0.$end table 10$end
     ip rule add pref 1$end iif lamina$end lookup local
-    ip rule add pref 2$end iif lo to 10.79.0.$other lookup 10$end # even though this machine has that address
+    ip rule add pref 2$end iif lo to 10.79.0.$other lookup 10$end # although that address is local
 done
 echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
 ip rule add pref 100 lookup local
 ip rule del pref 0
 modprobe -d "$kernel" sch_netem
-modprobe -d "$kernel" vgem # a device whose memory is exported as dma-bufs
+modprobe -d "$kernel" vgem # a device that exports its memory as dma-bufs
 rdma link add rxe1 type rxe netdev lamina1
 rdma link add rxe2 type rxe netdev lamina2
 ulimit -l unlimited

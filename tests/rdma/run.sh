@@ -1,14 +1,14 @@
 #!/bin/bash
-# Runs a command where there is an RDMA device: in a small virtual machine with Soft-RoCE. By default that is the
-# transport's conformance suite over RDMA, and the runtime over RDMA and over impaired networks; with --short, a part of it.
-# The machine sees this machine's files; nothing but build/rdma is written. Exits with the command's status; with 77 if no
-# machine can be had.
+# Runs a command with RDMA devices: in a small virtual machine with Soft-RoCE. By default the command is the transport's
+# conformance suite over RDMA, and the runtime over RDMA and over impaired networks; with --short, a part of these.
+# The virtual machine shares the host's files; only build/rdma is written. Exits with the command's status, or with 77 if
+# no virtual machine can be started.
 #     tests/rdma/run.sh [--short | COMMAND...]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$root/build/rdma
 cd "$root"
-PATH=$PATH:/usr/sbin:/sbin # where some environments do not look for depmod, mke2fs and ip
+PATH=$PATH:/usr/sbin:/sbin # some environments lack these, where depmod, mke2fs and ip are
 python=${PYTHON:-$root/.venv/bin/python}
 packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
 
@@ -22,7 +22,7 @@ skip() {
     exit 77
 }
 
-command -v apt-get >/dev/null || skip "this script installs QEMU with apt-get, which is not here"
+command -v apt-get >/dev/null || skip "this script installs QEMU with apt-get, which does not exist on this system"
 mkdir -p "$work/empty"
 if ! dpkg -s $packages >/dev/null 2>&1; then
     say "installing $packages"
@@ -33,9 +33,9 @@ fi
 [ -x "$work/venv/bin/vng" ] || { say "installing virtme-ng" && python3 -m venv "$work/venv" && "$work/venv/bin/pip" install -q virtme-ng >"$work/pip.log" 2>&1; } ||
     skip "virtme-ng cannot be installed ($work/pip.log says why)"
 if ! compgen -G "$work/kernel/boot/vmlinuz-*" >/dev/null; then
-    # Unpacked, never installed. Not the cloud kernel, which has no Soft-RoCE.
+    # Unpacked but not installed. Not the cloud kernel, which lacks Soft-RoCE.
     image=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
-    [ -n "$image" ] || skip "there is no package linux-image-amd64"
+    [ -n "$image" ] || skip "the package linux-image-amd64 does not exist"
     say "downloading and unpacking the kernel package $image"
     (cd "$work" && apt-get download -qq "$image" >"$work/kernel.log" 2>&1) || skip "$image cannot be downloaded ($work/kernel.log says why)"
     rm -rf "$work/kernel.new" && dpkg -x "$work/$image"_*.deb "$work/kernel.new"
@@ -49,21 +49,21 @@ ln -sfn /usr/lib/python3/dist-packages/pyverbs "$work/python/pyverbs"
 PYTHONPATH="$work/python" "$python" -c "import pyverbs.device" 2>/dev/null ||
     skip "$("$python" -V) cannot import Debian's pyverbs, which is built for $(/usr/bin/python3 -V)"
 
-# What is read most lies on a disk of the machine's own: importing torch over the shared file system takes minutes.
+# Frequently read files go to a disk of the virtual machine: importing torch over the shared file system takes minutes.
 paths() { "$python" -c "import sysconfig; print(sysconfig.get_path('$1'))"; }
 stdlib=$(paths stdlib) site=$(paths platlib) disk=$work/disk.img
 unneeded="cmake fontTools hf_xet matplotlib mypy mypyc *__mypyc*.so openai openvino* pip pyarrow scipy scipy.libs torch/include torch/test transformers triton"
 if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -quit)" ]; then
-    say "copying Python's packages to a disk for the machine: about a minute"
+    say "copying Python's packages to a disk for the virtual machine: takes about a minute"
     rm -rf "$work/disk" && mkdir -p "$work/disk/stdlib" "$work/disk/site"
     tar -C "$stdlib" -c --exclude=./site-packages --exclude=./test . | tar -C "$work/disk/stdlib" -x
-    set -f # the patterns are tar's
+    set -f # the patterns are for tar
     tar -C "$site" -c $(printf -- '--exclude=./%s ' $unneeded) . | tar -C "$work/disk/site" -x
     set +f
     mke2fs -q -t ext4 -d "$work/disk" "$disk.new" "$(($(du -sm "$work/disk" | cut -f1) * 5 / 4 + 100))M"
     rm -rf "$work/disk" && mv "$disk.new" "$disk"
 fi
-say "making the model of the tests"
+say "creating the model of the tests"
 rm -rf "$work/model"
 LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
 
@@ -73,16 +73,16 @@ case ${1-} in
 --short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or $whole" ;;
 esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
-# Emulated: nested virtualisation is not to be counted on. More processors than the suite has threads that spin.
+# Emulated, because nested virtualisation may be missing. More processors than the suite has spinning threads.
 export PATH=$work/venv/bin:$PATH
-say "starting the machine; what it prints is also kept in $work/output.log"
+say "starting the virtual machine; its output is also written to $work/output.log"
 log=$work/output.log
 : >"$log"
-# Also when this is interrupted or out of time: what had passed until then.
+# Also prints the tests passed so far when interrupted or out of time.
 trap 'status=$?; say "ended with status $status after $SECONDS s: $(grep -c " PASSED" "$log") tests passed, $(grep -c " FAILED" "$log") failed"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-# Through a pipe: a file as standard output or error would be opened again, and overwritten, by QEMU.
+# Through a pipe: QEMU would reopen, and overwrite, a file as standard output or error.
 vng --run "$work"/kernel/boot/vmlinuz-* --disable-kvm --force-9p --user root --cpus 3 --memory 4G \
     --rodir "/usr/lib/systemd=$work/empty" --qemu-opts="-drive if=virtio,format=raw,readonly=on,file=$disk" -- \
     "cd $root && env PYTHONUNBUFFERED=1 PYTHONPATH=$work/python LAMINA_TEST_RDMA=1 LAMINA_TEST_MODEL=$work/model $job" 2>&1 | tee "$log"

@@ -1,4 +1,4 @@
-"""Hostile clients against a running server, beside an ordinary one whose requests must not suffer.
+"""Runs hostile clients against a server, next to an ordinary client whose requests must not suffer.
 
     python -m tests.serve.adversary http://127.0.0.1:8000 --pid PID                 # one attack after another
     python -m tests.serve.adversary http://127.0.0.1:8000 --pid PID --seconds 600   # all of them together
@@ -36,7 +36,7 @@ Says = Counter[str]
 
 
 def main() -> int:
-    """Run the attacks that the command line asks for."""
+    """Run the attacks given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--pid", type=int, help="of the server: watch its memory")
@@ -56,7 +56,7 @@ def main() -> int:
 
 @dataclass
 class Outcome:
-    """What an attack, or several at once, did to everybody else."""
+    """The effect of one or several simultaneous attacks on other clients and on memory."""
 
     attacks: list[str]
     waits: list[float]  # of the bystander, seconds
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def run(url: str, names: list[str], pid: int | None, seconds: float | None = None) -> Outcome:
-    """Attack, with a bystander and an eye on the memory, until all have ended or ``seconds`` are over."""
+    """Attack with a bystander and memory sampling running, until all have ended or ``seconds`` are over."""
     context = multiprocessing.get_context("spawn")  # attackers must not take the bystander's interpreter lock
     processes = [context.Process(target=attack, args=(name, url, seconds), daemon=True) for name in names]
     with watching(pid) as sizes, standing_by(url) as (waits, errors):
@@ -104,7 +104,7 @@ def run(url: str, names: list[str], pid: int | None, seconds: float | None = Non
 
 @contextlib.contextmanager
 def standing_by(url: str) -> Iterator[tuple[list[float], Says]]:
-    """An ordinary client in a thread: a completion and, on a new connection, a look at /health, ten times a second."""
+    """An ordinary client in a thread: ten times a second a completion and, on a new connection, GET /health."""
     waits: list[float] = []
     errors: Says = Counter()
     end = threading.Event()
@@ -142,7 +142,7 @@ def standing_by(url: str) -> Iterator[tuple[list[float], Says]]:
 
 @contextlib.contextmanager
 def watching(pid: int | None) -> Iterator[list[float]]:
-    """Resident bytes of a process and all below it, five times a second."""
+    """Samples the resident bytes of a process and its descendants, five times a second."""
     sizes: list[float] = []
     end = threading.Event()
 
@@ -170,7 +170,7 @@ def resident(pid: int | None) -> float:
 
 
 def left_behind(url: str) -> list[str]:
-    """What is still in the server when all clients have left: nothing may be, after a while."""
+    """What the server still holds after all clients have left; it must drop to nothing."""
     deadline = time.monotonic() + AFTER_S
     while True:
         lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
@@ -186,7 +186,7 @@ def left_behind(url: str) -> list[str]:
 
 
 def attack(name: str, url: str, seconds: float | None) -> None:
-    """One attack; again and again for ``seconds`` if they are given."""
+    """One attack, repeated for ``seconds`` if given."""
     os.nice(10)  # attackers are on other machines: they leave the server its processor
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -200,7 +200,7 @@ def attack(name: str, url: str, seconds: float | None) -> None:
 
 
 async def large_prompts(url: str) -> None:
-    """Bodies far beyond any limit, bodies just below it, and what is cheap to send and dear to decode."""
+    """Bodies far beyond the limit, just below it, and ones that are cheap to send but expensive to decode."""
     await together(
         *[post(url, completion(prompt="a b " * 3_000_000)) for _ in range(6)],
         post(url, chat("word " * 4_200_000), CHAT),
@@ -218,12 +218,12 @@ async def large_prompts(url: str) -> None:
 
 
 async def many_prompts(url: str) -> None:
-    """As many prompts in one body as are taken at all."""
+    """As many prompts in one body as the server accepts."""
     await post(url, completion(prompt=["import"] * 16_384, max_tokens=1))
 
 
 async def stop_strings(url: str) -> None:
-    """More stop strings than anybody needs, and a million that are none."""
+    """Too many stop strings, and a million entries that are not strings."""
     stops = [f"stop{i}" for i in range(100_000)]
     await together(
         *[post(url, completion(prompt="import", max_tokens=100, stop=stops)) for _ in range(4)],
@@ -256,7 +256,7 @@ async def silent_connections(url: str) -> None:
 
 
 async def slow_readers(url: str) -> None:
-    """Answers of many completions with many log-probabilities that nobody reads."""
+    """Large answers, with many completions and log-probabilities, that the client does not read."""
     host, port = address(url)
     body = completion(prompt="import", n=8, logprobs=20, max_tokens=200, stream=True, ignore_eos=True)[0]
 
@@ -273,7 +273,7 @@ async def slow_readers(url: str) -> None:
 
 
 async def nothing(url: str) -> None:
-    """No attack: what the bystander has to wait for anyway."""
+    """No attack: the bystander's latency without one."""
     await asyncio.sleep(5)
 
 
@@ -312,7 +312,7 @@ def head(path: str, length: int | None) -> bytes:
 
 
 async def post(url: str, pieces: list[bytes], path: str = "/v1/completions", chunked: bool = False) -> bytes:
-    """Send a body and read the first of the answer, whatever it is."""
+    """Send a body and read the beginning of the answer, whatever it is."""
     host, port = address(url)
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -327,7 +327,7 @@ async def post(url: str, pieces: list[bytes], path: str = "/v1/completions", chu
 
 
 async def together(*attackers: Awaitable[object]) -> None:
-    """All at once; that their connections break off is what they are made for."""
+    """Run all at once; broken connections are expected and ignored."""
     await asyncio.gather(*attackers, return_exceptions=True)
 
 

@@ -1,4 +1,4 @@
-"""A running server over a scripted engine, and a client of it."""
+"""Fixtures: a running server with a scripted engine, and a client of it."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""A server whose engine answers by script."""
+"""A server with a scripted engine in place of a model."""
 
 import threading
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Answers every prompt with WORDS, one word per update; what a prompt contains makes it do otherwise."""
+    """Answers every prompt with WORDS, one word per update; keywords in a prompt make it behave differently."""
 
     model_name = "fake"
     max_model_len = 100
@@ -50,7 +50,7 @@ class FakeEngine:
         self.forget()
 
     def forget(self) -> None:
-        """Be as new for the next test."""
+        """Reset for the next test."""
         self.dead: str | None = None
         self.silent: dict[str, float] = {}
         self.submitted: list[tuple[str | list[int], SamplingParams]] = []
@@ -104,7 +104,7 @@ class FakeEngine:
             on_update(out)
 
     def close(self) -> None:
-        """End what hangs, in an error."""
+        """End hanging requests with an error."""
         for out, on_update in self.hanging:
             on_update(replace(out, finished=True, error="the engine was closed"))
 

@@ -1,4 +1,4 @@
-"""A server as it is launched, under every attack of ``adversary.py``."""
+"""A real server under every attack of ``adversary.py``."""
 
 import re
 import signal

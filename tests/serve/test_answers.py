@@ -1,4 +1,4 @@
-"""Completions and chat answers over a scripted engine: every byte a client sees, and what reaches the engine."""
+"""Completions and chat answers with a scripted engine: every byte the client receives, and what the engine gets."""
 
 import json
 from typing import Any

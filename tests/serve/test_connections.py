@@ -50,7 +50,7 @@ def test_half_a_header_is_answered_and_closed(server: Running, before: bytes) ->
             assert answer(connection)[0] == 200
         connection.sendall(b"POST /v1/comp")
         status, body = answer(connection)
-        assert status == 408 and "no whole header came within" in body["error"]["message"]
+        assert status == 408 and "no complete header within" in body["error"]["message"]
         assert connection.recv(1) == b""
 
 
@@ -118,7 +118,7 @@ def test_what_is_not_http(server: Running, sent: bytes, status: int, said: str) 
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A server of four connections."""
+    """A server limited to four connections."""
     monkeypatch.setattr("lamina.serve.server.connection_limit", lambda: 4)
     engine, listener = FakeEngine(), socket.create_server(("127.0.0.1", 0), backlog=128)
     made = make_server(engine, lambda: None)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_connections_at_work_are_not_closed_for_others(crowded: Running, caplog:
     waiting.settimeout(0.5)
     with pytest.raises(TimeoutError):
         waiting.recv(1)
-    assert "all of 4 connections are at work" in caplog.text
+    assert "all 4 connections are busy" in caplog.text
     crowded.engine.close()
     for thread in at_work:
         thread.join(TIMEOUT_S)
@@ -212,5 +212,5 @@ except ConfigError as error:
 
 
 def _closing() -> Any:
-    """A connection that the server has closed may break off in either way."""
+    """A connection closed by the server may end by EOF or by reset."""
     return contextlib.suppress(ConnectionResetError, BrokenPipeError)

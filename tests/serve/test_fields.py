@@ -1,4 +1,4 @@
-"""Which fields are taken: every one that OpenAI's own client knows has its place, and unknown ones are refused."""
+"""Accepted request fields: every one that OpenAI's own client knows is listed, and unknown ones are rejected."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_an_unknown_field_is_refused_whatever_its_value(server: Running, name: s
     assert ("did you mean temperature?" in error["message"]) == (name == "Temperature")
 
 
-def test_every_value_that_asks_for_nothing_is_taken(server: Running) -> None:
+def test_values_without_effect_are_accepted(server: Running) -> None:
     for path, given, neutral in (
         (COMPLETION, {"prompt": "a"}, fields.COMPLETION),
         (CHAT, {"messages": USER}, fields.CHAT),

@@ -1,4 +1,4 @@
-"""Bodies: how large, how slow, how many at once; prompts that are refused before they are tokenised."""
+"""Limits on the size, speed and number of bodies, and prompts that are rejected before they are tokenised."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def test_a_large_body_is_refused_before_it_is_sent(server: Running, path: str) -
     with raw(server, head(LEAST_LIMIT + 1, path)) as connection:
         status, body = answer(connection)
     assert status == 413
-    assert f"{LEAST_LIMIT + 1} bytes or more; this server takes at most {LEAST_LIMIT}" in body["error"]["message"]
+    assert f"at least {LEAST_LIMIT + 1} bytes; this server accepts at most {LEAST_LIMIT}" in body["error"]["message"]
     with raw(server, head(LEAST_LIMIT + 1, path, "Expect: 100-continue\r\n")) as connection:
         assert answer(connection)[0] == 413  # and no "100 Continue" before it
 
@@ -77,7 +77,7 @@ def test_a_body_that_comes_too_slowly(server: Running, monkeypatch: pytest.Monke
     monkeypatch.setattr(intake, "BODY_S", 0.2)
     with raw(server, head(100) + b"{") as connection:
         status, body = answer(connection)
-        assert status == 408 and "1 bytes of the body came within 0 s" in body["error"]["message"]
+        assert status == 408 and "only 1 bytes of the body arrived within 0 s" in body["error"]["message"]
         assert connection.recv(1) == b""
 
 
@@ -105,17 +105,17 @@ async def test_many_large_bodies_are_refused_and_small_ones_are_not() -> None:
             await read(bounds, 100_000, deeper)
             return
         await read(bounds, SMALL)
-        with pytest.raises(intake.APIError, match="try again later") as refused:
+        with pytest.raises(intake.APIError, match="Try again later") as refused:
             await read(bounds, SMALL + 1)
         assert refused.value.status == 429
 
     await read(bounds, 100_000, deeper)
-    assert len(held) == most and bounds.under_way == 0
+    assert len(held) == most and bounds.in_progress == 0
 
 
 def test_a_prompt_that_cannot_fit_is_not_tokenised(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine.tokenizer, "encode", None)
-    said = "the prompt has 397 bytes, which are 100 tokens or more; at most 99 fit (max_model_len 100"
+    said = "the prompt has 397 bytes, at least 100 tokens; at most 99 fit (max_model_len 100"
     assert said in refusal(server.post(COMPLETION, prompt=["x" * 397]), 400)["message"]
     messages = [{"role": "user", "content": "x" * 391}]
     assert said in refusal(server.post(CHAT, messages=messages), 400)["message"]

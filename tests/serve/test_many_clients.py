@@ -1,4 +1,4 @@
-"""Clients that leave, and many at once."""
+"""Many clients at once, and clients that leave."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def test_a_client_that_leaves_before_its_answer_cancels_its_requests(server: Run
             asking.cancel()
 
     asyncio.run(leave())
-    # What the test before has left may be cancelled once more.
+    # Requests of the previous test may be cancelled once more.
     assert server.engine.wait_until(lambda: server.engine.running <= server.engine.aborted)
 
 

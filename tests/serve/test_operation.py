@@ -1,4 +1,4 @@
-"""What an operator asks a server: health, models, metrics, its interface."""
+"""Endpoints and logs for operators: health, models, metrics, the OpenAPI document, `lamina status`."""
 
 import logging
 import os
@@ -86,7 +86,7 @@ def test_a_line_per_request(server: Running, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "lamina.serve.logs"):
         line = lines(COMPLETION, prompt=["abc", "d"], n=2, stream=True)[0]
         assert re.fullmatch(
-            r"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d\.\d{3} s: 4 prompt tokens, 12 drawn, 4 length", line
+            r"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d\.\d{3} s: 4 prompt tokens, 12 generated, 4 length", line
         )
         assert re.search(r"POST /v1/completions 400 in \d\.\d{3} s$", lines(COMPLETION, prompt="too long")[0])
         assert "POST /%0Anew?a=%0A 404" in lines("/%0Anew?a=%0A")[0] or "POST /%0Anew 404" in lines("/%0Anew")[0]
@@ -103,7 +103,7 @@ def test_lines_that_clients_can_cause_are_not_written_each_time() -> None:
     assert not any(once.filter(line("no %s", number)) for number in range(1000))
     now = 11.0
     last = line("no %s", "files")
-    assert once.filter(last) and last.getMessage() == "no files (1000 more such lines left out)"
+    assert once.filter(last) and last.getMessage() == "no files (1000 more such lines suppressed)"
 
 
 def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> None:
@@ -138,7 +138,7 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
     assert "1 running" in capsys.readouterr().out
     with pytest.raises(TransportError, match="no server answers at"):
         status.status("http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="is this a server of Lamina"):
+    with pytest.raises(ConfigError, match="is this a Lamina server"):
         status.lines("python_info 1\n")
 
 

@@ -1,4 +1,4 @@
-"""What is refused, by which status and in which words; failures that come later."""
+"""Rejected requests, with their status and message, and failures after a request has started."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_a_bad_prompt_among_several_leaves_none_running(server: Running) -> None
     assert server.engine.aborted == server.engine.running
 
 
-def test_what_asks_for_nothing_is_not_refused(server: Running) -> None:
+def test_values_without_effect_are_not_rejected(server: Running) -> None:
     server.completion(prompt="a", logit_bias=None, tools=[], response_format={"type": "text"}, best_of=None)
 
 

@@ -1,4 +1,4 @@
-"""What the simulator counts in native code, against a plain account of it."""
+"""The simulator's native bookkeeping against plain Python."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_token_times_refuse_what_cannot_be() -> None:
     st.lists(st.tuples(st.integers(0, 6), *[st.integers(0, 8)] * 3), max_size=4),
 )
 def test_shares_of_a_decode_step(rows: list[tuple[int, int]], more: list[tuple[int, int, int, int]]) -> None:
-    """Against sums over the rows of each worker; what one call leaves behind does not reach the next."""
+    """Against sums over the rows of each worker; no state carries over from one call to the next."""
     attend = [0.0, *np.linspace(1.0, 2.0, 40).tolist()]
     shares = DecodeShares(7, 0.25, 0.125, 0.5, attend)
     expected = {}

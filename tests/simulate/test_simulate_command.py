@@ -1,4 +1,4 @@
-"""`lamina simulate` as a person meets it."""
+"""`lamina simulate` on the command line."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def test_requests_that_come_too_fast_are_named_as_the_cause(trace: Path) -> None
 def test_a_lost_worker_is_named_as_the_cause_of_what_it_ends(trace: Path) -> None:
     done = run(*POOLS, "--trace", trace, "--fail", "memory:1@1s")
     assert done.returncode == 0, done.stderr
-    assert "refused" in done.stdout and "a lost worker ends its engine" in done.stdout
+    assert "refused" in done.stdout and "a lost worker stops its engine" in done.stdout
     assert "a lost worker" not in run(*POOLS, "--trace", trace).stdout
 
 
@@ -70,15 +70,15 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
     [
         (("--fail", "memory:2@1s"), "there are 2, counted from 0"),
         (("--slow", "memory:1"), "such as compute:0@60s:2x"),
-        (("--requests", "r.txt"), "neither .csv nor .parquet"),
+        (("--requests", "r.txt"), "ends in .csv or .parquet"),
         (("--requests", "/nowhere/r.csv"), "in a folder that does not exist"),
         (("--trace-out", "/"), "cannot be written"),
         (("--system", "chunked-prefill"), "one pool"),
         (("--rate-scale", "0"), "above 0"),
         (("--compute", "a100:1,h100:1"), "names 2 kinds"),
         (("--model", "Llama-2-13B", "--compute", "rtx4080:2"), "give --tensor-parallel 2 with a multiple of 2 workers"),
-        (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give another kind"),
-        (("--system", "disaggregated", "--trace-out", "t.json"), "what Lamina's workers do"),
+        (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give other hardware"),
+        (("--system", "disaggregated", "--trace-out", "t.json"), "records Lamina's workers"),
     ],
 )
 def test_what_cannot_be_is_one_clear_error(trace: Path, arguments: tuple[str, ...], says: str) -> None:

@@ -68,7 +68,7 @@ def gaps_of(result: Result) -> list[float]:
 
 
 class ClosedForm:
-    """What one request takes on idle pools, written down from the cost model's formulas."""
+    """The time of one request on idle pools, from the cost model's formulas."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.compute, self.memory = deployment.compute_cost, deployment.memory_cost
@@ -76,7 +76,7 @@ class ClosedForm:
         self.asked = LLAMA.query_heads * LLAMA.head_size * 2
 
     def dense(self, rows: int) -> float:
-        """All slices and both ends, one row drawing."""
+        """All slices and both ends, with one row sampling."""
         return float(LLAMA.layers * self.compute.slice_seconds(rows) + self.compute.ends_seconds(1))
 
     def prefill(self, tokens: int) -> float:
@@ -87,7 +87,7 @@ class ClosedForm:
         return self.dense(tokens) + LLAMA.layers * max(chunk, travel)
 
     def decode(self, tokens: int) -> float:
-        """``tokens``: what the new one sees, itself included."""
+        """``tokens``: those the new one attends to, itself included."""
         sent, back = self.kept + self.asked, self.asked
         there = float(self.compute.wire_seconds(sent) + self.memory.wire_seconds(sent))
         home = max(float(self.compute.wire_seconds(back)), float(self.memory.wire_seconds(back)))
@@ -116,7 +116,7 @@ def test_a_long_prompt_runs_in_chunks_whose_prefix_the_memory_worker_attends_to(
 @pytest.mark.parametrize("kind", ["rtx3090", "h20", "a100"])
 @pytest.mark.parametrize("model", ["Llama-2-7B", "Llama-3-70B"])
 def test_attention_is_linear_in_tokens_whatever_the_rows(model: str, kind: str) -> None:
-    """The simulator reads its seconds per token off the cost model once."""
+    """The simulator takes its seconds per token from the cost model only once."""
     cost = replace(pools(), model=models.find(model), memory=CATALOGUE[kind]).memory_cost
     million = float(cost.attention_seconds(1e6, 1) - cost.attention_seconds(0, 1))
     for tokens, rows in ((1, 1), (777, 3), (50_000, 256), (3e6, 1000)):
@@ -165,7 +165,7 @@ def test_same_seed_same_result_and_another_seed_another() -> None:
 
 
 def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same arrivals and ends of steps, told to a fresh scheduler by the engine's rules, give the same plans."""
+    """A fresh scheduler, given the same arrivals and ends of steps by the engine's rules, makes the same plans."""
     told: list[tuple[str, Any]] = []
     plans: list[StepPlan] = []
 
@@ -306,7 +306,7 @@ def test_what_can_never_fit_is_refused_and_others_go_on() -> None:
     capacity = pools().memory_cost.kv_tokens
     result = simulate(pools(), arriving((0.0, capacity + 1, 2), (0.1, 100, 2)))
     assert result.log.states == [State.REFUSED, State.FINISHED]
-    # Nor is a prompt made that no memory could hold.
+    # A prompt that no memory could hold is not created either.
     result = simulate(pools(), arriving((0.0, 10**12, 2), (0.1, 100, 1)))
     assert result.log.states == [State.REFUSED, State.FINISHED]
 
@@ -422,12 +422,12 @@ def test_metrics_of_requests_are_written(tmp_path: Path) -> None:
     table = parquet.read_table(tmp_path / "requests.parquet").to_pydict()
     assert table["state"] == [row["state"] for row in rows]
     assert [None if row["end_s"] == "" else float(row["end_s"]) for row in rows] == table["end_s"]
-    with pytest.raises(ConfigError, match=r"neither .csv nor .parquet"):
+    with pytest.raises(ConfigError, match=r"ends in .csv or .parquet"):
         write_requests(tmp_path / "requests.json", result.log)
 
 
 def test_what_is_asked_for_is_reserved_and_not_drawn() -> None:
-    """Requests that could come to fill most of the slots are served one after another; one alone notices nothing."""
+    """Requests that may fill most of the slots are served one after another; a single one is not affected."""
     three = arriving((0.0, 100, 20), (0.0, 100, 20), (0.0, 100, 20))
     asking = replace(three, max_tokens=int(0.6 * pools().memory_cost.kv_tokens))
     together, apart = simulate(pools(), three), simulate(pools(), asking)
@@ -452,9 +452,9 @@ def test_chosen_lanes_are_near_the_best_that_can_be_asked_for(prompt: int, outpu
 
 
 def test_lanes_that_wait_for_one_pool_after_the_other_are_not_taken_for_missing_room() -> None:
-    """Prompts in one lane on each replica: requests queue beside free slots while both pools are half idle."""
+    """One lane per replica and long prompts: requests are queued despite free slots, and both pools are half idle."""
     arrivals = Arrivals(np.zeros(60), np.full(60, 2048), np.full(60, 1))
     waiting = simulate(pools(lanes=1), arrivals)
     assert waiting.queued > 0.8 and waiting.refused == 0
-    assert waiting.bottleneck.startswith("steps of a lane")
+    assert waiting.bottleneck.startswith("lanes")
     assert simulate(pools(lanes=2, pipelining="fixed"), arrivals).bottleneck == "compute workers"

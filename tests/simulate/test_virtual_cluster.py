@@ -1,4 +1,4 @@
-"""Slices and attentions in virtual time, against the rotational schedule and against a plain account of the rules."""
+"""Slices and attentions in virtual time, against the rotational schedule and a plain implementation of the rules."""
 
 import heapq
 import itertools
@@ -134,8 +134,8 @@ def test_a_lanes_next_step_goes_on_where_the_last_slice_ran() -> None:
     assert slices == [(1, 0.0), (0, 3.0), (1, 6.0), (0, 9.0), (0, 11.0), (1, 14.0), (0, 17.0), (1, 20.0)]
 
 
-def test_messages_take_their_latency_and_their_time_on_network_cards() -> None:
-    """Out: 3 + 5 (latency) + 2; attention 4; back: 1 + 5. The replies' 6 on the replica's card begin with the first."""
+def test_messages_take_their_latency_and_their_time_on_nics() -> None:
+    """Out: 3 + 5 (latency) + 2; attention 4; back: 1 + 5. The replies' 6 on the replica's NIC begin with the first."""
     pipeline = Pipeline(1, 1)
     cluster = VirtualCluster(1, 1, 1, 5.0, 100)
     submit(cluster, pipeline, 0, 0.0, 1, 10.0, [4.0], send_s=3.0, memory_receive_s=2.0, memory_send_s=1.0)
@@ -155,7 +155,7 @@ def test_a_chunk_keeps_the_replica_busy_while_its_keys_travel() -> None:
     submit(cluster, pipeline, 1, 0.0, 1, 1.0, [0.5])
     play(cluster)
     begun = [(lane, begin) for stage, _, lane, begin, _ in cluster.spans() if stage == "slice"]
-    # Lane 1's slice 0 waits for the chunk; then lane 0's slice 1 was due later than nothing else.
+    # Lane 1's slice 0 waits for the chunk; after it, nothing was due before lane 0's slice 1.
     assert begun == [(0, 0.0), (1, 4.0), (0, 5.0), (1, 6.0)]
 
 

@@ -1,1 +1,1 @@
-"""What starts workers."""
+"""Launchers, which start worker processes."""

@@ -1,4 +1,4 @@
-"""Local launcher: workers are processes of this machine."""
+"""Launches workers as processes on this machine."""
 
 import contextlib
 import os
@@ -13,16 +13,16 @@ from lamina.protocol.control import Bootstrap
 
 STOP_TIMEOUT_S = 5.0
 
-# Between these, OpenMP threads neither starve the other workers on their cores nor lose GEMM speed; above 10000 a
-# pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
+# Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
+# above 10000 a pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
 OPENMP_SPIN_COUNT = "5000"
 
-# glibc keeps blocks up to this size for reuse; mapping and unmapping every output of a long prompt chunk costs a tenth.
+# glibc keeps blocks up to this size for reuse; mapping every output of a long prompt chunk again costs a tenth.
 KEPT_BYTES = str(1 << 30)
 
 
 def allocation_variables() -> dict[str, str]:
-    """What glibc reads when a process starts that runs slices."""
+    """Environment variables of glibc's allocator for processes that run slices."""
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
@@ -30,55 +30,55 @@ COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
 
 
 class LocalWorkers:
-    """Worker processes of this machine, ended by ``close`` or with this process, whichever comes first."""
+    """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._closing = False
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
-        """Start one worker on ``cores``, which the other pool uses too if ``shared_cores``.
+        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too.
 
-        Its keys go through a pipe, not the command line. -P: no modules from the user's folder.
+        Its keys go through a pipe, not the command line.
         """
         environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if shared_cores:
             environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
         own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)  # of this thread alone; what it starts inherits it
+        os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
         try:
             self._processes[name] = process = subprocess.Popen(
                 self.command(name, module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env=environment,
-                process_group=0,  # Ctrl-C, which ends the terminal's own, is for the engine alone
+                process_group=0,  # so that Ctrl-C in a terminal reaches the engine alone
             )
         finally:
             os.sched_setaffinity(0, own)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: ``ended`` says how
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has exited: ``ended`` reports how
             stdin.write(msgspec.msgpack.encode(bootstrap))
 
     def command(self, name: str, module: str) -> list[str]:
-        """What starts a worker, which must be the process started itself."""
+        """The command of a worker, which must run it in the started process itself. -P: no modules from the cwd."""
         return [sys.executable, "-P", "-m", module]
 
     def ended(self) -> Mapping[str, str]:
-        """Workers that are gone, with their exit status."""
+        """Workers that have exited, with their exit status."""
         if self._closing:
             return {}
         codes = {name: process.poll() for name, process in self._processes.items()}
         return {name: _describe(code) for name, code in codes.items() if code is not None}
 
     def kill(self) -> None:
-        """End all workers at once."""
+        """Kill all workers at once."""
         for process in self._processes.values():
             process.kill()
         self.close()
 
     def close(self) -> None:
-        """Give workers ``STOP_TIMEOUT_S`` to end by themselves, then kill them. Idempotent."""
+        """Give workers ``STOP_TIMEOUT_S`` to exit by themselves, then kill them. Idempotent."""
         self._closing = True
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes.values():
@@ -91,4 +91,4 @@ class LocalWorkers:
 
 
 def _describe(code: int) -> str:
-    return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit status {code}"
+    return f"its process was killed by signal {-code}" if code < 0 else f"its process exited with status {code}"
