@@ -11,6 +11,7 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Gather
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
+from lamina.engine.updates import RequestUpdate
 from lamina.errors import EngineDeadError, TransportError
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ from lamina.protocol import liveness
 from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Failed, Hello, SlabReady
 from lamina.schedule.scheduler import Limits
-from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
+from lamina.types import AttentionSpec, DType, FinishReason, SamplingParams
 
 END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)
@@ -65,11 +66,11 @@ class Caller:
     """Collects what callbacks bring."""
 
     def __init__(self, expected: int) -> None:
-        self.finals: dict[str, RequestOutput] = {}
+        self.finals: dict[str, RequestUpdate] = {}
         self._expected = expected
         self.all_ended = threading.Event()
 
-    def __call__(self, output: RequestOutput) -> None:
+    def __call__(self, output: RequestUpdate) -> None:
         assert output.request_id not in self.finals, "one terminal state each"
         if output.finished:
             self.finals[output.request_id] = output
@@ -84,8 +85,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def raising(error: BaseException) -> Callable[..., object]:
-    def fail(*_: object, **__: Any) -> object:
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: Any) -> None:
         raise error
 
     return fail

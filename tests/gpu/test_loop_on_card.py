@@ -90,7 +90,8 @@ class Worker:
         q, k, v = (drawn[a:b].reshape(1, -1, 64) for a, b in ((0, Q), (Q, Q + KV), (Q + KV, MESSAGE)))
         for kept, new in zip(self.held[layer], (k, v), strict=True):
             kept[self.segments.slots[-1]] = new[0]
-        return reference.partial(q, *self.held[layer], self.segments, SPEC, threads=1)
+        keys, values = self.held[layer]
+        return reference.partial(q, keys, values, self.segments, SPEC, threads=1)
 
 
 @pytest.fixture

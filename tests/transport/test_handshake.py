@@ -1,6 +1,7 @@
 """The handshake lets in who knows the secret and nobody else, whatever arrives in whatever pieces."""
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,10 +121,10 @@ def test_a_proof_cannot_be_had_from_the_other_side() -> None:
     ],
     ids=["endpoint", "protocol", "garbage", "length"],
 )
-def test_what_is_not_meant_for_it_is_refused(change: dict[str, int], verdict: str, told: str | None) -> None:
+def test_what_is_not_meant_for_it_is_refused(change: dict[str, Any], verdict: str, told: str | None) -> None:
     near, far = Side(connecting(SECRET, 1, b"")), Side(listening(SECRET, 1, echo))
     hello = near.speak()
-    fields = {"magic": hello[:6], "protocol": PROTOCOL, "identity": 1, "length": 0, **change}
+    fields: dict[str, Any] = {"magic": hello[:6], "protocol": PROTOCOL, "identity": 1, "length": 0, **change}
     with pytest.raises(RefusedError) as refused:
         far.hear(
             fields["magic"]
