@@ -223,7 +223,7 @@ def test_bad_arguments_are_refused(lamina: Lamina) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 3 prompts; give one for all or one per prompt"):
         lamina.generate(["a", "b", "c"], [GREEDY, GREEDY])
     with pytest.raises(RequestError, match="stream takes one prompt"):
-        next(lamina.stream(["a"], GREEDY))  # type: ignore[arg-type]
+        next(lamina.stream(["a"], GREEDY))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="messages is empty"):
         lamina.chat([], GREEDY)
 

@@ -206,7 +206,7 @@ def test_steps_of_any_mix_equal_whole_attention(
         for sequence, layout in enumerate(layouts)
     }
     admitted = [Admission(sequence, 1, 0, segments[sequence], SamplingParams(), 0) for sequence in segments]
-    history: dict[tuple[int, int], list[np.ndarray]] = {}
+    history: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
     lengths = [0, 0]
     turn = 0
     sinks = random.standard_normal(4).astype(np.float32)

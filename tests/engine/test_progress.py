@@ -11,14 +11,14 @@ from lamina.cluster.bringup import Cluster
 from lamina.config import EngineConfig
 from lamina.engine import engine as module
 from lamina.engine.engine import Engine
-from lamina.engine.updates import RequestUpdate
+from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Draw, Hello, Step, StepDone, Stop, Working
 from lamina.schedule.scheduler import Limits
-from lamina.types import AttentionSpec, DType, FinishReason, SamplingParams
+from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 1.0
 
@@ -77,7 +77,7 @@ def server() -> Iterator[ControlServer]:
     made.close()
 
 
-def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPatch) -> RequestUpdate:
+def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPatch) -> RequestOutput:
     """One token of a request whose one step takes longer than the limit."""
     monkeypatch.setattr(module, "PROGRESS_TIMEOUT_S", LIMIT_S)
     scripted = Scripted(server, 2.5 * LIMIT_S, reports)
@@ -88,10 +88,15 @@ def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPat
     spec = AttentionSpec(layer=0, query_heads=1, kv_heads=1, qk_dim=4, v_dim=4, scale=1.0)
     cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 0, Pipeline(1, 1, False), {})
     engine = Engine(EngineConfig(), place, Tokenizer(place), Limits(4, 64, 64), server, Workers(), cluster)
-    ends: queue.Queue[RequestUpdate] = queue.Queue()
+    ends: queue.Queue[RequestOutput] = queue.Queue()
     try:
         params = SamplingParams(max_tokens=1)
-        engine.submit("0", [5, 6, 7], params, lambda output: ends.put(output) if output.finished else None)
+
+        def on_output(output: RequestOutput) -> None:
+            if output.finished:
+                ends.put(output)
+
+        engine.submit("0", [5, 6, 7], params, whole(engine.tokenizer, on_output))
         return ends.get(timeout=20.0)
     finally:
         engine.close()

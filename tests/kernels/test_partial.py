@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,7 +221,8 @@ def test_releases_the_gil():
 def broken(field: str, value: Callable[[Array], Array]) -> Case:
     case = make_case([decode(9), decode(4)], make_spec(kv_heads=2, group=2, qk_dim=8), "float32")
     if field in ("q", "k", "v"):
-        return replace(case, **{field: value(getattr(case, field))})
+        changed: dict[str, Any] = {field: value(getattr(case, field))}
+        return replace(case, **changed)
     return replace(case, segments=replace(case.segments, **{field: value(getattr(case.segments, field))}))
 
 

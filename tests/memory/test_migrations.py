@@ -15,7 +15,7 @@ from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.protocol.channel import Layout, Outbox, Slot
-from lamina.protocol.messages import Connect, Migrated
+from lamina.protocol.messages import Connect
 from lamina.transport.base import Endpoint, Peer
 from lamina.transport.null import NullEndpoint
 from lamina.types import (
@@ -85,7 +85,7 @@ class Pool:
 
     def _add(self, name: str, endpoint: NullEndpoint, arena: object, peers: dict[str, Peer]) -> None:
         store = KvStore(name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap())
-        done: list[Migrated] = []
+        done: list[int] = []
 
         def fetch(peer: str, *place: int) -> None:
             endpoint.fetch(peers[peer], *place)

@@ -181,7 +181,7 @@ def test_byte_fallback_hands_out_characters_up_to_the_first_invalid_byte_of_a_ru
     tokenizer = ours["byte_fallback"]
 
     def of_bytes(data: bytes) -> list[int]:
-        return [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+        return [token_of(tokenizer, f"<0x{byte:02X}>") for byte in data]
 
     given = [
         token

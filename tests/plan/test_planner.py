@@ -40,7 +40,7 @@ def pools(**changes: Any) -> Pools:
         lanes=2,
         partition=Partition.REQUEST,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def rotate(lanes: int, replicas: int, slice_s: float, attention_s: float, message_s: float, layers: int) -> float:

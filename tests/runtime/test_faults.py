@@ -69,7 +69,7 @@ def test_a_killed_worker_ends_every_request_with_an_error(
     outputs: list[RequestOutput] = []
     started, ended = threading.Event(), threading.Event()
 
-    def on_output(output: RequestUpdate) -> None:
+    def on_output(output: RequestOutput) -> None:
         started.set()
         if output.finished:
             outputs.append(output)
@@ -226,7 +226,7 @@ def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
     finals: dict[str, RequestOutput] = {}
     ended = threading.Event()
 
-    def on_output(output: RequestUpdate) -> None:
+    def on_output(output: RequestOutput) -> None:
         if output.finished:
             finals[output.request_id] = output
             if len(finals) == 3:

@@ -69,7 +69,12 @@ def test_both_know_the_secret() -> None:
 
 def test_a_wrong_secret_is_refused_by_either_side_and_nothing_is_granted() -> None:
     granted: list[bytes] = []
-    near, far = Side(connecting(SECRET, 1, b"request")), Side(listening(b"x" * 16, 1, lambda r: granted.append(r) or r))
+
+    def grant(request: bytes) -> bytes:
+        granted.append(request)
+        return request
+
+    near, far = Side(connecting(SECRET, 1, b"request")), Side(listening(b"x" * 16, 1, grant))
     with pytest.raises(RefusedError, match="does not know the cluster's secret"):
         talk(near, far)
     with pytest.raises(RefusedError, match="give all workers of a cluster the same"):
@@ -155,7 +160,12 @@ def test_a_request_that_cannot_be_granted_is_refused() -> None:
 @given(st.lists(st.binary(max_size=200), max_size=20))
 def test_no_bytes_but_a_proof_let_anybody_in(pieces: list[bytes]) -> None:
     granted: list[bytes] = []
-    far = Side(listening(SECRET, 1, lambda request: granted.append(request) or b""))
+
+    def grant(request: bytes) -> bytes:
+        granted.append(request)
+        return request
+
+    far = Side(listening(SECRET, 1, grant))
     try:
         for piece in pieces:
             far.hear(piece)

@@ -40,7 +40,7 @@ def port(device: str, gids: tuple[Gid, ...], **changes: Any) -> Port:
         "numa_node": -1,
         "lid": 0,
     }
-    return Port(device=device, gids=gids, **{**values, **changes})  # type: ignore[arg-type]
+    return Port(device=device, gids=gids, **{**values, **changes})
 
 
 SOFT = port("rxe0", (gid(0, "fe80::1"), gid(1, "::ffff:10.77.0.1")), gigabits_per_s=2.5)
