@@ -41,9 +41,7 @@ STEPS: dict[str, Step] = {
     "alike": lambda toy, index, hidden, rows, angles: hidden,
     "factor": lambda toy, index, hidden, rows, angles: hidden * (2.0 if index in toy.odd else 3.0),
     "operator": lambda toy, index, hidden, rows, angles: hidden.relu() if index in toy.odd else hidden.tanh(),
-    "weight": lambda toy, index, hidden, rows, angles: (
-        hidden @ toy.layers[index - (index in toy.odd)].get_parameter("weight")
-    ),
+    "weight": lambda toy, index, hidden, rows, angles: hidden @ toy.weight(index - (index in toy.odd)),
     "input": lambda toy, index, hidden, rows, angles: hidden + (rows if index in toy.odd else hidden),
     "angle": lambda toy, index, hidden, rows, angles: hidden * angles[index in toy.odd],
 }

@@ -157,9 +157,7 @@ def test_any_bytes_are_decoded_as_the_model_does(pieces: list[bytes], cuts: list
             break
         at += step
         with pytest.raises(TimeoutError):
-            endpoint.wait(
-                [(0, 2**64 - 1)], 0.0, 0.0, lambda *_: pytest.fail("a connection was made again"), refusals.append
-            )
+            endpoint.wait([(0, 2**64 - 1)], 0.0, 0.0, lambda *_: pytest.fail("reconnected"), refusals.append)
     memory, rung, refused = decoded(stream, 300, 4)
     assert bytes(memoryview(native)) == memory
     assert [native.sequence(doorbell) for doorbell in range(4)] == rung
