@@ -263,7 +263,7 @@ def write_checkpoint(
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
+def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
     """Hugging Face's greedy continuation of ``prompt``, never stopping early."""
     out = model.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=tokens, eos_token_id=None, pad_token_id=PAD

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import lamina
+from lamina import _native as native
 from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
 from lamina.compute.runner import Rows, SliceRunner
@@ -183,7 +184,7 @@ CHANGES = {
     "machine": _set(platform, "machine", lambda: "vax"),
     "torch build": _set(torch, "__version__", "0.0+other"),
     "processor's vectors": _set(torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
-    "processor's paths": _set(preparation._native, "attention_paths", lambda: []),
+    "processor's paths": _set(native, "attention_paths", lambda: []),
     **{name: _code(name) for name in ("types.py", "lamina/lowering/fuse.py", "kernels/memory.py", "models/weights.py")},
     **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
 }

@@ -88,7 +88,7 @@ def make_spec(kv_heads: int, group: int, qk_dim: int, v_dim: int | None = None, 
         qk_dim=qk_dim,
         v_dim=v_dim or qk_dim,
         scale=qk_dim**-0.5,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 

@@ -43,7 +43,7 @@ class Inner:
         self.attention = random(7, rows, spec.query_heads, spec.v_dim)
         self.context = tuple(random(8, rows, *crossing.shape) for crossing in model.cuts[0].context)
 
-    def run(self, on_query=None, room: Room | None = None) -> SliceOutput:  # type: ignore[no-untyped-def]
+    def run(self, on_query=None, room: Room | None = None) -> SliceOutput:
         prepared = self.slice.prepare(self.positions)
         return self.slice.run(self.ids, self.positions, self.attention, self.context, prepared, on_query, room)
 

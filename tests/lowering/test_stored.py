@@ -102,7 +102,7 @@ def test_a_record_cannot_call_anything_else(llama: LoweredModel, position: int, 
     ("function", "argument"),
     [(torch.sin, 1.0), (operator.xor, 1), (torch.ops.prims.sin.default, 1.0), (operator.add, 1j), (operator.add, {})],
 )
-def test_what_cannot_be_written_is_refused(llama: LoweredModel, function: Any, argument: object) -> None:
+def test_what_cannot_be_written_is_refused(llama: LoweredModel, function: Any, argument: Any) -> None:
     graph = llama.parts[-1].graphs.main.graph
     with graph.inserting_before(graph.output_node()):
         node: fx.Node = graph.call_function(function, (argument,))

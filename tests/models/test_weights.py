@@ -82,7 +82,7 @@ def test_tensors_own_their_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen3_moe"])
 def test_checkpoint_of_the_base_model(tmp_path: Path, family: str) -> None:
-    model = save(tmp_path / "whole", family)
+    model: Any = save(tmp_path / "whole", family)
     model.base_model.save_pretrained(tmp_path)
     directory = find(tmp_path, tokenizer=False)
     names = [name for name in model.state_dict() if name != "lm_head.weight"]
@@ -93,7 +93,7 @@ def test_checkpoint_of_the_base_model(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_tied_names_share_one_tensor_whichever_is_stored(tmp_path: Path, stored: str) -> None:
-    model = save(tmp_path, "qwen2")
+    model: Any = save(tmp_path, "qwen2")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[stored] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / "model.safetensors")

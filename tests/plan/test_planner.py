@@ -40,7 +40,7 @@ def pools(**changes: Any) -> Pools:
         lanes=2,
         partition=Partition.REQUEST,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def rotate(lanes: int, replicas: int, slice_s: float, attention_s: float, message_s: float, layers: int) -> float:
@@ -268,7 +268,7 @@ def test_the_nearest_is_within_reach() -> None:
     ):
         found = re.search(rf"nearest is \$?([\d.]+){unit}", str(refusal(planner(goals=goals), candidates)))
         assert found is not None
-        asked = planner(goals=replace(goals, **{name: float(found[1]) * scale}))
+        asked = planner(goals=replace(goals, **dict[str, Any]({name: float(found[1]) * scale})))
         assert any(asked.evaluate(one) for one in candidates)
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
-from lamina.engine.updates import whole
+from lamina.engine.updates import RequestUpdate, whole
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.launch import launch
 from lamina.protocol import liveness
@@ -128,17 +129,22 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
     workers = SlowWorkers()
     engine = launch(config(checkpoint), workers=workers)
-    finals: list[RequestOutput] = []
+    finals: list[RequestUpdate] = []
     drawing = threading.Event()
 
-    def on_output(output: RequestOutput) -> None:
+    def on_output(output: RequestUpdate) -> None:
         drawing.set()
         if output.finished:
             finals.append(output)
 
     engine.submit("slow", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True), on_output)
     silent: set[str] = set()
-    wait_until(lambda: silent.update(engine.stats().silent) or finals, 60, "the slow step never ended")
+
+    def ended() -> bool:
+        silent.update(engine.stats().silent)
+        return bool(finals)
+
+    wait_until(ended, 60, "the slow step never ended")
     assert finals.pop().error is None and not silent
     drawing.clear()
     for index in range(40):
@@ -212,7 +218,7 @@ def test_more_compute_workers_than_slices_cannot_take_turns(tmp_path: Path) -> N
 
 
 def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
-    model = write_checkpoint(served("llama"), tmp_path)
+    model: Any = write_checkpoint(served("llama"), tmp_path)
     with torch.no_grad():
         model.get_input_embeddings().weight[50] = float("nan")
     model.save_pretrained(tmp_path)

@@ -52,7 +52,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def start(model: Model, **switches: Any) -> Engine:
-    settings = {"memory": "cpu:2", "dtype": DType.FLOAT32, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    settings: dict[str, Any] = {
+        "memory": "cpu:2",
+        "dtype": DType.FLOAT32,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
     return launch(EngineConfig(model=model.path, kv_cache_memory_bytes=CAPACITY * PER_TOKEN, **(settings | switches)))
 
 

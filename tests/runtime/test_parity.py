@@ -129,7 +129,12 @@ class Switched:
 
     def run(self, switches: dict[str, Any]) -> list[list[list[int]]]:
         """Token ids of every completion: greedy requests first, then drawn ones."""
-        settings = {"memory": "cpu:2", "dtype": DType.FLOAT32, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+        settings: dict[str, Any] = {
+            "memory": "cpu:2",
+            "dtype": DType.FLOAT32,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 24,
+        }
         engine = launch(EngineConfig(model=self.model, **(settings | switches)))
         try:
             each = [GREEDY] * len(self.prompts) + [DRAWN] * len(self.prompts)

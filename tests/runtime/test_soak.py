@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ REQUESTS = 1000
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     place = tmp_path_factory.mktemp("llama")
     write_checkpoint(served("llama"), place)
     engine = launch(

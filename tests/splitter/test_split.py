@@ -115,8 +115,9 @@ def test_low_precision_weights_give_low_precision_q() -> None:
         ("phi3", _rope("longrope", **_LONGROPE), "rotary embedding, of type 'longrope'"),
     ],
 )
-def test_refused(model_type: str, values: dict[str, object], reason: str) -> None:
-    config = CONFIG_MAPPING[model_type](num_hidden_layers=4, hidden_size=64, vocab_size=96, **values)
+def test_refused(model_type: str, values: dict[str, Any], reason: str) -> None:
+    make: Any = CONFIG_MAPPING[model_type]
+    config = make(num_hidden_layers=4, hidden_size=64, vocab_size=96, **values)
     with pytest.raises(UnsupportedModelError, match=reason):
         split(config)
 

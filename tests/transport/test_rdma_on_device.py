@@ -41,7 +41,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
     events: list[Events] = []
     take = Events.take
     monkeypatch.setattr("lamina.transport.rdma.endpoint.SLICE_S", TIMEOUT_S)
-    monkeypatch.setattr(Events, "take", lambda self: (events.append(self), take(self)))
+
+    def counted(self: Events) -> None:
+        events.append(self)
+        take(self)
+
+    monkeypatch.setattr(Events, "take", counted)
     return events
 
 
