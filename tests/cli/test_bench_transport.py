@@ -58,13 +58,13 @@ def test_between_a_listening_and_a_connecting_side(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for arguments, said in (
-        (["--transports", "pigeon"], "no transport pigeon; there are shm, tcp and rdma"),
+        (["--transports", "pigeon"], "unknown transport pigeon; give shm, tcp or rdma"),
         (["--sizes", "64,big"], "give numbers from 1 to 8388608"),
         (["--connect", "127.0.0.1:5"], "give --secret-file"),
-        (["--listen", "nowhere", "--secret-file", "unused"], "'nowhere' is no address; give HOST:PORT"),
+        (["--listen", "nowhere", "--secret-file", "unused"], "'nowhere' is not an address; give HOST:PORT"),
         (["--listen", "127.0.0.1:70000", "--secret-file", "unused"], "a port up to 65535"),
         (["--listen", "0.0.0.0:7000", "--secret-file", "unused"], "give the one that the other host connects to"),
-        (["--connect", "no.such.host.invalid:5", "--secret-file", "unused"], "'no.such.host.invalid' has no IPv4"),
+        (["--connect", "no.such.host.invalid:5", "--secret-file", "unused"], "'no.such.host.invalid' does not resolve"),
         (["--connect", "[::1]:5", "--secret-file", "unused"], "'[::1]' has no IPv4"),
         (["--json", "/nowhere/figures.json"], "in a folder that does not exist"),
     ):

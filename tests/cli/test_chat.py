@@ -12,6 +12,8 @@ from lamina.types import CompletionOutput, RequestOutput, SamplingParams
 
 
 class FakeTokenizer:
+    most_bytes_per_token = None
+
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
@@ -24,7 +26,7 @@ class FakeLamina:
     """Answers "yes"; refuses conversations of more than 40 characters."""
 
     tokenizer = FakeTokenizer()
-    engine = SimpleNamespace(model_name="fake")
+    engine = SimpleNamespace(model_name="fake", max_model_len=64)
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -78,7 +78,7 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
     for stage in (r"compute0 +│ slice", r"compute0 +│ send", r"compute0 +│ receive", r"memory0 +│ attention"):
         assert re.search(stage + r" +│ +\d+\.\d{3} │ +\d+%", done.stdout)
     assert re.search(r"\d+\.\d tokens/s\. (The bottleneck is|No stage is the bottleneck: \w+ spends) ", done.stdout)
-    assert re.search(r"From a lane's draw to its next slice: \d+ us", done.stdout)
+    assert re.search(r"From sampling a lane's tokens to its next slice: \d+ us", done.stdout)
     events = json.loads(place.read_text())["traceEvents"]
     assert {event["tid"] for event in events if event.get("name") == "slice"} == {1, 2}  # both lanes
 

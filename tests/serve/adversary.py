@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--pid", type=int, help="of the server: watch its memory")
-    parser.add_argument("--attacks", default=",".join(ATTACKS), help="some of them, joined by commas")
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="some of them, separated by commas")
     parser.add_argument("--seconds", type=float, help="run all at once, again and again, for so long")
     given = parser.parse_args()
     names = given.attacks.split(",")

@@ -181,7 +181,7 @@ async def test_without_files_accepting_goes_on_without_haste(
         async with asyncio.timeout(1.0):
             await accept(listener, None, Connections(), 4)  # type: ignore[arg-type]
     assert 1 < tries <= 1.0 / connections.WAIT_S + 1
-    assert "no connection can be accepted: Too many open files" in caplog.text
+    assert "cannot accept a connection: Too many open files" in caplog.text
 
 
 def test_files_are_kept_back() -> None:

@@ -91,4 +91,4 @@ class LocalWorkers:
 
 
 def _describe(code: int) -> str:
-    return f"its process was killed by signal {-code}" if code < 0 else f"its process exited with status {code}"
+    return f"its process was ended by signal {-code}" if code < 0 else f"its process exited with status {code}"
