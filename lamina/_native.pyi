@@ -359,7 +359,9 @@ class VirtualCluster:
         ``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
         one before. Seconds: ``first_s``, ``inner_s``, ``last_s`` of slices 0, 1 .. n - 1 and n; ``chunks_s`` of the
         attention of prompt chunks to themselves, on the replica after a slice; ``send_s``, ``receive_s`` of the
-        replica's network card, to and from all memory workers; ``context_s`` to reach another replica. Raises ValueError.
+        replica's network card, to and from all memory workers; ``context_s`` to reach another replica.
+
+        Raises ValueError.
         """
 
     def advance(self, until_s: float) -> tuple[float, int, int, float, float] | None:
@@ -523,7 +525,7 @@ class Arena:
         The doorbell's sequence number. Raises ValueError if it does not exist.
         """
 
-    def write(self, offset: int, data: Buffer) -> None:
+    def write(self, offset: int, data: Buffer | NDArray[numpy.generic]) -> None:
         """
         Copy C-contiguous ``data`` to ``offset``.
 
@@ -537,7 +539,9 @@ class Arena:
         Raises ValueError if it does not exist, ConnectionResetError if the owner is gone.
         """
 
-    def post(self, offset: int, nbytes: int, parts: Sequence[Buffer], doorbell: int, sequence: int) -> None:
+    def post(
+        self, offset: int, nbytes: int, parts: Sequence[Buffer | NDArray[numpy.generic]], doorbell: int, sequence: int
+    ) -> None:
         """
         Copy C-contiguous parts one after another into [offset, offset + nbytes), then ring.
 
@@ -656,7 +660,12 @@ class TcpEndpoint:
         """
 
     def write(
-        self, sender: TcpSender, offset: int, data: Buffer, stall_s: float, repair: Callable[[TcpSender, float], None]
+        self,
+        sender: TcpSender,
+        offset: int,
+        data: Buffer | NDArray[numpy.generic],
+        stall_s: float,
+        repair: Callable[[TcpSender, float], None],
     ) -> None:
         """Send a frame that only writes. Raises like post()."""
 
@@ -675,7 +684,7 @@ class TcpEndpoint:
         sender: TcpSender,
         offset: int,
         nbytes: int,
-        parts: Sequence[Buffer],
+        parts: Sequence[Buffer | NDArray[numpy.generic]],
         doorbell: int,
         sequence: int,
         stall_s: float,

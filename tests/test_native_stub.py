@@ -10,7 +10,7 @@ SOURCE: str = STUBS["STUB"].read_text()
 
 
 def test_stub_is_current() -> None:
-    assert STUBS["generate"]() == SOURCE, "lamina/_native.pyi is out of date: build the native module, then `make stubs`"
+    assert STUBS["generate"]() == SOURCE, "lamina/_native.pyi is out of date: make native, then make stubs"
 
 
 def test_stub_names_every_argument_and_type() -> None:

@@ -160,7 +160,9 @@ Append the lane's next step: slices 0 .. n with an attention after each but the 
 ``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
 one before. Seconds: ``first_s``, ``inner_s``, ``last_s`` of slices 0, 1 .. n - 1 and n; ``chunks_s`` of the
 attention of prompt chunks to themselves, on the replica after a slice; ``send_s``, ``receive_s`` of the
-replica's network card, to and from all memory workers; ``context_s`` to reach another replica. Raises ValueError.)")
+replica's network card, to and from all memory workers; ``context_s`` to reach another replica.
+
+Raises ValueError.)")
         .def("advance", &advance, "until_s"_a,
              R"(
 Play on until a step ends: (time_s, lane, number, busy_s, waited_s); None if none ends up to ``until_s``.

@@ -16,13 +16,14 @@
 // gives.
 inline constexpr std::size_t kReleaseNbytes = 256 * 1024;
 
-// For signatures alone: typing_extensions.Buffer, any object that exports the buffer protocol.
+// For signatures alone: any object that exports the buffer protocol. Type checkers know that of NumPy arrays
+// only from Python 3.12 on.
 struct Buffer;
 using BufferHandle = nanobind::typed<nanobind::handle, Buffer>;
 using BufferSequence = nanobind::typed<nanobind::sequence, BufferHandle>;
 
 template <> struct nanobind::detail::type_caster<Buffer> {
-    static constexpr auto Name = const_name("typing_extensions.Buffer");
+    static constexpr auto Name = const_name("typing_extensions.Buffer | ndarray[dtype=generic]");
 };
 
 // A Python buffer, held while it is read.
