@@ -153,7 +153,7 @@ void check_heads(int64_t query_heads, int64_t kv_heads) {
              " heads of k and v");
 }
 
-// What attention is told, checked.
+// The arguments of attention, checked.
 Problem make_problem(const Any &q, const Any &k, const Any &v, const Int32s &query_offsets,
                      const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
                      const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,

@@ -1,6 +1,6 @@
 // lamina._native: rms_norm, rotate, gate, largest. They take addresses and sizes as integers, because
 // checking arrays would cost more than the work on few rows: lamina.lowering.elementwise, their one caller,
-// answers for them.
+// guarantees them.
 #include "lamina/elementwise.h"
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,5 @@
 // lamina._native: Program. Weights and matrices are given by address; lamina.lowering.program, its one
-// caller, answers for them.
+// caller, guarantees them.
 #include "lamina/program.h"
 
 #include <nanobind/nanobind.h>

@@ -34,7 +34,7 @@ using Refused = nb::typed<nb::callable, void(std::string)>;
 
 std::unique_ptr<Connection> take(Opened &opened) {
     if (!opened.connection)
-        throw nb::value_error("this connection has been taken over already");
+        throw nb::value_error("this connection has already been taken over");
     return std::move(opened.connection);
 }
 
@@ -77,7 +77,7 @@ void send(TcpEndpoint &endpoint, const std::shared_ptr<TcpSender> &sender, TcpMe
             repair(sender, stall_s);
             break;
         case TcpEndpoint::Kind::Expired:
-            PyErr_SetString(PyExc_TimeoutError, "the peer takes nothing in");
+            PyErr_SetString(PyExc_TimeoutError, "the peer receives nothing");
             throw nb::python_error();
         case TcpEndpoint::Kind::Ready:
         case TcpEndpoint::Kind::Refused:
@@ -158,7 +158,7 @@ std::size_t wait_for(TcpEndpoint &endpoint, const std::vector<std::pair<std::int
             const std::chrono::duration<double> left = deadline - Clock::now();
             repair(outcome.sender, left.count());
             if (outcome.kind == TcpEndpoint::Kind::Broken && Clock::now() >= deadline)
-                raise_late(); // else a peer out of reach would hold the wait until it counts as lost
+                raise_late(); // otherwise an unreachable peer would prolong the wait until it counts as lost
             break;
         }
         case TcpEndpoint::Kind::Refused:

@@ -21,7 +21,7 @@ HeldBuffer::HeldBuffer(nb::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_C_CONTIGUOUS) == 0)
         return;
     if (PyErr_ExceptionMatches(PyExc_TypeError))
-        throw nb::python_error(); // no buffer at all
+        throw nb::python_error(); // not a buffer
     PyErr_Clear();
     throw nb::value_error("a part is not C-contiguous; copy it first");
 }
@@ -45,7 +45,7 @@ std::uint32_t checked_doorbell(std::int64_t doorbell, std::size_t count) {
 }
 
 std::chrono::nanoseconds to_nanoseconds(double seconds) {
-    constexpr double kLongest = 1e9; // 31 years: what a steady clock can surely hold
+    constexpr double kLongest = 1e9; // 31 years: a steady clock can represent it
     if (!std::isfinite(seconds))
         throw nb::value_error("a wait needs a finite timeout");
     return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9));

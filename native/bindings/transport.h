@@ -12,8 +12,8 @@
 
 #include "lamina/arena.h"
 
-// Copies of at least this size let other Python threads run; below it, giving up the GIL costs more than it
-// gives.
+// Copies of at least this size let other Python threads run; below it, releasing the GIL costs more than it
+// gains.
 inline constexpr std::size_t kReleaseNbytes = 256 * 1024;
 
 // For signatures alone: any object that exports the buffer protocol. Type checkers know that of NumPy arrays
