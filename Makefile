@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
 TORCH_INDEX ?=
 
-.PHONY: run test test-all test-gpu test-rdma soak check docs native venv clean
+.PHONY: run test test-all test-gpu test-rdma soak check docs native stubs venv clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -59,6 +59,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt CMakeLists.txt $(CPP)
 # Rebuild the native module alone, after a change under native/.
 native:
 	$(PIP) --quiet --quiet --no-build-isolation --no-deps -e .
+
+# Write lamina/_native.pyi again, after `make native` changed the functions or their documentation.
+stubs:
+	$(BIN)/python native/stubs.py
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,6 +1,6 @@
 // Doorbells that the device waits on and rings, so that neither a kernel launch nor the host lies between a
-// message's arrival and the attention over it: waits are launched ahead, and what follows in the stream
-// starts when they end.
+// message's arrival and the attention over it: waits are launched ahead, and later work in the stream starts
+// when they end.
 //
 // A doorbell is a 64-bit sequence number in device memory (of a peer: by CUDA IPC) or pinned host memory.
 // Compiled for the card at hand by transport/device/polling.py, and by nvcc in tests; includes nothing, so
@@ -36,7 +36,7 @@ __device__ void store_release(unsigned *word, unsigned value) {
 
 constexpr int kLooksPerAbort = 64; // the abort flag is the host's: reading it costs a trip over the bus
 
-// Later kernels look at the card's own word, the host at its pinned one.
+// Later kernels read the card's own word, the host its pinned one.
 __device__ void fail(unsigned *failed, unsigned *outcome, Outcome why) {
     *failed = why;
     store_release(outcome, why);
@@ -44,9 +44,9 @@ __device__ void fail(unsigned *failed, unsigned *outcome, Outcome why) {
 
 } // namespace
 
-// Waits until *bell is *sequence + 1 or more and then counts *sequence up. Gives up after `ticks` of the
-// multiprocessor's clock or when *abort is set, and says why in *failed and *outcome; after that every wait
-// and ring with this *failed does nothing. One thread.
+// Waits until *bell is *sequence + 1 or more and then increments *sequence. Gives up after `ticks` of the
+// multiprocessor's clock or when *abort is set, and writes the reason to *failed and *outcome; after that
+// every wait and ring with this *failed does nothing. One thread.
 extern "C" __global__ void lamina_wait(const Word *bell, Word *sequence, long long ticks,
                                        const unsigned *abort, unsigned *failed, unsigned *outcome) {
     if (*failed != kReady)
@@ -62,8 +62,7 @@ extern "C" __global__ void lamina_wait(const Word *bell, Word *sequence, long lo
     *sequence = wanted;
 }
 
-// Counts *sequence up and writes it to *bell, after everything that earlier kernels of the stream have
-// written. One thread.
+// Increments *sequence and writes it to *bell, after all writes of earlier kernels of the stream. One thread.
 extern "C" __global__ void lamina_ring(Word *bell, Word *sequence, const unsigned *failed) {
     if (*failed != kReady)
         return;

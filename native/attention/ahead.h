@@ -1,4 +1,4 @@
-// Reading ahead: asks the memory for the next tile while this one is worked on.
+// Prefetching: reads the next tile while this one is computed.
 #pragma once
 
 #include "task.h"
@@ -13,15 +13,15 @@ template <class Kv> struct TileRows {
     int64_t columns; // tokens, rounded up to a vector
 };
 
-// Steps that softmax makes for one tile and head, at least; packing and products make the others.
+// Prefetch steps that softmax makes for one tile and head, at least; packing and products make the others.
 constexpr int64_t kSoftmaxSteps = 24;
 
-// Asks for the tokens of the next tile, all heads of the task, a few cache lines at each step of the work on
-// this one. A core keeps only so many reads in flight, so asking evenly is what overlaps reading with
-// computing; asking for a token's heads together meets each page once and lets the memory stream.
+// Prefetches the tokens of the next tile, all heads of the task, a few cache lines at each step of the work
+// on this one. A core has a limited number of reads in flight, so even prefetching is what overlaps reading
+// with computing; prefetching a token's heads together visits each page once and lets the memory stream.
 class Ahead {
 public:
-    // `steps` is how many are made at least per tile and head: more waste little, fewer leave tokens out.
+    // `steps`: calls of step() per tile and head, at least. More cost little; fewer leave tokens unread.
     Ahead(const Problem &problem, const Task &task, int64_t tile_tokens, int64_t steps) {
         const int64_t size = element_size(problem.kv_type);
         rows_[0] = slab_rows(problem.k, problem.shape.qk_dim * size, problem.shape.kv_heads, task);
@@ -30,7 +30,7 @@ public:
         bytes_per_step_ = tile_bytes / (steps * (task.head_end - task.head_begin)) + 1;
     }
 
-    // Makes tokens [0, tokens) of `slots` the ones to ask for; drops what was not asked for before.
+    // Prefetches tokens [0, tokens) of `slots` from now on; drops those not prefetched before.
     void aim(const int32_t *slots, int64_t tokens) {
         slots_ = slots;
         slots_end_ = slots + tokens;
@@ -39,7 +39,7 @@ public:
         start_row();
     }
 
-    // Always inlined: GCC takes a function that only prefetches for one without effects and drops its calls.
+    // Always inlined: GCC considers a function that only prefetches free of effects and drops its calls.
     [[gnu::always_inline]] void step() {
         if (slots_ == slots_end_)
             return;
@@ -86,7 +86,7 @@ private:
 
     SlabRows rows_[2]; // keys, values
     int64_t bytes_per_step_;
-    int64_t due_ = 0; // bytes to ask for at the next step
+    int64_t due_ = 0; // bytes to prefetch at the next step
     int slab_ = 0;
     const int32_t *slots_ = nullptr, *slots_end_ = nullptr;
     const std::byte *line_ = nullptr, *row_end_ = nullptr;

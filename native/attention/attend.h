@@ -1,7 +1,7 @@
 // Runs one task: online softmax over tiles of tokens, as two small matrix products per tile and KV head.
 //
 // A tile's keys are packed transposed ([qk_words][tokens]) and its values by token ([token_words][v_padded]),
-// so that both products are the one of multiply.h. `Tile` supplies the words: fma_tile.h (floats, any vector
+// so that multiply.h computes both products. `Tile` supplies the words: fma_tile.h (floats, any vector
 // width) and kernel_avx512bf16.cpp (pairs of bfloat16).
 #pragma once
 
@@ -10,8 +10,8 @@
 namespace lamina::attention {
 namespace {
 
-// A tile's values as they lie in the slab, made into words on the way to the product: packing them pays only
-// if several blocks of queries use them.
+// A tile's values as they lie in the slab, made into words on the way to the product: packing pays only if
+// several blocks of queries use them.
 template <class Tile> struct ValueRows {
     const typename Tile::Kv *const *rows;
 
@@ -107,8 +107,8 @@ private:
         }
     }
 
-    // Where a mask's edge runs through the tile, a few rows at a time: each block leaves out the tokens that
-    // none of its rows has come to.
+    // Where a mask's edge crosses the tile, a few rows at a time: each block skips the tokens that none of
+    // its rows sees.
     void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
         Tile::pack_keys(rows, shape_.qk_dim, work_.keys, ahead_);
         const bool packs = queries_ > Tile::kRows || shape_.v_dim % W != 0;

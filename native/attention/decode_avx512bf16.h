@@ -1,10 +1,10 @@
 // Runs one task of a decode step: one query row, KV of bfloat16, head sizes that are multiples of 32.
 //
 // Tiles of 16 tokens: first the scores of all heads, while the tile's values are read ahead, then the values
-// of all heads, while the next tile's keys are. Scores of 4 tokens and one query come from the tokens' keys
-// transposed within quarters of vectors: quarter i of word vector j holds word 4i + j of each token, and
-// meets word 4i + j of the query. Values of 2 tokens are interleaved within quarters, which leaves columns in
-// an order that finish() mends. Both need only shuffles that run beside multiplications.
+// of all heads, while the next tile's keys are read ahead. Scores of 4 tokens and one query come from the
+// tokens' keys transposed within quarters of vectors: quarter i of word vector j holds word 4i + j of each
+// token, and meets word 4i + j of the query. Values of 2 tokens are interleaved within quarters, which leaves
+// columns in an order that finish() restores. Both need only shuffles that run beside multiplications.
 #pragma once
 
 #include "task.h"
@@ -17,7 +17,7 @@ constexpr int64_t kDecodeTokens = 16;
 constexpr int64_t kDecodeColumns = 32; // elements of a vector of bfloat16: head sizes are multiples of it
 constexpr int64_t kDecodeQueries = 8;  // per KV head, at most
 
-// In every quarter (16 bytes) of a vector: elements I of the same quarter of a, then b, counted on.
+// In every quarter (16 bytes) of a vector: elements I of the same quarter of a followed by b.
 template <class V, int... I> inline V in_quarters(const V &a, const V &b) {
     constexpr int size = sizeof...(I), elements = 4 * size;
     constexpr auto place = [](int lane, int i) { return i < size ? lane + i : elements + lane + i - size; };
@@ -25,7 +25,7 @@ template <class V, int... I> inline V in_quarters(const V &a, const V &b) {
                                    place(3 * size, I)...);
 }
 
-// Quarters A, B, C and D of those of a, then b, counted on.
+// Quarters A, B, C and D of a followed by b.
 template <int A, int B, int C, int D>
 inline Floats<16> of_quarters(const Floats<16> &a, const Floats<16> &b) {
     return __builtin_shufflevector(a, b, 4 * A, 4 * A + 1, 4 * A + 2, 4 * A + 3, 4 * B, 4 * B + 1, 4 * B + 2,
@@ -37,7 +37,7 @@ bool decodable(const Shape &shape) {
     return shape.qk_dim % kDecodeColumns == 0 && shape.v_dim % kDecodeColumns == 0;
 }
 
-// Elements of q as bfloat16, rounded to nearest even if they are not yet.
+// Elements of q as bfloat16, rounded to nearest even if necessary.
 void round_pairs(const Problem &problem, int64_t offset, int64_t count, uint16_t *target) {
     for (int64_t i = 0; i < count; i += 16) {
         const auto mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : 0xffffu);
@@ -58,23 +58,23 @@ void round_pairs(const Problem &problem, int64_t offset, int64_t count, uint16_t
 using Rows = const uint16_t * [4 * kDecodeTokens];
 constexpr int64_t kValues = kDecodeTokens, kNextKeys = 2 * kDecodeTokens; // where they begin
 
-// Asks for rows a tile ahead of their use. A core seems to drop a prefetch when it has no room to note
-// another miss, which is often while memory is the limit: so every line is asked for twice, half a tile
+// Prefetches rows a tile ahead of their use. A core seems to drop a prefetch when it has no room to track
+// another miss, which is often while memory is the limit: so every line is prefetched twice, half a tile
 // apart. On one Zen 5 core that raises the bytes read per second by 1 to 30%, on two by up to 15%.
 class AheadTwice {
 public:
-    // Asks for the keys of the first tile and half of its values.
+    // Prefetches the keys of the first tile and half of its values.
     AheadTwice(const Rows &rows, int64_t key_bytes, int64_t value_bytes)
         : rows_(rows), bytes_{key_bytes, value_bytes} {
         for (start_row(0); late_ < kDecodeTokens;)
             ask_for_two();
     }
 
-    // Once the rows have moved on by a tile: goes on with the second half of the first tile's values.
+    // Called once the rows have moved on by a tile: continues with the second half of the first tile's
+    // values.
     void next_tile() { start_row(kDecodeTokens); }
 
-    // Always inlined, as what only prefetches must be: GCC takes it for a function without effects and drops
-    // its calls.
+    // Always inlined: GCC considers a function that only prefetches free of effects and drops its calls.
     [[gnu::always_inline]] void ask_for_two() {
         __builtin_prefetch(early_row_ + at_);
         __builtin_prefetch(early_row_ + at_ + kCacheLine);
@@ -97,7 +97,7 @@ private:
 
     const uint16_t *const *rows_; // all of them
     int64_t bytes_[2];            // of a row of keys, of values
-    int64_t late_;                // the row that is asked for again
+    int64_t late_;                // the row that is prefetched again
     const std::byte *early_row_, *late_row_;
     int64_t at_, end_; // bytes into both
 };
@@ -162,8 +162,8 @@ private:
         round_pairs(problem_, first, heads_ * QUERIES * shape_.qk_dim, queries(0));
     }
 
-    // The next tile becomes the tile; the one that begins at `next`, or where the task ends the first one of
-    // the task that this thread may run next, becomes the next.
+    // Moves on by a tile. The new next tile begins at `next` or, where the task ends, is the first one of the
+    // task that this thread may run next.
     void advance(int64_t next, Rows &rows) const {
         std::copy_n(rows + kNextKeys, 2 * kDecodeTokens, rows);
         const bool beyond = next >= task_.token_end && task_.following;
@@ -193,7 +193,7 @@ private:
                                       AheadTwice &ahead) {
         const int64_t dim = shape_.qk_dim;
         const uint16_t *query = queries(head);
-        asm("" : "+r"(query)); // else GCC keeps queries in registers from call to call, and sums in memory
+        asm("" : "+r"(query)); // otherwise GCC keeps queries in registers across calls, and sums in memory
         F sums[2][QUERIES] = {};
         for (int64_t d = 0; d < dim; d += kDecodeColumns) {
             F words[2][4];
@@ -209,7 +209,7 @@ private:
                         of_quarters<2, 3, 6, 7>(sums[0][q], sums[1][q]);
     }
 
-    // Of word J of every quarter. Sums that do not wait for each other are next to each other.
+    // Of word J of every quarter. Independent sums are next to each other.
     template <int J>
     [[gnu::always_inline]] static void add_products(const uint16_t *query, int64_t dim,
                                                     const F (&words)[2][4], F (&sums)[2][QUERIES]) {
@@ -270,7 +270,7 @@ private:
         }
     }
 
-    // Scales, caps, biases and masks raw scores, in units of log 2; what weigh() does itself where it can.
+    // Scales, caps, biases and masks raw scores, in units of log 2, where weigh() cannot do it itself.
     F finish_scores(F s, int64_t query_head, int64_t token, int64_t tokens) const {
         const Scoring &scoring = problem_.scoring;
         if (scoring.softcap > 0) [[unlikely]]
@@ -321,7 +321,7 @@ private:
         const int64_t offset = head * shape_.v_dim + column;
         float *accumulated = accumulator(head) + column;
         const Word *pairs = probabilities(head);
-        asm("" : "+r"(pairs)); // else GCC keeps them in registers from block to block, and sums in memory
+        asm("" : "+r"(pairs)); // otherwise GCC keeps them in registers across blocks, and sums in memory
         F sums[QUERIES][VECTORS];
         for (int q = 0; q < QUERIES; ++q)
             for (int n = 0; n < VECTORS; ++n)

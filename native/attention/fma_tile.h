@@ -28,7 +28,7 @@ struct Float16 {
         if constexpr (W == 16)
             return reinterpret_cast<Floats<W>>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(source)));
 #endif
-        // Shift into a float's fields, then let a multiplication mend the exponent, of subnormals too.
+        // Shift into a float's fields, then correct the exponent by a multiplication, of subnormals too.
         const auto bits = __builtin_convertvector(load<typename Vectors<W>::Halves>(source), Ints<W>);
         const auto scaled = reinterpret_cast<Floats<W>>((bits & 0x7fff) << 13) * 0x1p112f;
         const Ints<W> special =
@@ -57,7 +57,7 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
 
     static F multiply_add(F sum, const float *a, F b) { return sum + *a * b; }
 
-    // Reading-ahead steps of one tile and head: each word row of both products makes one.
+    // Prefetch steps of one tile and head: each word row of both products makes one.
     static int64_t steps(const Shape &shape) {
         return kSoftmaxSteps + kTokens * ((shape.qk_dim + shape.v_dim) / 64);
     }

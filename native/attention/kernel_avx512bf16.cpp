@@ -17,7 +17,7 @@ struct PairTile {
                                 reinterpret_cast<__m512bh>(b));
     }
 
-    // Reading-ahead steps of one tile and head: those of packing keys and of both products.
+    // Prefetch steps of one tile and head: those of packing keys and of both products.
     static int64_t steps(const Shape &shape) {
         return kTokens * shape.qk_dim / 256 + shape.qk_dim / 2 + kSoftmaxSteps +
                kTokens / 2 * std::max<int64_t>(1, shape.v_dim / 64);

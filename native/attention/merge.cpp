@@ -12,9 +12,10 @@ namespace lamina::attention {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kElementsPerThread = 65536; // half as many take two threads, awake, as long as one
+constexpr int64_t kElementsPerThread =
+    65536; // with half as many, two busy-waiting threads take as long as one
 
-// The weight of a partial whose lse is `lse` against the largest one; a partial that saw nothing has none.
+// The weight of a partial whose lse is `lse` against the largest one; 0 for a partial that saw nothing.
 float weight(float lse, float largest) {
     return lse == -kInfinity ? 0.0f : std::exp(lse - largest);
 }
@@ -57,7 +58,7 @@ template <class Out> void merge_rows(const Merge &task, int64_t begin, int64_t e
             sum += weights[part] = weight(task.lses[part][row], largest);
         std::fill(merged.begin(), merged.end(), 0.0f);
         for (int64_t part = 0; part < task.count; ++part) {
-            if (task.lses[part][row] == -kInfinity) // whatever its out holds
+            if (task.lses[part][row] == -kInfinity) // its out is undefined
                 continue;
             add_weighted(weights[part] / sum, task.outs[part] + at, task.v_dim, merged.data());
         }

@@ -1,5 +1,5 @@
 // The register-blocked product of both attention matrices: C = rescale * C + A B, where B's rows are whole
-// vectors and A's words are broadcast. `Tile` says what a word is and how words multiply: see attend.h.
+// vectors and A's words are broadcast. `Tile` defines words and their product: see attend.h.
 #pragma once
 
 #include "ahead.h"
@@ -22,7 +22,7 @@ struct Words {
 struct Sums {
     float *data;
     int64_t stride;
-    const float *rescale; // a factor per row for what C holds; null: C starts from 0
+    const float *rescale; // a factor per row of the old C; null: C starts from 0
 };
 
 // C[MR x NV vectors], kept in registers.

@@ -12,9 +12,9 @@
 namespace lamina::attention {
 namespace {
 
-constexpr int64_t kMinSplitTokens = 512;   // shorter ranges cost more to merge than they gain
+constexpr int64_t kMinSplitTokens = 512;   // splitting shorter ranges costs more in merging than it gains
 constexpr int64_t kTasksPerThread = 4;     // enough to even out ragged work
-constexpr int64_t kMemoryBoundQueries = 8; // up to here a task's time is that of reading K and V once
+constexpr int64_t kMemoryBoundQueries = 8; // up to here a task takes the time of reading K and V once
 
 // A block of rows whose token range was cut into several tasks, each with its own partial result.
 struct Split {
@@ -34,8 +34,8 @@ int64_t rows_of_block(const Shape &shape) {
     return std::max<int64_t>(1, kMaxQueries * shape.kv_heads / shape.query_heads);
 }
 
-// KV heads of one task. While reading memory is the limit, a token's heads are read together; once computing is, one
-// head at a time keeps its accumulators in the cache.
+// KV heads of one task. While reading memory is the limit, a token's heads are read together; once computing
+// is, one head at a time keeps its accumulators in the cache.
 int64_t heads_of_task(const Shape &shape, int64_t rows) {
     return rows * (shape.query_heads / shape.kv_heads) > kMemoryBoundQueries ? 1 : shape.kv_heads;
 }
@@ -180,7 +180,7 @@ void merge_split(const Problem &problem, const Split &split) {
           1);
 }
 
-// Runs a task beside what its rows and heads of out and lse hold, and merges into that.
+// Runs a task into scratch memory and merges the result into its rows and heads of out and lse.
 void run_and_add(const Problem &problem, const Task &task, TaskKernel kernel) {
     thread_local Scratch scratch;
     if (task.token_begin == task.token_end)
@@ -258,7 +258,8 @@ int64_t count_tasks(const Shape &shape, const Segments &segments) {
     const int64_t block = rows_of_block(shape);
     int64_t count = 0;
     for (int64_t pair = 0; pair < segments.count; ++pair) {
-        const int64_t rows = segments.query_offsets[pair + 1] - segments.query_offsets[pair], rest = rows % block;
+        const int64_t rows = segments.query_offsets[pair + 1] - segments.query_offsets[pair],
+                      rest = rows % block;
         count += rows / block * (shape.kv_heads / heads_of_task(shape, block));
         count += rest ? shape.kv_heads / heads_of_task(shape, rest) : 0;
     }
@@ -270,9 +271,8 @@ void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool add
     const TaskKernel kernel = kernel_for(path, problem.kv_type);
     for (int64_t i = first; i + threads < last; ++i)
         tasks[i].following = &tasks[i + threads];
-    parallel_for(threads, last - first, [&](int64_t i) {
-        (adds ? run_and_add : run_task)(problem, tasks[first + i], kernel);
-    });
+    parallel_for(threads, last - first,
+                 [&](int64_t i) { (adds ? run_and_add : run_task)(problem, tasks[first + i], kernel); });
 }
 
 } // namespace lamina::attention

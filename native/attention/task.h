@@ -1,5 +1,5 @@
 // A task: one block of query rows against one range of a segment's tokens, for a range of KV heads.
-// The planner (partial.cpp) makes tasks, an instruction set's kernel runs them.
+// The planner (partial.cpp) makes tasks; an instruction set's kernel runs them.
 #pragma once
 
 #include "lamina/attention.h"

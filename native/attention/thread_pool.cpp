@@ -69,7 +69,7 @@ public:
     }
 
 private:
-    // A loop's number with how many of its indices nobody has taken yet.
+    // A loop's number with the count of its indices not taken yet.
     static uint64_t ticket(uint32_t loop, int64_t left) {
         return static_cast<uint64_t>(loop) << 32 | static_cast<uint32_t>(left);
     }
@@ -82,8 +82,8 @@ private:
         }
     }
 
-    // A helper may come late, when the loop has ended and another has begun: it takes nothing then, and
-    // nobody waits for it. Who holds an index keeps its loop, and so body_ and count_, as they are.
+    // A helper may come late, when the loop has ended and another has begun: it then takes nothing, and
+    // nobody waits for it. While a thread holds an index, its loop, and so body_ and count_, stay unchanged.
     void work(uint32_t loop) {
         for (uint64_t open = open_.load(std::memory_order_acquire);
              open >> 32 == loop && static_cast<uint32_t>(open) != 0;) {

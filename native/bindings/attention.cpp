@@ -13,6 +13,7 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 namespace nb = nanobind;
 using namespace lamina::attention;
@@ -21,6 +22,23 @@ namespace {
 
 using Array = nb::ndarray<nb::ro, nb::device::cpu>;
 using OutArray = nb::ndarray<nb::device::cpu>;
+
+// An argument that accepts any array A and that signatures show as an array of T; void: of any elements. The
+// checks below enforce T, with errors that name the argument.
+template <class A, class T> struct Shown : A {
+    Shown() = default;
+    Shown(A &&array) : A(std::move(array)) {}
+};
+template <class T> constexpr auto element_name = nb::detail::dtype_traits<T>::name;
+template <> constexpr auto element_name<void> = nb::detail::const_name("generic");
+
+using Any = Shown<Array, void>;
+using Bytes = Shown<Array, uint8_t>;
+using Int32s = Shown<Array, int32_t>;
+using Int64s = Shown<Array, int64_t>;
+using Floats = Shown<Array, float>;
+using OutAny = Shown<OutArray, void>;
+using OutFloats = Shown<OutArray, float>;
 
 template <class... Parts> [[noreturn]] void fail(const Parts &...parts) {
     std::ostringstream text;
@@ -135,11 +153,11 @@ void check_heads(int64_t query_heads, int64_t kv_heads) {
              " heads of k and v");
 }
 
-// What attention is told, checked.
-Problem make_problem(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
-                     const Array &query_start, const Array &kv_offsets, const Array &kv_start,
-                     const Array &slots, const OutArray &out, const OutArray &lse, float scale,
-                     int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
+// The arguments of attention, checked.
+Problem make_problem(const Any &q, const Any &k, const Any &v, const Int32s &query_offsets,
+                     const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
+                     const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,
+                     int64_t window, int64_t chunk, float softcap, const std::optional<Floats> &alibi_slopes,
                      int threads, Path path) {
     check_shape("q", q, {-1, -1, -1});
     check_shape("k", k, {-1, -1, static_cast<int64_t>(q.shape(2))});
@@ -179,24 +197,27 @@ Problem make_problem(const Array &q, const Array &k, const Array &v, const Array
             static_cast<float *>(lse.data())};
 }
 
-void partial_binding(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
-                     const Array &query_start, const Array &kv_offsets, const Array &kv_start,
-                     const Array &slots, const OutArray &out, const OutArray &lse, float scale,
-                     int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
+void partial_binding(const Any &q, const Any &k, const Any &v, const Int32s &query_offsets,
+                     const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
+                     const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,
+                     int64_t window, int64_t chunk, float softcap, const std::optional<Floats> &alibi_slopes,
                      int threads, Path path) {
-    const Problem problem = make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out,
-                                         lse, scale, window, chunk, softcap, alibi_slopes, threads, path);
+    const Problem problem =
+        make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out, lse, scale,
+                     window, chunk, softcap, alibi_slopes, threads, path);
     nb::gil_scoped_release release;
     partial(problem, threads, path);
 }
 
-void partial_tasks_binding(const Array &q, const Array &k, const Array &v, const Array &query_offsets,
-                     const Array &query_start, const Array &kv_offsets, const Array &kv_start,
-                     const Array &slots, const OutArray &out, const OutArray &lse, float scale,
-                     int64_t window, int64_t chunk, float softcap, const std::optional<Array> &alibi_slopes,
-                     int threads, Path path, int64_t first, int64_t last, bool adds) {
-    const Problem problem = make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out,
-                                         lse, scale, window, chunk, softcap, alibi_slopes, threads, path);
+void partial_tasks_binding(const Any &q, const Any &k, const Any &v, const Int32s &query_offsets,
+                           const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
+                           const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,
+                           int64_t window, int64_t chunk, float softcap,
+                           const std::optional<Floats> &alibi_slopes, int threads, Path path, int64_t first,
+                           int64_t last, bool adds) {
+    const Problem problem =
+        make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out, lse, scale,
+                     window, chunk, softcap, alibi_slopes, threads, path);
     const int64_t count = count_tasks(problem.shape, problem.segments);
     if (first < 0 || first > last || last > count)
         fail("tasks ", first, " to ", last, " are not among the ", count, " of this attention");
@@ -204,7 +225,7 @@ void partial_tasks_binding(const Array &q, const Array &k, const Array &v, const
     partial_tasks(problem, first, last, adds, threads, path);
 }
 
-int64_t count_tasks_binding(const Array &query_offsets, int64_t query_heads, int64_t kv_heads) {
+int64_t count_tasks_binding(const Int32s &query_offsets, int64_t query_heads, int64_t kv_heads) {
     check_shape("query_offsets", query_offsets, {-1});
     check_type<int32_t>("query_offsets", query_offsets, "int32");
     if (query_offsets.shape(0) == 0)
@@ -212,10 +233,11 @@ int64_t count_tasks_binding(const Array &query_offsets, int64_t query_heads, int
     check_heads(query_heads, kv_heads);
     const auto pairs = static_cast<int64_t>(query_offsets.shape(0)) - 1;
     check_offsets("query_offsets", data<int32_t>(query_offsets), pairs, data<int32_t>(query_offsets)[pairs]);
-    return count_tasks({query_heads, kv_heads, 0, 0}, {pairs, data<int32_t>(query_offsets), nullptr, nullptr, nullptr, nullptr});
+    return count_tasks({query_heads, kv_heads, 0, 0},
+                       {pairs, data<int32_t>(query_offsets), nullptr, nullptr, nullptr, nullptr});
 }
 
-void append_binding(const OutArray &slab, const Array &rows, const Array &slots, int threads) {
+void append_binding(const OutAny &slab, const Any &rows, const Int32s &slots, int threads) {
     check_shape("slab", slab, {-1, -1, -1});
     check_shape("slots", slots, {-1});
     check_type<int32_t>("slots", slots, "int32");
@@ -230,8 +252,8 @@ void append_binding(const OutArray &slab, const Array &rows, const Array &slots,
     append(slab.data(), slab_type, rows.data(), row_type, data<int32_t>(slots), count, heads * dim, threads);
 }
 
-void merge_binding(const std::vector<Array> &outs, const std::vector<Array> &lses,
-                   const std::optional<Array> &sinks, const OutArray &out, const std::optional<OutArray> &lse,
+void merge_binding(const std::vector<Floats> &outs, const std::vector<Floats> &lses,
+                   const std::optional<Floats> &sinks, const OutAny &out, const std::optional<OutFloats> &lse,
                    int threads) {
     check_shape("out", out, {-1, -1, -1});
     const ElementType out_type = element_type("out", out);
@@ -280,7 +302,7 @@ read_memory_binding(const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, 
     return lamina::read_memory(memory.data(), static_cast<int64_t>(memory.size()), threads);
 }
 
-uint64_t read_rows_binding(const Array &rows, const Array &slots, int threads) {
+uint64_t read_rows_binding(const Bytes &rows, const Int32s &slots, int threads) {
     check_shape("rows", rows, {-1, -1});
     check_type<uint8_t>("rows", rows, "uint8");
     check_shape("slots", slots, {-1});
@@ -296,28 +318,61 @@ uint64_t read_rows_binding(const Array &rows, const Array &slots, int threads) {
 
 } // namespace
 
+template <class A, class T> struct nb::detail::type_caster<Shown<A, T>> : type_caster<A> {
+    static constexpr auto Name = const_name("ndarray[dtype=") + element_name<T> + const_name("]");
+    template <class> using Cast = Shown<A, T>;
+    operator Shown<A, T>() { return std::move(this->value); }
+};
+
 void register_attention(nb::module_ &module) {
+    using namespace nb::literals;
     nb::enum_<Path>(module, "AttentionPath", "Instruction sets with attention kernels of their own.")
         .value("PORTABLE", Path::Portable)
         .value("AVX2", Path::Avx2)
         .value("AVX512_BF16", Path::Avx512Bf16);
-    module.def("attention_paths", &available_paths, "What this processor can run, slowest first.");
-    module.def("attention_partial", &partial_binding, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-               nb::arg("query_offsets"), nb::arg("query_start"), nb::arg("kv_offsets"), nb::arg("kv_start"),
-               nb::arg("slots"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("scale"),
-               nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("alibi_slopes").none(),
-               nb::arg("threads"), nb::arg("path"));
-    module.def("attention_partial_tasks", &partial_tasks_binding, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-               nb::arg("query_offsets"), nb::arg("query_start"), nb::arg("kv_offsets"), nb::arg("kv_start"),
-               nb::arg("slots"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("scale"),
-               nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("alibi_slopes").none(),
-               nb::arg("threads"), nb::arg("path"), nb::arg("first"), nb::arg("last"), nb::arg("adds"));
-    module.def("attention_count_tasks", &count_tasks_binding, nb::arg("query_offsets"), nb::arg("query_heads"),
-               nb::arg("kv_heads"));
-    module.def("attention_append", &append_binding, nb::arg("slab"), nb::arg("rows"), nb::arg("slots"),
-               nb::arg("threads"));
-    module.def("attention_merge", &merge_binding, nb::arg("outs"), nb::arg("lses"), nb::arg("sinks").none(),
-               nb::arg("out"), nb::arg("lse").none(), nb::arg("threads"));
-    module.def("read_memory", &read_memory_binding, nb::arg("memory").noconvert(), nb::arg("threads"));
-    module.def("read_rows", &read_rows_binding, nb::arg("rows"), nb::arg("slots"), nb::arg("threads"));
+    module.def("attention_paths", &available_paths, "Paths that this processor can run, slowest first.");
+    module.def("attention_partial", &partial_binding, "q"_a, "k"_a, "v"_a, "query_offsets"_a, "query_start"_a,
+               "kv_offsets"_a, "kv_start"_a, "slots"_a, "out"_a, "lse"_a, nb::kw_only(), "scale"_a,
+               "window"_a, "chunk"_a, "softcap"_a, "alibi_slopes"_a.none(), "threads"_a, "path"_a,
+               R"(
+Attention of every query row over its pair's segment of a KV slab, without sinks; writes ``out`` and ``lse``.
+
+Arrays are C-contiguous; uint16 means bfloat16 bits. R query rows, Hq query heads, Hkv key/value heads, D and Dv
+head sizes, S (sequence, segment) pairs, N their tokens:
+
+q [R, Hq, D] float32 or the element type of k; k [slots, Hkv, D] and v [slots, Hkv, Dv] float32, float16 or uint16;
+query_offsets [S + 1], query_start [S], kv_offsets [S + 1], kv_start [S], slots [N];
+out [R, Hq, Dv], natural-log lse [R, Hq]: 0 and -inf for a row that sees nothing; alibi_slopes [Hq].
+
+Releases the GIL. Raises ValueError for a shape, element type, order, slot or path that does not fit.)");
+    module.def("attention_partial_tasks", &partial_tasks_binding, "q"_a, "k"_a, "v"_a, "query_offsets"_a,
+               "query_start"_a, "kv_offsets"_a, "kv_start"_a, "slots"_a, "out"_a, "lse"_a, nb::kw_only(),
+               "scale"_a, "window"_a, "chunk"_a, "softcap"_a, "alibi_slopes"_a.none(), "threads"_a, "path"_a,
+               "first"_a, "last"_a, "adds"_a,
+               R"(
+Tasks [first, last) of the attention_count_tasks() that attention_partial() with the same arguments consists of.
+
+Each task writes rows and heads of ``out`` and ``lse`` of its own; with ``adds`` it merges into what they hold.
+Releases the GIL. Raises ValueError like attention_partial(), and for tasks outside the attention.)");
+    module.def("attention_count_tasks", &count_tasks_binding, "query_offsets"_a, "query_heads"_a,
+               "kv_heads"_a, "Number of tasks of an attention of these query rows. Raises ValueError.");
+    module.def("attention_append", &append_binding, "slab"_a, "rows"_a, "slots"_a, "threads"_a,
+               R"(
+Write rows [T, Hkv, D] into slots [T] of slab [slots, Hkv, D], which is mutated.
+
+Rows hold the slab's element type or float32, rounded to nearest even. Releases the GIL. Raises ValueError, before
+anything is written, for a shape, element type, order or slot that does not fit.)");
+    module.def("attention_merge", &merge_binding, "outs"_a, "lses"_a, "sinks"_a.none(), "out"_a,
+               "lse"_a.none(), "threads"_a,
+               R"(
+Merge partial attentions, outs of [R, Hq, Dv] and lses of [R, Hq], with sinks [Hq]; writes ``out`` and ``lse``.
+
+out [R, Hq, Dv] holds float32, float16 or uint16 (bfloat16 bits). Releases the GIL. Raises ValueError.)");
+    module.def("read_memory", &read_memory_binding, "memory"_a.noconvert(), "threads"_a,
+               "Read all bytes once, to measure memory bandwidth; returns a checksum. Releases the GIL.");
+    module.def("read_rows", &read_rows_binding, "rows"_a, "slots"_a, "threads"_a,
+               R"(
+Read the rows [slots, bytes] at these slots once, to measure memory bandwidth; returns a checksum.
+
+Releases the GIL. Raises ValueError unless a row is a positive multiple of 64 bytes and all slots exist.)");
 }

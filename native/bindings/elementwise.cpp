@@ -1,6 +1,6 @@
 // lamina._native: rms_norm, rotate, gate, largest. They take addresses and sizes as integers, because
 // checking arrays would cost more than the work on few rows: lamina.lowering.elementwise, their one caller,
-// answers for them.
+// guarantees them.
 #include "lamina/elementwise.h"
 
 #include <nanobind/nanobind.h>
@@ -77,15 +77,41 @@ void largest_binding(ElementType type, uintptr_t x, int64_t stride, uintptr_t va
 } // namespace
 
 void register_elementwise(nb::module_ &module) {
-    nb::enum_<ElementType>(module, "ElementType")
+    using namespace nb::literals;
+    nb::enum_<ElementType>(module, "ElementType", "Element types of tensors given by address.")
         .value("FLOAT32", ElementType::Float32)
         .value("FLOAT16", ElementType::Float16)
         .value("BFLOAT16", ElementType::BFloat16);
-    nb::enum_<Activation>(module, "Activation")
+    nb::enum_<Activation>(module, "Activation", "Activations of gated layers.")
         .value("SILU", Activation::Silu)
         .value("GELU_TANH", Activation::GeluTanh);
-    module.def("rms_norm", &rms_norm_binding);
-    module.def("rotate", &rotate_binding);
-    module.def("gate", &gate_binding);
-    module.def("largest", &largest_binding);
+    module.def("rms_norm", &rms_norm_binding, "type"_a, "x"_a, "residual"_a, "weight"_a, "sum"_a, "out"_a,
+               "rows"_a, "width"_a, "epsilon"_a, "offset"_a, "round_before_weight"_a, "threads"_a, "path"_a,
+               R"(
+Write out = x / sqrt(mean(x^2) + epsilon) * (weight + offset) for each row, x being x + residual if there is one.
+
+Tensors are given by address and not checked: x, residual, sum, out [rows, width], weight [width], contiguous.
+sum receives x + residual; residual and sum are 0 without a residual. round_before_weight: to the element type,
+as well as at the end. Releases the GIL.)");
+    module.def("rotate", &rotate_binding, "type"_a, "x"_a, "row_stride"_a, "head_stride"_a, "cosines"_a,
+               "sines"_a, "out"_a, "rows"_a, "heads"_a, "dim"_a, "rotary_dim"_a, "threads"_a, "path"_a,
+               R"(
+Rotate pairs (i, i + rotary_dim / 2) of the first rotary_dim elements of each head into ``out``; copy the others.
+
+Tensors are given by address and not checked: x [rows, heads, dim] with strides in elements, cosines and sines
+[rows, rotary_dim], out [rows, heads, dim] contiguous. Releases the GIL.)");
+    module.def("gate", &gate_binding, "type"_a, "activation"_a, "gate"_a, "gate_stride"_a, "up"_a,
+               "up_stride"_a, "out"_a, "rows"_a, "width"_a, "threads"_a, "path"_a,
+               R"(
+Write out = activation(gate) * up.
+
+Tensors are given by address and not checked: gate and up [rows, width] with row strides in elements, out
+[rows, width] contiguous. Releases the GIL.)");
+    module.def("largest", &largest_binding, "type"_a, "x"_a, "stride"_a, "values"_a, "indices"_a, "rows"_a,
+               "width"_a, "threads"_a, "path"_a,
+               R"(
+Write the largest value of each row, NaN if the row holds one, and the first index where it is.
+
+Tensors are given by address and not checked: x [rows, width] with a row stride in elements, values [rows] float32,
+indices [rows] int64. Releases the GIL.)");
 }

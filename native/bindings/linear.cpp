@@ -1,6 +1,6 @@
 // lamina._native: linear layers on packed weights. They take addresses and sizes as integers, because
 // checking arrays would cost more than the work on few rows: lamina.lowering.linear, their one caller,
-// answers for them.
+// guarantees them.
 #include "lamina/linear.h"
 
 #include <nanobind/nanobind.h>
@@ -36,8 +36,21 @@ void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t
 } // namespace
 
 void register_linear(nb::module_ &module) {
-    module.def("linear_available", &available);
-    module.def("linear_packed_pairs", &packed_pairs);
-    module.def("linear_pack", &pack_binding);
-    module.def("linear", &multiply_binding);
+    using namespace nb::literals;
+    module.def("linear_available", &available,
+               "Whether this processor multiplies pairs of bfloat16 in one instruction; linear() needs it.");
+    module.def("linear_packed_pairs", &packed_pairs, "outputs"_a, "inputs"_a,
+               "Pairs of bfloat16, of 4 bytes each, in a packed weight [outputs, inputs]. inputs is even.");
+    module.def("linear_pack", &pack_binding, "weight"_a, "outputs"_a, "inputs"_a, "packed"_a, "threads"_a,
+               R"(
+Pack a bfloat16 weight [outputs, inputs] into linear_packed_pairs(outputs, inputs) pairs at ``packed``.
+
+Given by address and not checked; packed must be 64-byte aligned. Releases the GIL.)");
+    module.def("linear", &multiply_binding, "x"_a, "x_stride"_a, "packed"_a, "bias"_a, "out"_a, "rows"_a,
+               "inputs"_a, "outputs"_a, "threads"_a,
+               R"(
+Write out = x @ weight.T + bias in bfloat16, summed in float32 and rounded once.
+
+Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
+out [rows, outputs] contiguous. Releases the GIL.)");
 }

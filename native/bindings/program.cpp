@@ -1,5 +1,5 @@
 // lamina._native: Program. Weights and matrices are given by address; lamina.lowering.program, its one
-// caller, answers for them.
+// caller, guarantees them.
 #include "lamina/program.h"
 
 #include <nanobind/nanobind.h>
@@ -79,13 +79,34 @@ void run(const Program &program, int64_t first, int64_t last, int64_t rows,
 } // namespace
 
 void register_program(nb::module_ &module) {
-    nb::class_<Program>(module, "Program")
-        .def(nb::init<std::vector<int64_t>, int64_t, lamina::elementwise::Path>())
-        .def("add_products", &add_products)
-        .def("add_norm", &add_norm)
-        .def("add_rotation", &add_rotation)
-        .def("add_gate", &add_gate)
-        .def_prop_ro("steps", &Program::steps)
-        .def("scratch_elements", &Program::scratch_elements)
-        .def("run", &run);
+    using namespace nb::literals;
+    nb::class_<Program>(module, "Program",
+                        R"(
+A dense slice as steps over numbered matrices [rows, width] of bfloat16, contiguous, run in one call.
+
+An operand is (matrix, column): a matrix's elements of each row from that column on. Weights are given by address
+and must outlive the program. Adding a step raises ValueError if an operand lies outside its matrix or is not laid
+out as the kernel expects.)")
+        .def(nb::init<std::vector<int64_t>, int64_t, lamina::elementwise::Path>(), "widths"_a, "given"_a,
+             "path"_a,
+             "The first ``given`` matrices are the caller's, the others scratch. Raises ValueError.")
+        .def("add_products", &add_products, "x"_a, "inputs"_a, "products"_a,
+             "Linear layers of one x, each given as (packed weight, bias or 0, out, outputs).")
+        .def("add_norm", &add_norm, "x"_a, "residual"_a, "weight"_a, "sum"_a, "out"_a, "groups"_a, "width"_a,
+             "epsilon"_a, "offset"_a, "round_before_weight"_a,
+             "rms_norm() of each of the ``groups`` parts of a row. Without a residual: residual and sum are "
+             "(-1, 0).")
+        .def("add_rotation", &add_rotation, "x"_a, "cosines"_a, "sines"_a, "out"_a, "heads"_a, "dim"_a,
+             "rotary_dim"_a,
+             "rotate() of the first ``rotary_dim`` elements of each head; the others are copied.")
+        .def("add_gate", &add_gate, "activation"_a, "gate"_a, "up"_a, "out"_a, "width"_a,
+             "out = activation(gate) * up.")
+        .def_prop_ro("steps", &Program::steps, "Number of steps.")
+        .def("scratch_elements", &Program::scratch_elements, "rows"_a,
+             "Elements that scratch must hold for that many rows; its address is 64-byte aligned.")
+        .def("run", &run, "first"_a, "last"_a, "rows"_a, "matrices"_a, "scratch"_a, "threads"_a,
+             R"(
+Run steps [first, last) on that many rows, given the addresses of the caller's matrices and of scratch.
+
+What steps before ``first`` left in scratch must still be there. Releases the GIL. Raises ValueError.)");
 }

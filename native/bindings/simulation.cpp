@@ -5,12 +5,15 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -21,7 +24,7 @@ using namespace lamina;
 
 namespace {
 
-struct Shares { // what Python holds of them
+struct Shares {
     std::vector<Share> shares;
 };
 
@@ -69,12 +72,14 @@ void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_
     cluster.submit(lane, now_s, std::move(step));
 }
 
-nb::object advance(VirtualCluster &cluster, double until_s) {
+using FinishedTuple = std::tuple<double, std::size_t, std::int64_t, double, double>;
+
+std::optional<FinishedTuple> advance(VirtualCluster &cluster, double until_s) {
     const auto finished = cluster.advance(until_s);
     if (!finished)
-        return nb::none();
-    return nb::make_tuple(finished->time_s, finished->lane, finished->number, finished->busy_s,
-                          finished->waited_s);
+        return std::nullopt;
+    return FinishedTuple{finished->time_s, finished->lane, finished->number, finished->busy_s,
+                         finished->waited_s};
 }
 
 const char *name(Stage stage) {
@@ -98,13 +103,13 @@ std::vector<Span> spans(const VirtualCluster &cluster) {
     return result;
 }
 
-nb::tuple as_tuple(const Work &work) {
-    return nb::make_tuple(work.busy_s, work.send_s, work.receive_s);
+std::tuple<double, double, double> as_tuple(const Work &work) {
+    return {work.busy_s, work.send_s, work.receive_s};
 }
 
 template <class T> using Array = nb::ndarray<nb::numpy, T, nb::c_contig>;
 
-// A new array of this shape, with nothing in it yet.
+// A new array of this shape, uninitialized.
 template <class T> Array<T> make_array(std::initializer_list<std::size_t> shape) {
     std::size_t size = 1;
     for (const std::size_t extent : shape)
@@ -114,7 +119,7 @@ template <class T> Array<T> make_array(std::initializer_list<std::size_t> shape)
     return Array<T>(values, shape, owner);
 }
 
-// Of every request, what `value` says.
+// `value` of every request.
 template <class T> Array<T> by_request(const TokenTimes &times, T (TokenTimes::*value)(std::size_t) const) {
     const auto result = make_array<T>({times.count()});
     for (std::size_t request = 0; request < times.count(); ++request)
@@ -122,12 +127,12 @@ template <class T> Array<T> by_request(const TokenTimes &times, T (TokenTimes::*
     return result;
 }
 
-nb::tuple gaps(const TokenTimes &times) {
+std::pair<Array<double>, Array<std::int64_t>> gaps(const TokenTimes &times) {
     const auto values = make_array<double>({times.gaps().size()});
     const auto counts = make_array<std::int64_t>({times.gaps().size()});
     std::copy(times.gaps().begin(), times.gaps().end(), values.data());
     std::copy(times.gap_counts().begin(), times.gap_counts().end(), counts.data());
-    return nb::make_tuple(values, counts);
+    return {values, counts};
 }
 
 Shares decode_shares(DecodeShares &shares, const Numbers &homes, const std::vector<std::int64_t> &tokens,
@@ -138,32 +143,95 @@ Shares decode_shares(DecodeShares &shares, const Numbers &homes, const std::vect
 } // namespace
 
 void register_simulation(nb::module_ &module) {
-    nb::class_<VirtualCluster>(module, "VirtualCluster")
-        .def(nb::init<std::size_t, std::size_t, std::size_t, double, std::size_t>(), nb::arg("replicas"),
-             nb::arg("memories"), nb::arg("lanes"), nb::arg("latency_s"), nb::arg("recorded") = 0)
-        .def("submit", &submit)
-        .def("advance", &advance)
-        .def("slow_replica", &VirtualCluster::slow_replica)
-        .def("slow_memory", &VirtualCluster::slow_memory)
-        .def("replica_work", [](const VirtualCluster &cluster,
-                                std::size_t index) { return as_tuple(cluster.replica_work(index)); })
-        .def("memory_work", [](const VirtualCluster &cluster,
-                               std::size_t index) { return as_tuple(cluster.memory_work(index)); })
-        .def("spans", &spans);
-    nb::class_<Shares>(module, "Shares")
-        .def("__init__", [](Shares *self,
-                            const std::vector<ShareTuple> &tuples) { new (self) Shares{shares_of(tuples)}; })
-        .def("tuples", &tuples_of);
-    nb::class_<DecodeShares>(module, "DecodeShares")
-        .def(nb::init<std::size_t, double, double, double, std::vector<double>>())
-        .def("of", &decode_shares);
-    nb::class_<TokenTimes>(module, "TokenTimes")
-        .def(nb::init<const std::vector<std::int64_t> &>())
-        .def("draw", [](TokenTimes &times, double now_s,
-                        const Numbers &requests) { return times.draw(now_s, span(requests)); })
-        .def("drawn", [](const TokenTimes &times) { return by_request(times, &TokenTimes::drawn); })
-        .def("first_s", [](const TokenTimes &times) { return by_request(times, &TokenTimes::first_s); })
-        .def("longest_gap_s",
-             [](const TokenTimes &times) { return by_request(times, &TokenTimes::longest_gap_s); })
-        .def("gaps", &gaps);
+    using namespace nb::literals;
+    nb::class_<VirtualCluster>(
+        module, "VirtualCluster",
+        "Compute and memory workers in virtual time: when the slices and attentions of steps begin and end.")
+        .def(nb::init<std::size_t, std::size_t, std::size_t, double, std::size_t>(), "replicas"_a,
+             "memories"_a, "lanes"_a, "latency_s"_a, "recorded"_a = 0,
+             "``latency_s``: of every message, besides its time on network cards; ``recorded``: spans to "
+             "keep at most.")
+        .def("submit", &submit, "lane"_a, "now_s"_a, "number"_a, "replicas"_a, "tick"_a, "ticks"_a,
+             "first_s"_a, "inner_s"_a, "last_s"_a, "chunks_s"_a, "send_s"_a, "receive_s"_a, "context_s"_a,
+             "shares"_a,
+             R"(
+Append the lane's next step: slices 0 .. n with an attention after each but the last.
+
+``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
+one before. Seconds: ``first_s``, ``inner_s``, ``last_s`` of slices 0, 1 .. n - 1 and n; ``chunks_s`` of the
+attention of prompt chunks to themselves, on the replica after a slice; ``send_s``, ``receive_s`` of the
+replica's network card, to and from all memory workers; ``context_s`` to reach another replica.
+
+Raises ValueError.)")
+        .def("advance", &advance, "until_s"_a,
+             R"(
+Play on until a step ends: (time_s, lane, number, busy_s, waited_s); None if none ends up to ``until_s``.
+
+``waited_s``: the mean wait for slices whose replica was idle before them, times the attentions; 0 without any.)")
+        .def("slow_replica", &VirtualCluster::slow_replica, "replica"_a, "factor"_a,
+             "Slices that begin from now on take ``factor`` times as long.")
+        .def("slow_memory", &VirtualCluster::slow_memory, "memory"_a, "factor"_a,
+             "Attentions that begin from now on take ``factor`` times as long.")
+        .def(
+            "replica_work",
+            [](const VirtualCluster &cluster, std::size_t index) {
+                return as_tuple(cluster.replica_work(index));
+            },
+            "replica"_a,
+            "Seconds so far in which it computed, and in which its network card sent and received.")
+        .def(
+            "memory_work",
+            [](const VirtualCluster &cluster, std::size_t index) {
+                return as_tuple(cluster.memory_work(index));
+            },
+            "memory"_a,
+            "Seconds so far in which it attended, and in which its network card sent and received.")
+        .def("spans", &spans, "The newest spans recorded: (stage, worker, lane, begin_s, end_s).");
+    nb::class_<Shares>(module, "Shares",
+                       R"(
+Memory workers' parts in each attention of a step, every worker once.
+
+Each is (worker, receiving, attending, sending), in seconds.)")
+        .def(
+            "__init__",
+            [](Shares *self, const std::vector<ShareTuple> &tuples) { new (self) Shares{shares_of(tuples)}; },
+            "tuples"_a)
+        .def("tuples", &tuples_of, "The parts as they were given or computed.");
+    nb::class_<DecodeShares>(module, "DecodeShares",
+                             "The work of a decode step for every memory worker in one attention.")
+        .def(nb::init<std::size_t, double, double, double, std::vector<double>>(), "memories"_a,
+             "receive_row_s"_a, "send_row_s"_a, "token_s"_a, "attend_s"_a,
+             R"(
+Seconds of a memory worker: its network card's for a row, in and out; attention's for each token that rows see
+and, ``attend_s``, by number of rows.)")
+        .def("of", &decode_shares, "homes"_a, "tokens"_a, "more"_a,
+             R"(
+Shares of rows whose KV is on workers ``homes`` and that see ``tokens`` besides themselves, with ``more`` added.
+
+Raises ValueError or IndexError.)");
+    nb::class_<TokenTimes>(module, "TokenTimes", "When requests get their tokens.")
+        .def(nb::init<const std::vector<std::int64_t> &>(), "tokens"_a, "Tokens that each request is to get.")
+        .def(
+            "draw",
+            [](TokenTimes &times, double now_s, const Numbers &requests) {
+                return times.draw(now_s, span(requests));
+            },
+            "now_s"_a, "requests"_a,
+            R"(
+Give each of these requests its next token. Returns the indices in ``requests`` of those whose last token it is.
+
+Raises IndexError for a request that does not exist, ValueError for one that has all its tokens.)")
+        .def(
+            "drawn", [](const TokenTimes &times) { return by_request(times, &TokenTimes::drawn); },
+            "Tokens so far, by request.")
+        .def(
+            "first_s", [](const TokenTimes &times) { return by_request(times, &TokenTimes::first_s); },
+            "Time of the first token, by request; NaN before it.")
+        .def(
+            "longest_gap_s",
+            [](const TokenTimes &times) { return by_request(times, &TokenTimes::longest_gap_s); },
+            "Longest time between two consecutive tokens, by request; NaN with fewer than two.")
+        .def("gaps", &gaps,
+             "Times between consecutive tokens of a request, and how often each occurred; a time may be "
+             "listed twice.");
 }

@@ -21,7 +21,7 @@ HeldBuffer::HeldBuffer(nb::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_C_CONTIGUOUS) == 0)
         return;
     if (PyErr_ExceptionMatches(PyExc_TypeError))
-        throw nb::python_error(); // no buffer at all
+        throw nb::python_error(); // not a buffer
     PyErr_Clear();
     throw nb::value_error("a part is not C-contiguous; copy it first");
 }
@@ -45,7 +45,7 @@ std::uint32_t checked_doorbell(std::int64_t doorbell, std::size_t count) {
 }
 
 std::chrono::nanoseconds to_nanoseconds(double seconds) {
-    constexpr double kLongest = 1e9; // 31 years: what a steady clock can surely hold
+    constexpr double kLongest = 1e9; // 31 years: a steady clock can represent it
     if (!std::isfinite(seconds))
         throw nb::value_error("a wait needs a finite timeout");
     return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9));
@@ -83,7 +83,7 @@ void copy(Arena &arena, std::int64_t offset, std::int64_t nbytes, std::span<cons
     }
 }
 
-void write_part(Arena &arena, std::int64_t offset, nb::handle data) {
+void write_part(Arena &arena, std::int64_t offset, BufferHandle data) {
     raise_if_gone(arena);
     const HeldBuffer held(data);
     const Part part = held.part();
@@ -95,8 +95,8 @@ void ring_doorbell(Arena &arena, std::int64_t doorbell, std::uint64_t sequence) 
     arena.doorbells().ring(checked_doorbell(doorbell, arena.doorbells().size()), sequence);
 }
 
-void post(Arena &arena, std::int64_t offset, std::int64_t nbytes, nb::sequence parts, std::int64_t doorbell,
-          std::uint64_t sequence) {
+void post(Arena &arena, std::int64_t offset, std::int64_t nbytes, const BufferSequence &parts,
+          std::int64_t doorbell, std::uint64_t sequence) {
     raise_if_gone(arena);
     const std::uint32_t index = checked_doorbell(doorbell, arena.doorbells().size());
     const HeldParts held(parts);
@@ -161,34 +161,81 @@ PyType_Slot arena_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void *>(get_buff
 
 void register_transport(nb::module_ &module) {
     using namespace nb::literals;
-    nb::class_<Arena>(module, "Arena", nb::type_slots(arena_slots))
-        .def_static("file_nbytes", &Arena::file_nbytes, "nbytes"_a, "doorbells"_a)
-        .def_static("create", &Arena::create, "fd"_a, "nbytes"_a, "doorbells"_a, "identity"_a)
-        .def_static("open", &Arena::open, "fd"_a, "identity"_a)
-        .def_prop_ro("nbytes", [](const Arena &arena) { return arena.data().size(); })
-        .def_prop_ro("doorbells", [](Arena &arena) { return arena.doorbells().size(); })
-        .def_prop_ro("gone", &Arena::gone)
-        .def_prop_ro("data_address", [](const Arena &arena) { return address(arena.data().data()); })
-        .def_prop_ro("doorbells_address",
-                     [](const Arena &arena) { return address(arena.doorbells().first()); })
-        .def("watch", &watch, "targets"_a, "timeout_s"_a, "spin_s"_a)
-        .def("mark_gone", &Arena::mark_gone)
-        .def("nudge", [](Arena &arena) { arena.doorbells().nudge(); })
+    nb::class_<Arena>(module, "Arena", nb::type_slots(arena_slots),
+                      R"(
+Memory with doorbells, mapped into this process, that peers may write into. Exports its data as a writable buffer.
+
+A doorbell holds a sequence number that one process rings and another waits for.)")
+        .def_static("file_nbytes", &Arena::file_nbytes, "nbytes"_a, "doorbells"_a,
+                    "Bytes of a file that holds ``nbytes`` of data and that many doorbells.")
+        .def_static("create", &Arena::create, "fd"_a, "nbytes"_a, "doorbells"_a, "identity"_a,
+                    "Map a new, zero-filled file and make it an arena; the fd stays the caller's. Raises "
+                    "MemoryError.")
+        .def_static("open", &Arena::open, "fd"_a, "identity"_a,
+                    R"(
+Map the arena that another process made with that identity; the fd stays the caller's.
+
+Raises ValueError if the file is not that arena, MemoryError.)")
+        .def_prop_ro(
+            "nbytes", [](const Arena &arena) { return arena.data().size(); }, "Bytes of data.")
+        .def_prop_ro(
+            "doorbells", [](Arena &arena) { return arena.doorbells().size(); }, "Number of doorbells.")
+        .def_prop_ro("gone", &Arena::gone,
+                     "True once the owner has closed its endpoint or has been found dead.")
+        .def_prop_ro(
+            "data_address", [](const Arena &arena) { return address(arena.data().data()); },
+            "Address of the data in this process's memory; behind the doorbells.")
+        .def_prop_ro(
+            "doorbells_address", [](const Arena &arena) { return address(arena.doorbells().first()); },
+            "Address of the doorbells in this process's memory, DOORBELL_NBYTES apart, each an 8-byte "
+            "number.")
+        .def("watch", &watch, "targets"_a, "timeout_s"_a, "spin_s"_a,
+             R"(
+Poll doorbells that hardware writes until a target (doorbell, sequence) is reached; None after ``timeout_s``.
+
+Returns the target's index. Polls without pause for ``spin_s``, then between short naps. Releases the GIL.
+Raises ValueError.)")
+        .def("mark_gone", &Arena::mark_gone,
+             "Tell every process that has mapped this arena that its owner is gone.")
+        .def(
+            "nudge", [](Arena &arena) { arena.doorbells().nudge(); },
+            "Wake the owner's wait without a message, so that it checks its peers.")
         .def(
             "sequence",
             [](Arena &arena, std::int64_t doorbell) {
                 return arena.doorbells().sequence(checked_doorbell(doorbell, arena.doorbells().size()));
             },
-            "doorbell"_a)
-        .def("write", &write_part, "offset"_a, "data"_a)
-        .def("ring", &ring_doorbell, "doorbell"_a, "sequence"_a)
-        .def("post", &post, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a);
+            "doorbell"_a, "The doorbell's sequence number. Raises ValueError if it does not exist.")
+        .def("write", &write_part, "offset"_a, "data"_a,
+             R"(
+Copy C-contiguous ``data`` to ``offset``.
+
+Raises ValueError outside the arena, ConnectionResetError if the owner is gone.)")
+        .def("ring", &ring_doorbell, "doorbell"_a, "sequence"_a,
+             R"(
+Set a doorbell after all earlier writes and wake its waiter.
+
+Raises ValueError if it does not exist, ConnectionResetError if the owner is gone.)")
+        .def("post", &post, "offset"_a, "nbytes"_a, "parts"_a, "doorbell"_a, "sequence"_a,
+             R"(
+Copy C-contiguous parts one after another into [offset, offset + nbytes), then ring.
+
+Raises ValueError, before anything is written, if they do not fit; ConnectionResetError if the owner is gone.)");
 
     module.attr("DOORBELL_NBYTES") = lamina::kCacheLine;
 
-    nb::class_<ShmWaiter>(module, "ShmWaiter")
+    nb::class_<ShmWaiter>(
+        module, "ShmWaiter",
+        "Waits on the doorbells of this process's own arena while watching its peers. One thread at a time.")
         .def(nb::init<std::shared_ptr<Arena>>(), "own"_a)
-        .def("watch", &ShmWaiter::watch, "peer"_a, "pidfd"_a)
-        .def("forget", &ShmWaiter::forget, "index"_a)
-        .def("wait", &wait_for, "targets"_a, "timeout_s"_a, "spin_s"_a);
+        .def("watch", &ShmWaiter::watch, "peer"_a, "pidfd"_a,
+             "Watch a peer's process and arena from now on; the pidfd stays the caller's.")
+        .def("forget", &ShmWaiter::forget, "index"_a,
+             "Forget the peer at this index; later ones move down by one.")
+        .def("wait", &wait_for, "targets"_a, "timeout_s"_a, "spin_s"_a,
+             R"(
+Wait until a target (doorbell, sequence) is reached; returns its index.
+
+Spins for ``spin_s``, then sleeps. Releases the GIL. Raises ValueError; TimeoutError; ConnectionResetError(index
+of the peer) if nothing is ready and a peer is gone.)");
 }

@@ -12,14 +12,24 @@
 
 #include "lamina/arena.h"
 
-// Copies of at least this size let other Python threads run; below it, giving up the GIL costs more than it
-// gives.
+// Copies of at least this size let other Python threads run; below it, releasing the GIL costs more than it
+// gains.
 inline constexpr std::size_t kReleaseNbytes = 256 * 1024;
+
+// For signatures alone: any object that exports the buffer protocol. Type checkers know that of NumPy arrays
+// only from Python 3.12 on.
+struct Buffer;
+using BufferHandle = nanobind::typed<nanobind::handle, Buffer>;
+using BufferSequence = nanobind::typed<nanobind::sequence, BufferHandle>;
+
+template <> struct nanobind::detail::type_caster<Buffer> {
+    static constexpr auto Name = const_name("typing_extensions.Buffer | ndarray[dtype=generic]");
+};
 
 // A Python buffer, held while it is read.
 class HeldBuffer {
 public:
-    // Raises TypeError if it is no buffer, ValueError if it is not C-contiguous.
+    // Raises TypeError if it is not a buffer, ValueError if it is not C-contiguous.
     explicit HeldBuffer(nanobind::handle object);
     ~HeldBuffer() { PyBuffer_Release(&buffer_); } // does nothing once moved from
     HeldBuffer(HeldBuffer &&other) noexcept : buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
@@ -50,6 +60,6 @@ std::uint32_t checked_doorbell(std::int64_t doorbell, std::size_t count);
 // Negative times count as 0. Raises ValueError unless finite.
 std::chrono::nanoseconds to_nanoseconds(double seconds);
 
-// What a wait is for, checked. Raises ValueError.
+// The targets of a wait, checked. Raises ValueError.
 std::vector<lamina::Target> to_targets(const std::vector<std::pair<std::int64_t, std::uint64_t>> &pairs,
                                        const lamina::Doorbells &doorbells);

@@ -8,7 +8,7 @@
 namespace lamina::elementwise {
 namespace {
 
-constexpr int64_t kElementsPerThread = 8192; // giving work to a thread that waits costs as much
+constexpr int64_t kElementsPerThread = 8192; // waking a waiting thread costs as much
 
 Kernels kernels_for(Path path, ElementType type) {
     switch (path) {

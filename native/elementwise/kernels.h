@@ -117,7 +117,7 @@ template <int W, template <int> class Element> struct Access {
     }
 };
 
-// Calls body(place, W) along `size` elements, and body(place, rest) for what is left.
+// Calls body(index, W) along `size` elements, and body(index, rest) for the remainder.
 template <int W, class Body> [[gnu::always_inline]] inline void for_vectors(int64_t size, Body body) {
     int64_t place = 0;
     for (; place + W <= size; place += W)
@@ -218,7 +218,7 @@ template <int W, template <int> class Element> void gate_rows(const Gate &task, 
         each_row([](Floats<W> x) { return gelu_tanh<W>(x); });
 }
 
-// Two passes over a row, which the cache holds: its largest value, then where that is first.
+// Two passes over a row, which the cache holds: its largest value, then the first index of it.
 template <int W, template <int> class Element>
 void largest_rows(const Largest &task, int64_t begin, int64_t end) {
     using A = Access<W, Element>;

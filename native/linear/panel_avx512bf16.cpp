@@ -8,7 +8,7 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kAhead = 4096; // bytes of the weight asked for before they are needed
+constexpr int64_t kAhead = 4096; // bytes of the weight prefetched before they are needed
 
 __m512bh pairs(__m512i words) {
     return reinterpret_cast<__m512bh>(words);

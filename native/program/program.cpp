@@ -14,7 +14,7 @@ int64_t aligned(int64_t elements) {
     return (elements + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// What steps may ask of matrices of these widths.
+// Checks the operands of steps against matrices of these widths.
 class Check {
 public:
     explicit Check(std::span<const int64_t> widths) : widths_(widths) {}
@@ -30,12 +30,12 @@ public:
     void whole(const Part &part, int64_t count) const {
         inside(part, count);
         if (widths_[part.matrix] != count)
-            throw std::invalid_argument(describe(part, count) + " is not all of it");
+            throw std::invalid_argument(describe(part, count) + " is not the whole matrix");
     }
 
     void step(const Products &products) const {
         if (products.empty())
-            throw std::invalid_argument("a step of a program has no product; give it one");
+            throw std::invalid_argument("a step of a program has no product; give it at least one");
         for (const auto &[task, x, out] : products) {
             inside(x, task.inputs);
             whole(out, task.outputs);
@@ -78,7 +78,7 @@ private:
     std::span<const int64_t> widths_;
 };
 
-// One run: where matrices are.
+// One run: the addresses of matrices.
 struct Run {
     std::span<const int64_t> widths;
     std::vector<uint16_t *> matrices;
@@ -133,7 +133,7 @@ Program::Program(std::vector<int64_t> widths, int64_t given, elementwise::Path p
     : widths_(std::move(widths)), given_(given), path_(path) {
     if (given < 0 || given > static_cast<int64_t>(widths_.size()))
         throw std::invalid_argument(std::to_string(given) + " of " + std::to_string(widths_.size()) +
-                                    " matrices cannot be given");
+                                    " matrices is an invalid number of given matrices");
 }
 
 void Program::add(Step step) {

@@ -16,7 +16,7 @@ std::vector<Share> DecodeShares::of(std::span<const std::int64_t> homes,
     if (homes.size() != tokens.size())
         throw std::invalid_argument("homes and tokens differ in length");
     if (homes.size() >= attend_s_.size())
-        throw std::out_of_range("more rows than there are times for");
+        throw std::out_of_range("more rows than attend_s has times for");
     const auto exists = [this](std::size_t worker) { return worker < workers_.size(); };
     if (!std::all_of(homes.begin(), homes.end(), exists) ||
         !std::all_of(more.begin(), more.end(), [&](const Share &share) { return exists(share.worker); }))

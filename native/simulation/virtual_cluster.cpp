@@ -12,7 +12,7 @@ VirtualCluster::VirtualCluster(std::size_t replicas, std::size_t memories, std::
 
 void VirtualCluster::submit(std::size_t lane, double now_s, VirtualStep step) {
     if (step.replicas.size() < 2)
-        throw std::invalid_argument("a step needs two slices at least, with an attention between them");
+        throw std::invalid_argument("a step needs at least two slices, with an attention between them");
     for (const std::size_t replica : step.replicas)
         if (replica >= replicas_.size())
             throw std::invalid_argument("a step names a replica that does not exist");
@@ -33,7 +33,8 @@ std::optional<Finished> VirtualCluster::advance(double until_s) {
         case Kind::Ready: {
             Lane &lane = lanes_[event.index];
             const std::vector<std::size_t> &order = lane.steps.front().replicas;
-            if (lane.slice > 0 && order[lane.slice - 1] == order[lane.slice] && !replicas_[order[lane.slice]].busy) {
+            if (lane.slice > 0 && order[lane.slice - 1] == order[lane.slice] &&
+                !replicas_[order[lane.slice]].busy) {
                 lane.waited_s += event.time_s - lane.since_s;
                 lane.waits += 1;
             }

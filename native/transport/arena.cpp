@@ -10,7 +10,8 @@
 
 namespace lamina {
 
-// All-zero bytes but for what create() sets. `magic` carries the layout's version: change it with the layout.
+// All-zero bytes except the fields that create() sets. `magic` carries the layout's version: change it with
+// the layout.
 struct alignas(kCacheLine) ArenaHeader {
     std::uint64_t magic;
     std::uint64_t identity;
@@ -86,7 +87,7 @@ std::shared_ptr<Arena> Arena::open(int fd, std::uint64_t identity) {
     if (header->magic != kMagic || header->identity != identity ||
         file_nbytes(header->nbytes, header->doorbells) != total) {
         munmap(base, total);
-        throw std::invalid_argument("the file is not the arena meant");
+        throw std::invalid_argument("the file is not the arena of the expected identity");
     }
     return std::shared_ptr<Arena>(new Arena(base, total));
 }

@@ -24,7 +24,7 @@ void futex_wait(std::atomic<std::uint32_t> *word, std::uint32_t expected, std::c
     syscall(SYS_futex, reinterpret_cast<std::uint32_t *>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);
 }
 
-// Tells the core that this is a spin loop: it saves power and leaves a sibling thread more room.
+// Tells the core that this is a spin loop: saves power and leaves a sibling thread more room.
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();

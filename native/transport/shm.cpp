@@ -13,13 +13,13 @@ void ShmWaiter::watch(std::shared_ptr<Arena> peer, int pidfd) {
 
 void ShmWaiter::forget(std::size_t index) {
     if (index >= peers_.size())
-        throw std::invalid_argument("no peer " + std::to_string(index));
+        throw std::invalid_argument("peer " + std::to_string(index) + " does not exist");
     peers_.erase(peers_.begin() + static_cast<std::ptrdiff_t>(index));
     pidfds_.erase(pidfds_.begin() + static_cast<std::ptrdiff_t>(index));
 }
 
 std::optional<std::size_t> ShmWaiter::find_gone() {
-    // A pidfd becomes readable when its process ends, whether or not somebody has reaped it.
+    // A pidfd becomes readable when its process ends, whether or not it has been reaped.
     if (poll(pidfds_.data(), pidfds_.size(), 0) > 0)
         for (std::size_t i = 0; i < peers_.size(); ++i)
             if (pidfds_[i].revents != 0)
@@ -40,7 +40,7 @@ ShmWaiter::Outcome ShmWaiter::wait(std::span<const Target> targets,
 
     const std::uint32_t seen = bells.arrivals();
     const auto gone = find_gone();
-    // Look after finding a peer gone: what it rang before it ended still counts.
+    // Check the doorbells after finding a peer gone: those it rang before it ended still count.
     if (const auto index = bells.ready(targets))
         return {Kind::Ready, *index};
     if (gone)

@@ -20,13 +20,13 @@ static_assert(std::endian::native == std::endian::little, "frames are little-end
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kWindowNbytes = 4 << 20;    // of a stream that may be on their way
-constexpr std::uint64_t kConfirmNbytes = 1 << 20; // after so many a receiver confirms
-constexpr std::size_t kChunkNbytes = 64 * 1024;   // kept and sent while they are in the cache
-constexpr int kReceivesPerTurn = 8;               // then other connections have theirs
+constexpr std::size_t kWindowNbytes = 4 << 20;    // of a stream that may be in flight
+constexpr std::uint64_t kConfirmNbytes = 1 << 20; // a receiver confirms after so many
+constexpr std::size_t kChunkNbytes = 64 * 1024;   // kept and sent while in the cache
+constexpr int kReceivesPerTurn = 8;               // then other connections have their turn
 constexpr auto kSlice = std::chrono::milliseconds(20);
-constexpr auto kDrainTime = std::chrono::seconds(1);   // for what a lost peer sent last
-constexpr auto kResumeTime = std::chrono::minutes(10); // that a stream without connection is remembered
+constexpr auto kDrainTime = std::chrono::seconds(1);   // for the last bytes of a lost peer
+constexpr auto kResumeTime = std::chrono::minutes(10); // a stream without a connection is remembered for
 
 } // namespace
 
@@ -75,7 +75,7 @@ void TcpSender::lose() {
 }
 
 void TcpSender::close() {
-    take_in(); // a socket closed with bytes unread resets the connection, and what is on its way is lost
+    take_in(); // closing a socket with unread bytes resets the connection and loses bytes in flight
     lose();
 }
 
@@ -208,7 +208,7 @@ void TcpReceiver::finish(Arena &arena) {
 std::string TcpReceiver::check(const TcpFrame &frame, const Arena &arena) {
     const std::size_t size = arena.data().size();
     if (frame.magic != kFrameMagic)
-        return "what arrived is no frame";
+        return "the bytes that arrived are not a frame";
     if (frame.offset > size || frame.nbytes > size - frame.offset)
         return "a frame of " + std::to_string(frame.nbytes) + " bytes at offset " +
                std::to_string(frame.offset) + " lies outside the arena of " + std::to_string(size) + " bytes";
@@ -251,7 +251,7 @@ std::optional<TcpEndpoint::Expected> TcpEndpoint::expect(std::uint64_t stream, s
     if (!incoming.receiver.refusal().empty())
         return std::nullopt;
     if (incoming.connection)
-        incoming.connection->shut_down(); // its owner, who may be polling it, closes it
+        incoming.connection->shut_down(); // the owner thread, which may be polling it, closes it
     incoming.next.reset();
     incoming.detached = true;
     incoming.closed_at = Clock::now();
@@ -422,7 +422,7 @@ TcpEndpoint::Outcome TcpEndpoint::wait(std::span<const Target> targets, Time dea
     while (awake) {
         Time spin_until = std::min(Clock::now() + spin, deadline);
         do {
-            if (receive(false) || fetch()) // where something has come from, more is coming
+            if (receive(false) || fetch()) // more often follows
                 spin_until = std::min(Clock::now() + spin, deadline);
             if (const auto index = bells.ready(targets))
                 return {Kind::Ready, *index, nullptr, {}};

@@ -13,7 +13,7 @@
 namespace lamina {
 namespace {
 
-constexpr std::size_t kTurnNbytes = 256 * 1024; // then other readers have theirs
+constexpr std::size_t kTurnNbytes = 256 * 1024; // then other readers have their turn
 
 iovec to_iovec(std::span<std::byte> bytes) {
     return {bytes.data(), bytes.size()};
@@ -77,7 +77,7 @@ bool TcpFetcher::advance(Arena &arena) {
         asked_.pop_front();
         arrived_ = 0;
         arena.doorbells().ring(done.doorbell, done.sequence);
-        break; // messages come before what else has arrived
+        break; // messages have priority over other arrivals
     }
     return moved;
 }
@@ -153,7 +153,7 @@ bool TcpFetchServer::serve(Reader &reader) {
             if (!read_request(reader))
                 return false;
             if (reader.rest.empty())
-                return true; // nothing more has been asked for
+                return true; // no further request yet
         }
         if (left == 0)
             return true;

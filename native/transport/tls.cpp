@@ -12,7 +12,7 @@
 namespace lamina {
 namespace {
 
-// The part of OpenSSL 3's binary interface that is used here; numbers are those of its headers.
+// The part of OpenSSL 3's binary interface used here; numbers are from its headers.
 constexpr const char *kLibrary = "libssl.so.3";
 constexpr int kCtrlMode = 33;
 constexpr int kCtrlMinVersion = 123;
@@ -157,12 +157,12 @@ TlsConnection::TlsConnection(int fd, const TlsKey &key, Side side,
     : Connection(fd), key_(key), ssl_(openssl().SSL_new(openssl().context)) {
     const OpenSsl &library = openssl();
     if (ssl_ == nullptr)
-        throw std::runtime_error("no memory for a TLS connection");
+        throw std::runtime_error("out of memory for a TLS connection");
     ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
     library.SSL_set_fd(ssl_, fd);
     library.SSL_set_ex_data(ssl_, kAppData, &key_);
     if (side == Side::Connecting) {
-        // There are no authorities to trust: who shows a certificate instead of knowing the key is refused.
+        // There are no authorities to trust: a peer with a certificate instead of the key is refused.
         library.SSL_set_verify(ssl_, kVerifyPeer, nullptr);
         library.SSL_set_connect_state(ssl_);
     } else {
@@ -193,7 +193,7 @@ void TlsConnection::shake_hands(std::chrono::steady_clock::time_point deadline) 
         const auto left =
             std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
         if (left.count() <= 0)
-            throw std::runtime_error("no TLS with the peer: it has not answered in time");
+            throw std::runtime_error("no TLS with the peer: it did not answer in time");
         const short events = error == kWantRead ? POLLIN : POLLOUT;
         pollfd polled{.fd = fd(), .events = events, .revents = 0};
         ::poll(&polled, 1, static_cast<int>(std::min<long>(left.count(), INT_MAX)));

@@ -138,7 +138,7 @@ def test_steps_outside_their_matrices_are_refused() -> None:
     for place in [(3, 0), (-1, 0), (0, 1)]:
         with pytest.raises(ValueError, match="does not exist"):
             program.add_gate(_native.Activation.SILU, place, (1, 0), (1, 0), 8)
-    with pytest.raises(ValueError, match="not all of it"):
+    with pytest.raises(ValueError, match="not the whole matrix"):
         program.add_gate(_native.Activation.SILU, (0, 0), (1, 0), (2, 8), 8)
     with pytest.raises(ValueError, match="residual or a sum"):
         program.add_norm((0, 0), (1, 0), 0, (-1, 0), (1, 0), 1, 8, 1e-5, 0.0, True)

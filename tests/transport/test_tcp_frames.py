@@ -76,8 +76,8 @@ def test_a_stream_resumes_in_the_middle_of_a_message(make_tcp: MakeTcp) -> None:
         (frame(2**64 - 8, 16), "lies outside"),
         (frame(0, 2**64 - 1), "lies outside"),
         (frame(0, 0, DOORBELLS), f"rings doorbell {DOORBELLS} of {DOORBELLS}"),
-        (frame(0, 4, magic=1), "is no frame"),
-        (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", "is no frame"),
+        (frame(0, 4, magic=1), "are not a frame"),
+        (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", "are not a frame"),
     ],
 )
 def test_a_bad_frame_closes_its_stream_alone(

@@ -81,7 +81,7 @@ def test_a_peer_that_shows_a_certificate_instead_of_the_key_is_refused(tmp_path:
 
 def test_a_silent_peer_ends_the_handshake_at_its_deadline() -> None:
     near, far = socket.socketpair()
-    with pytest.raises(RuntimeError, match="has not answered in time"):
+    with pytest.raises(RuntimeError, match="did not answer in time"):
         Connection.tls(near.detach(), KEY, False, 0.05)
     far.close()
 

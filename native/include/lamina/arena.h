@@ -30,8 +30,8 @@ public:
     static std::shared_ptr<Arena> create(int fd, std::size_t nbytes, std::uint32_t doorbells,
                                          std::uint64_t identity);
 
-    // Maps the arena another process made with that identity. Throws std::invalid_argument if the file is not
-    // it.
+    // Maps the arena that another process made with that identity. Throws std::invalid_argument for another
+    // file.
     static std::shared_ptr<Arena> open(int fd, std::uint64_t identity);
 
     ~Arena();
@@ -44,7 +44,7 @@ public:
 
     // True once the owner has closed its endpoint or has been found dead.
     bool gone() const;
-    // Tells everybody who has mapped this arena that its owner is gone.
+    // Tells every process that has mapped this arena that its owner is gone.
     void mark_gone();
 
     // Copies the parts one after another into [offset, offset + nbytes). Throws like check_message, before it

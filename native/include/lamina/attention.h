@@ -16,7 +16,7 @@ constexpr int64_t element_size(ElementType type) {
 // Instruction sets with kernels of their own, slowest first.
 enum class Path { Portable, Avx2, Avx512Bf16 };
 
-// What this processor can run, slowest first; never empty.
+// Paths that this processor can run, slowest first; never empty.
 std::vector<Path> available_paths();
 
 struct Shape {
@@ -62,11 +62,13 @@ struct Problem {
 // Writes every row of out and lse. Offsets and slots must be valid. `path` must be available.
 void partial(const Problem &problem, int threads, Path path);
 
-// The tasks that the same consists of where no segment is split by tokens: blocks of query rows by KV heads.
+// Number of tasks of the same attention without splitting segments by tokens: blocks of query rows by KV
+// heads.
 int64_t count_tasks(const Shape &shape, const Segments &segments);
 
-// Tasks [first, last) of them, for an attention that is computed in several calls: by tasks, whose rows and heads are
-// their own, and by tokens. Writes these rows and heads of out and lse, or, if `adds`, merges into what they hold.
+// Runs tasks [first, last) of them, for an attention computed in several calls: by tasks, each with rows and
+// heads of its own, and by tokens. Writes these rows and heads of out and lse, or, if `adds`, merges into
+// what they hold.
 void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool adds, int threads, Path path);
 
 // Copies rows [count, row_elements] of `source_type` into slots of a slab of `slab_type`, rounding to nearest
@@ -74,12 +76,12 @@ void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool add
 void append(void *slab, ElementType slab_type, const void *source, ElementType source_type,
             const int32_t *slots, int64_t count, int64_t row_elements, int threads);
 
-// Partial results of the same rows, each over other tokens, and where they go merged.
+// Partial results of the same rows, each over other tokens, and the destination of the merged result.
 struct Merge {
     const float *const *outs; // [count] arrays of [rows, heads, v_dim]
-    const float *const *lses; // [count] arrays of [rows, heads]; what a partial of -inf holds does not matter
+    const float *const *lses; // [count] arrays of [rows, heads]; the out of an lse of -inf is ignored
     int64_t count, rows, heads, v_dim;
-    const float *sinks; // [heads], join the softmax's denominator once; or null
+    const float *sinks; // [heads], added to the softmax's denominator once; or null
     void *out;          // [rows, heads, v_dim], rounded once; may be the first partial's
     ElementType out_type;
     float *lse; // [rows, heads], may be the first partial's; null: not wanted

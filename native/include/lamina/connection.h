@@ -1,4 +1,4 @@
-// A connected socket, and what travels over it: bytes as they are, or TLS 1.3.
+// A connected socket, carrying plain bytes or TLS 1.3.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace lamina {
 
-// Owns a connected socket. Neither call ever blocks; what they return is nothing once the connection is lost.
+// Owns a connected socket. send() and receive() never block and return nullopt once the connection is lost.
 class Connection {
 public:
     // Takes over the socket.
@@ -23,12 +23,12 @@ public:
 
     int fd() const { return fd_; }
 
-    // Bytes taken, 0 if there is no room now. What was not taken must be offered again, unchanged.
+    // Bytes taken, 0 if there is no room now. The rest must be offered again, unchanged.
     virtual std::optional<std::size_t> send(Part bytes);
-    // Bytes received into the pieces, one after the other; fewer than they hold only if no more has arrived.
+    // Bytes received into the pieces, one after another; fewer than they hold only if no more has arrived.
     virtual std::optional<std::size_t> receive(std::span<const iovec> pieces);
 
-    // True if there is something to receive that polling the socket does not tell of.
+    // True if there is data to receive that polling the socket does not report.
     virtual bool has_pending() const { return false; }
 
     // Ends the connection for both sides; another thread may be polling the socket.

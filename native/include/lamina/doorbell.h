@@ -1,6 +1,6 @@
 // Doorbells: sequence numbers in memory that one process rings and another waits on.
 //
-// Ringing is a store and, only when somebody sleeps, a futex wake. No wake is lost:
+// Ringing is a store and, only when a waiter sleeps, a futex wake. No wake is lost:
 //
 //   ringer                                waiter
 //   1 doorbell = sequence   (release)     a seen = arrivals      (acquire)
@@ -56,18 +56,18 @@ public:
     // Publishes everything this thread wrote before (release).
     void ring(std::size_t doorbell, std::uint64_t sequence);
 
-    // Wakes the owner without a message, so that it looks around.
+    // Wakes the owner without a message, so that it checks its peers.
     void nudge();
 
     // Index of the first target that has been reached (acquire).
     std::optional<std::size_t> ready(std::span<const Target> targets) const;
 
-    // Looks at the targets without giving up the core until one is reached or the time is over.
+    // Busy-waits until a target is reached or the time is over.
     std::optional<std::size_t> spin(std::span<const Target> targets,
                                     std::chrono::steady_clock::time_point until) const;
 
-    // Looks at the targets for `spin` without pause, then between short naps, until one is reached or the
-    // time is over. For doorbells that hardware writes: it wakes nobody.
+    // Polls the targets for `spin` without pause, then between short naps, until one is reached or the time
+    // is over. For doorbells written by hardware, which wakes nobody.
     std::optional<std::size_t> watch(std::span<const Target> targets,
                                      std::chrono::steady_clock::time_point until,
                                      std::chrono::nanoseconds spin) const;

@@ -1,6 +1,7 @@
-// What a dense layer does between its matrix products, each in one pass: root-mean-square norm, rotary
-// embedding and gated activation. Values are computed in float and rounded to the element type wherever the
-// separate operators would have stored them. Plain pointers; nothing here knows Python or a framework.
+// The operations of a dense layer between its matrix products, each in one pass: root-mean-square norm,
+// rotary embedding and gated activation. Values are computed in float and rounded to the element type
+// wherever the separate operators would have stored them. Plain pointers; nothing here knows Python or a
+// framework.
 #pragma once
 
 #include "lamina/attention.h"
@@ -48,7 +49,7 @@ struct Gate {
     int64_t rows, width;
 };
 
-// The largest value of each row, NaN if it holds one, and the first place where it is.
+// The largest value of each row, NaN if it holds one, and the first index of it.
 struct Largest {
     ElementType type;
     const void *x; // [rows, width], elements of a row next to each other

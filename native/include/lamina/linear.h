@@ -1,5 +1,5 @@
 // Linear layers on bfloat16: rows times a weight that was packed once. At the few rows of a decode step the
-// time is that of reading the weight. Plain pointers; nothing here knows Python or a framework.
+// time goes into reading the weight. Plain pointers; nothing here knows Python or a framework.
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,7 @@ struct Product {
 struct Norm {
     elementwise::RmsNorm task; // of each of the `groups` that a row consists of
     int64_t groups;
-    Part x, residual, sum, out; // residual and sum of matrix -1: there is none
+    Part x, residual, sum, out; // residual and sum of matrix -1: without a residual
 };
 
 struct Turn {
@@ -58,8 +58,8 @@ public:
     // Elements that `scratch` must hold; 64-byte aligned.
     int64_t scratch_elements(int64_t rows) const;
 
-    // Runs steps [first, last). `matrices` are addresses of the given ones. What steps before `first` left in
-    // scratch must still be there.
+    // Runs steps [first, last). `matrices` are addresses of the given ones. Scratch must still hold the
+    // results of the steps before `first`.
     void run(int64_t first, int64_t last, int64_t rows, std::span<uint16_t *const> matrices,
              uint16_t *scratch, int threads) const;
 

@@ -1,8 +1,8 @@
 // Reads from a peer's arena over TCP, on a connection of their own.
 //
-// The reader asks for a range of the peer's arena and gets its bytes, in the order of asking and with nothing
-// between them. At the peer a thread of its own answers, so that reading needs nobody who waits there, and
-// bulk bytes hold up no message. A range may be asked for again when a connection was lost.
+// The reader requests a range of the peer's arena and gets its bytes, in the order of the requests and with
+// nothing between them. A dedicated thread at the peer answers, so that reading does not depend on a wait
+// there and bulk bytes do not delay messages. A range may be requested again after a lost connection.
 #pragma once
 
 #include <cstddef>
@@ -29,19 +29,19 @@ static_assert(sizeof(FetchRequest) == 16);
 // The reading side. One thread owns it.
 class TcpFetcher {
 public:
-    // Asks for a range of the peer's arena, to lie at `to` of one's own, where `doorbell` is rung then.
+    // Requests a range of the peer's arena, to be copied to `to` of this one, where `doorbell` is then rung.
     void fetch(const FetchRequest &range, std::size_t to, std::uint32_t doorbell, std::uint64_t sequence);
 
-    // True if something has been asked for and there is no connection.
+    // True if requests are open and there is no connection.
     bool is_broken() const { return connection_ == nullptr && !asked_.empty(); }
-    // Goes on over another connection: what has not arrived is asked for again.
+    // Continues over another connection: requests not answered yet are sent again.
     void reopen(std::unique_ptr<Connection> connection);
     void close() { connection_.reset(); }
 
     // -1 without a connection.
     int fd() const { return connection_ ? connection_->fd() : -1; }
     bool has_unsent() const { return connection_ != nullptr && !unsent_.empty(); }
-    // Sends what can be, and receives until something asked for is complete. True if anything has arrived.
+    // Sends without blocking, and receives until a request is complete. True if anything has arrived.
     bool advance(Arena &arena);
 
 private:
@@ -71,7 +71,7 @@ public:
 
     // Serves another connection. For any thread.
     void add(std::unique_ptr<Connection> connection);
-    // Why a connection was closed for what it asked for, once each; empty if there is nothing to say.
+    // Why a connection was closed for an invalid request, once each; empty if none was.
     std::string take_refusal();
     // Closes all connections and ends the thread. Idempotent.
     void close();
@@ -85,7 +85,7 @@ private:
     };
 
     void run();
-    bool serve(Reader &reader); // false once the connection is of no more use
+    bool serve(Reader &reader); // false once the connection is useless
     bool read_request(Reader &reader);
 
     std::shared_ptr<Arena> arena_;

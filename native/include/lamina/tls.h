@@ -1,8 +1,8 @@
 // TLS 1.3 over a connected socket, by OpenSSL.
 //
 // Both sides prove that they have the same key (a pre-shared key, RFC 8446, section 2.2: no certificates),
-// and agree on fresh keys by Diffie-Hellman, so that who learns the key later cannot read what was recorded.
-// OpenSSL is opened when it is first asked for: neither building nor running Lamina needs it otherwise.
+// and agree on fresh keys by Diffie-Hellman, so that learning the key later does not decrypt recorded
+// traffic. OpenSSL is loaded at first use: neither building nor running Lamina without TLS needs it.
 #pragma once
 
 #include <array>
@@ -22,8 +22,8 @@ class TlsConnection final : public Connection {
 public:
     enum class Side { Connecting, Listening };
 
-    // Takes over the socket and shakes hands. Throws std::runtime_error if OpenSSL is not there, or the two
-    // sides have not agreed by the deadline.
+    // Takes over the socket and shakes hands. Throws std::runtime_error if OpenSSL is missing, or the
+    // handshake fails or does not end by the deadline.
     TlsConnection(int fd, const TlsKey &key, Side side, std::chrono::steady_clock::time_point deadline);
     ~TlsConnection() override;
 

@@ -9,14 +9,14 @@
 
 namespace lamina {
 
-// Requests are numbered from 0; each gets as many tokens as it was made with.
+// Requests are numbered from 0; request i gets tokens[i] tokens.
 class TokenTimes {
 public:
     explicit TokenTimes(const std::vector<std::int64_t> &tokens);
 
-    // Each of `requests` gets its next token. Returns the places in `requests` of those for which it is the
-    // last. Throws std::out_of_range for one that does not exist, std::invalid_argument for one that has all
-    // its tokens.
+    // Each of `requests` gets its next token. Returns the indices in `requests` of those for which it is
+    // the last. Throws std::out_of_range for one that does not exist, std::invalid_argument for one that has
+    // all its tokens.
     std::vector<std::size_t> draw(double now_s, std::span<const std::int64_t> requests);
 
     std::size_t count() const { return requests_.size(); }
@@ -25,8 +25,8 @@ public:
     double first_s(std::size_t request) const { return first_s_[request]; }
     double longest_gap_s(std::size_t request) const;
 
-    // Times between two tokens of one request, in the order they came, and how often: some come several
-    // times.
+    // Times between consecutive tokens of one request, in order of occurrence, and how often each occurred; a
+    // time may be listed twice.
     const std::vector<double> &gaps() const { return gaps_; }
     const std::vector<std::int64_t> &gap_counts() const { return gap_counts_; }
 

@@ -23,7 +23,7 @@ public:
         std::size_t index = 0; // of the target that is ready, or of the peer that is gone
     };
 
-    // `slice` is the longest sleep before it looks whether its peers are still alive.
+    // `slice` is the longest sleep between checks of whether its peers are alive.
     explicit ShmWaiter(std::shared_ptr<Arena> own,
                        std::chrono::nanoseconds slice = std::chrono::milliseconds(20))
         : own_(std::move(own)), slice_(slice) {}
@@ -35,8 +35,8 @@ public:
     // Forgets the peer at this index; later ones move down by one.
     void forget(std::size_t index);
 
-    // Spins for at most `spin`, then sleeps once, for a slice at most. Again means: nothing yet, call once
-    // more.
+    // Spins for at most `spin`, then sleeps once, for a slice at most. Again means: nothing yet, call
+    // again.
     Outcome wait(std::span<const Target> targets, std::chrono::steady_clock::time_point deadline,
                  std::chrono::nanoseconds spin);
 

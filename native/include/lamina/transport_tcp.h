@@ -1,10 +1,10 @@
 // Arenas that peers write into over TCP.
 //
-// A message is a frame: a header, which says where its bytes go and what to ring, and the bytes, which the
-// kernel copies straight to where they belong. The frames from one endpoint to another are one stream, whose
-// bytes both sides count. The sender keeps the newest bytes until the receiver confirms them. When a
-// connection is lost, the receiver says on the next one how far it came, and the sender goes on from there:
-// nothing is lost or doubled, and no doorbell overtakes its data.
+// A message is a frame: a header, with the destination of its bytes and the doorbell to ring, and the bytes,
+// which the kernel copies straight to their destination. The frames from one endpoint to another are one
+// stream, whose bytes both sides count. The sender keeps the newest bytes until the receiver confirms them.
+// When a connection is lost, the receiver reports its position on the next one, and the sender continues from
+// there: nothing is lost or duplicated, and no doorbell overtakes its data.
 #pragma once
 
 #include <array>
@@ -48,11 +48,11 @@ public:
 
     bool begun() const { return begun_; }
     bool done() const { return rest_.empty() && next_ == parts_.size(); }
-    // What comes next.
+    // The bytes to send next.
     Part rest() const { return rest_; }
     void advance(std::size_t nbytes);
 
-    // When the stream it goes into last made progress, to judge by the numbers noted.
+    // When the stream it goes into last made progress, according to the numbers noted.
     std::chrono::steady_clock::time_point moved_at() const { return moved_at_; }
     void note_progress(std::uint64_t progress);
 
@@ -80,28 +80,28 @@ public:
     State state() const { return state_; }
     // -1 without a connection.
     int fd() const { return connection_ ? connection_->fd() : -1; }
-    // What reads from the same peer.
+    // The reads from the same peer.
     TcpFetcher &fetcher() { return fetcher_; }
     std::uint64_t identity() const { return identity_; }
     std::size_t arena_nbytes() const { return arena_nbytes_; }
     std::uint32_t doorbells() const { return doorbells_; }
     std::chrono::steady_clock::time_point lost_at() const { return lost_at_; }
     bool has_unsent() const { return sent_ < written_; }
-    // Changes whenever the peer or its kernel has taken in more; not when a connection is made again.
+    // Changes whenever the peer or its kernel has received more; not on reconnection.
     std::uint64_t progress() const { return written_ + most_sent_ + confirmed_; }
 
-    // Goes on over another connection, from the byte the receiver wants next. Throws std::invalid_argument if
-    // that byte is not kept any more or not written yet.
+    // Continues over another connection, from the byte the receiver wants next. Throws std::invalid_argument
+    // if that byte is no longer kept or not written yet.
     void reopen(std::unique_ptr<Connection> connection, std::uint64_t position);
     // The peer is gone for good.
     void lose();
     // Ends the stream once the kernel has delivered what it holds.
     void close();
 
-    // Takes as much of the message as there is room for and hands the kernel as much as it takes. True if
+    // Buffers as much of the message as there is room for and hands the kernel as much as it takes. True if
     // anything moved.
     bool push(TcpMessage &message);
-    // Sends what is kept and not sent yet. True if anything moved.
+    // Sends bytes that are kept and not sent yet. True if anything moved.
     bool flush();
     // Reads confirmations; finds out whether the connection is lost. True if anything was confirmed.
     bool take_in();
@@ -137,7 +137,7 @@ public:
     // Why the stream is refused; empty if it is not.
     const std::string &refusal() const { return refusal_; }
 
-    // Takes in what has arrived, some megabytes at most. False once the connection is lost or the stream
+    // Receives what has arrived, some megabytes at most. False once the connection is lost or the stream
     // refused.
     bool receive(Connection &connection, Arena &arena);
 
@@ -149,11 +149,11 @@ private:
     static constexpr std::size_t kStagingNbytes = 16 * 1024;
 
     std::uint64_t identity_;
-    std::uint64_t position_ = 0;  // bytes of the stream taken in
-    std::uint64_t confirmed_ = 0; // of which the sender knows
+    std::uint64_t position_ = 0;  // bytes of the stream received
+    std::uint64_t confirmed_ = 0; // of those, reported to the sender
     std::string refusal_;
     TcpFrame frame_{};
-    std::span<std::byte> missing_; // what the frame begun last still lacks
+    std::span<std::byte> missing_; // the destination of the current frame's outstanding bytes
     std::array<std::byte, kStagingNbytes> staging_;
     std::size_t staged_ = 0; // bytes of a header that has not arrived completely
 };
@@ -185,16 +185,16 @@ public:
     void add(std::shared_ptr<TcpSender> sender) { senders_.push_back(std::move(sender)); }
     void remove(const std::shared_ptr<TcpSender> &sender);
 
-    // Makes ready for a connection that carries this stream from the peer of that identity: an earlier
-    // connection delivers nothing more. Nothing if the stream is refused, or is not new and not known.
+    // Prepares for a connection that carries this stream from the peer of that identity: an earlier
+    // connection delivers nothing more. nullopt if the stream is refused, or is neither new nor known.
     std::optional<Expected> expect(std::uint64_t stream, std::uint64_t identity, bool is_new);
     // Takes over a connection, or closes it if another connection of the stream is expected by now.
     void accept(std::uint64_t stream, std::uint64_t number, std::unique_ptr<Connection> connection);
     // Lets a peer read the arena over this connection.
     void serve(std::unique_ptr<Connection> connection) { fetch_server_.add(std::move(connection)); }
 
-    // Sends on, receiving meanwhile. Done, Again (call again), Broken, Lost; Expired if nothing moved for
-    // `stall`. Unless it may block, it returns Again instead.
+    // Continues to send, receiving meanwhile. Done, Again (call again), Broken, Lost; Expired if nothing
+    // moved for `stall`. Unless it may block, it returns Again instead.
     Outcome send(const std::shared_ptr<TcpSender> &sender, TcpMessage &message,
                  std::chrono::nanoseconds stall, bool may_block);
 
@@ -212,7 +212,7 @@ private:
         std::unique_ptr<Connection> next; // to be adopted by the owner
         std::uint64_t number = 0;         // of the connection expected last
         bool detached = false;            // the connection delivers nothing more
-        bool readable = false;            // poll said so
+        bool readable = false;            // according to poll
         bool refusal_is_known = false;    // the owner has been told
         Time closed_at{};
         explicit Incoming(std::uint64_t identity) : receiver(identity) {}

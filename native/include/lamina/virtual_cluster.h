@@ -1,6 +1,5 @@
-// Compute and memory workers in virtual time: when the slices and attentions of steps begin and end. What
-// runs where and in which order is given with each step; only durations are modelled. Nothing here knows
-// Python.
+// Compute and memory workers in virtual time: when the slices and attentions of steps begin and end. Each
+// step gives the placement and order of its work; only durations are modelled. Nothing here knows Python.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +11,8 @@
 
 namespace lamina {
 
-// One memory worker's part in each attention of a step, in seconds: its network card takes in, it attends,
-// its card gives back.
+// One memory worker's part in each attention of a step, in seconds: its network card receives, it attends,
+// its card sends.
 struct Share {
     std::size_t worker;
     double receive_s, attention_s, send_s;
@@ -22,12 +21,12 @@ struct Share {
 // One step of one lane: slices 0 .. n with an attention after each but the last. Times are in seconds.
 struct VirtualStep {
     std::int64_t number;
-    std::vector<std::size_t> replicas; // [n + 1]: who runs slice k
+    std::vector<std::size_t> replicas; // [n + 1]: the replica of slice k
     std::int64_t tick, ticks;          // when slice 0 is due, and how much later each slice is
     double first_s, inner_s, last_s;   // slices 0, 1 .. n - 1 and n
     double chunks_s;          // attention of prompt chunks to themselves, on the replica after a slice
     double send_s, receive_s; // the replica's network card: to all memory workers, from all of them
-    double context_s;         // what travels to another replica
+    double context_s;         // moving the context to another replica
     std::vector<Share> shares;
 };
 
@@ -36,8 +35,7 @@ struct Finished {
     std::size_t lane;
     std::int64_t number;
     double busy_s;   // in its slices
-    double waited_s; // between slices of one replica, as far as that was idle when all was there: their mean,
-                     // times the attentions; 0 if it never was
+    double waited_s; // mean wait for slices whose replica was idle, times the attentions; 0 without any
 };
 
 enum class Stage { Slice, ChunkAttention, Attention };
@@ -48,7 +46,7 @@ struct VirtualSpan {
     double begin_s, end_s;
 };
 
-// What one worker has worked so far.
+// Seconds that one worker has worked so far.
 struct Work {
     double busy_s = 0;                // in slices and attention
     double send_s = 0, receive_s = 0; // of its network card, each way
@@ -66,7 +64,7 @@ public:
     // Plays on to the end of the next step, or to until_s if none ends before.
     std::optional<Finished> advance(double until_s);
 
-    // What begins from now on takes `factor` times as long.
+    // Work that begins from now on takes `factor` times as long.
     void slow_replica(std::size_t replica, double factor) { replicas_.at(replica).factor = factor; }
     void slow_memory(std::size_t memory, double factor) { memories_.at(memory).factor = factor; }
 
@@ -79,7 +77,7 @@ private:
 
     struct Event {
         double time_s;
-        std::uint64_t order; // of two events at one time, the one that was known first
+        std::uint64_t order; // breaks ties in time: the event pushed first
         Kind kind;
         std::uint32_t index; // of a lane, or of a replica that becomes free
         bool operator>(const Event &other) const {
@@ -114,9 +112,9 @@ private:
     struct Lane {
         std::deque<VirtualStep> steps;
         std::size_t slice = 0;
-        double context_s = 0; // when the context of the next slice is where it is needed
+        double context_s = 0; // when the context of the next slice has arrived
         double busy_s = 0;
-        double since_s = 0;  // when the latest slice's replica had nothing more to do for it
+        double since_s = 0;  // when the latest slice's replica was done with it
         double waited_s = 0; // between slices, where the replica was idle when the next one could begin
         std::size_t waits = 0;
     };
