@@ -25,6 +25,7 @@ class SliceRunner:
         """``tensors`` holds the model's weights by name; its constants are its own."""
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
+        self.dtype = model.dtype
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
         *self._inner, self._last = model.with_weights(tensors)
 

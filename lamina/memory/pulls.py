@@ -19,14 +19,14 @@ from lamina.errors import DeadlineError
 from lamina.memory.store import KvStore, StepTables
 from lamina.protocol.channel import Layout
 from lamina.protocol.wire import pulled_pieces
-from lamina.transport.base import Arena
+from lamina.transport.base import Arena, Fetch
 
 MOST_IN_A_ROW = 4  # requests served while something is to be pulled
 
 Target = tuple[int, int]
 """A doorbell and the number that it is awaited to reach."""
-Fetch = Callable[[str, int, int, int, int, int], None]
-"""Peer's name, then as ``Endpoint.fetch``."""
+FetchFrom = Callable[[str, Fetch], None]
+"""As ``Links.fetch``."""
 Wait = Callable[[Sequence[Target], float], int]
 """As ``Endpoint.wait``."""
 
@@ -63,7 +63,7 @@ class GapWork(Protocol):
 class Puller:
     """What is to be pulled, what is on its way, and where it goes. The memory worker's thread owns it."""
 
-    def __init__(self, fetch: Fetch, arena: Arena, layout: Layout, store: KvStore) -> None:
+    def __init__(self, fetch: FetchFrom, arena: Arena, layout: Layout, store: KvStore) -> None:
         self._fetch, self._layout, self._store = fetch, layout, store
         places = [layout.landing(number) for number in range(layout.landings)]
         self._places = [(place, arena.view(place.offset, place.nbytes)) for place in places]
@@ -145,7 +145,14 @@ class Puller:
         place, _ = self._places[number]
         self._sequences[number] += 1
         self._coming.append((piece, number))
-        self._fetch(piece.peer, piece.offset, piece.nbytes, place.offset, place.doorbell, self._sequences[number])
+        fetch = Fetch(
+            offset=piece.offset,
+            nbytes=piece.nbytes,
+            to=place.offset,
+            doorbell=place.doorbell,
+            sequence=self._sequences[number],
+        )
+        self._fetch(piece.peer, fetch)
 
     def keep(self, index: int) -> int | None:
         """Keep the piece whose arrival is number ``index`` of ``awaited``; the lane that it belongs to, if any."""

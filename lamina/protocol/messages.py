@@ -3,6 +3,7 @@
 import msgspec
 
 from lamina.config import LoadFormat, Overlap
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.timeline import Span
@@ -60,14 +61,15 @@ class Link(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: all links stand, this is what they are for; answered by Connected.
+    """Engine to worker: all links are up, and this is what they are for; answered by Connected.
 
-    A worker's number is its place in ``computes`` or ``memories``, which name all of a pool.
+    A worker's number is its index in ``computes`` or ``memories``, which name all workers of a pool.
     """
 
     computes: list[str]
     memories: list[str]
     layout: Layout
+    pipeline: Pipeline
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):

@@ -15,7 +15,7 @@ from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
-from lamina.transport.base import Part
+from lamina.transport.base import Fetch, Part
 from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import Decision, DeviceMemory, Refusal
 from lamina.transport.rdma.devices import INFINIBAND, Choice
@@ -336,7 +336,7 @@ class Reader:
         """Of reads that end; None while none is on its way."""
         return self._pair.events if self._rings else None
 
-    def fetch(self, offset: int, nbytes: int, to: int, ring: tuple[int, int], stall_s: float) -> None:
+    def fetch(self, fetch: Fetch, stall_s: float) -> None:
         """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
         deadline = time.monotonic() + stall_s
         while len(self._rings) == QUEUE_DEPTH and not self.failure:
@@ -348,11 +348,11 @@ class Reader:
         queue, element = self._pair.queue, self._element
         queue.wr_start()
         queue.wr_flags = self._signalled
-        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + offset)
-        element.addr, element.length = self._to + to, nbytes
+        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + fetch.offset)
+        element.addr, element.length = self._to + fetch.to, fetch.nbytes
         queue.wr_set_sge(element)
         queue.wr_complete()
-        self._rings.append(ring)
+        self._rings.append((fetch.doorbell, fetch.sequence))
 
     def collect(self) -> None:
         """Take in completions. Notes the first failure."""
