@@ -1,4 +1,4 @@
-"""One step of one lane on one replica: the slices that are its own, one at a time, in order."""
+"""One step of one lane on one replica: the replica's own slices, one at a time, in order."""
 
 import functools
 import itertools
@@ -71,12 +71,12 @@ class StepRun:
 
     @property
     def index(self) -> int:
-        """The slice to run next, -1 when no more of them are this replica's."""
+        """The slice to run next, -1 after this replica's last one."""
         return self._own[self._next] if self._next < len(self._own) else -1
 
     @property
     def tick(self) -> int:
-        """When that slice is due, see ``Pipeline.tick``."""
+        """When the next slice is due, see ``Pipeline.tick``."""
         return self._replica.pipeline.tick(self.plan.lane, self.plan.turn + self.index)
 
     @property
@@ -86,11 +86,11 @@ class StepRun:
 
     @property
     def own_slices(self) -> int:
-        """How many slices of the step are this replica's."""
+        """How many slices of the step run here."""
         return len(self._own)
 
     def awaited(self) -> list[tuple[int, int]]:
-        """What must have been rung before the next slice can run, for ``Endpoint.wait``."""
+        """The doorbells that the next slice waits for, for ``Endpoint.wait``."""
         if self.index <= 0:
             return []
         targets = self._exchange.replies(self.index - 1)
@@ -99,7 +99,7 @@ class StepRun:
         return targets
 
     def take_news(self) -> bool:
-        """True once, after ``tokens`` became known."""
+        """True once, after ``tokens`` has become known."""
         news, self._news = self._news, False
         return news
 
@@ -163,7 +163,7 @@ class StepRun:
             self._send_context(self._links.contexts[following], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
-        # A sequence without a last draw had no finite logits: its request is ending, and any token will do.
+        # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.
         tokens = [
             drawn.get(step.sequence, 0) if token == LAST_DRAWN else token
             for step in self.plan.sequences
@@ -197,14 +197,14 @@ class StepRun:
 
 
 class _Reader:
-    """Tensors lying one after another in a message."""
+    """Reads tensors that lie one after another in a message."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._offset = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor: the message's slot is written again before the step ends."""
+        """A copy of the next tensor: the message's slot is overwritten before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize
@@ -212,7 +212,7 @@ class _Reader:
 
 
 def context_nbytes_per_token(attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...]) -> int:
-    """Most bytes of a context message per row: id, partial of a prompt chunk, context."""
+    """Largest number of bytes per row of a context message: id, partial of a prompt chunk, context."""
     return 8 + max(
         spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
         for spec, crossings in zip(attentions, contexts, strict=True)

@@ -148,7 +148,7 @@ def attend(
     """One attention as a step runs it."""
     spec = SPECS[layer]
     q, k, v = map(torch.from_numpy, tensors)
-    output = SliceOutput(q, k, v, (), None)
+    output = SliceOutput((q, k, v))
     exchange.send_queries(layer, spec, q)
     exchange.send(layer, spec, output)
     chunks = exchange.attend_chunks(spec, output)

@@ -126,7 +126,6 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
             raise
         self._allocated = arena
         decision = self._own.device.decision
-        assert decision is not None
         device_memory.log(self.name, decision)
         return ArenaOnDevice(arena.native, memory, decision)
 

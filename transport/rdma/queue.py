@@ -17,7 +17,7 @@ from lamina.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
 from lamina.transport.base import Fetch, Part
 from lamina.transport.device import memory as device_memory
-from lamina.transport.device.memory import Decision, DeviceMemory, Refusal
+from lamina.transport.device.memory import Decision, DeviceMemory, Refusal, Route
 from lamina.transport.rdma.devices import INFINIBAND, Choice
 from lamina.transport.rdma.events import Events, Receiver
 
@@ -69,7 +69,7 @@ class Device:
     """An open port, its protection domain, this process's arena registered there, and what tells of messages.
 
     Attributes:
-        data, doorbells: of the arena. decision: how peers reach ``memory``, if the arena's bytes are to lie there.
+        data, doorbells: of the arena. decision: how peers reach the memory that holds the arena's bytes.
     """
 
     def __init__(self, verbs: Any, choice: Choice, arena: NativeArena, memory: DeviceMemory | None = None) -> None:
@@ -84,7 +84,7 @@ class Device:
             enums = verbs.enums
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
             mapped: Region | None = None
-            self.decision: Decision | None = None
+            self.decision = Decision(Route.HOST, "the arena is in the host's memory")
             if memory is not None:
                 mapped, self.decision = map_memory(verbs, self.domain, choice.port.device, memory, access, stack)
             nbytes = arena.data_address - arena.doorbells_address + (0 if mapped else arena.nbytes)
