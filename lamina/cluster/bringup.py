@@ -36,14 +36,14 @@ CONNECT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Who takes part and with what: decided before any worker starts, except what the model tells."""
+    """Who takes part and with what: decided before any worker starts, except for what depends on the model."""
 
     computes: tuple[str, ...]
     memories: tuple[str, ...]
     compute_setup: ComputeSetup
     memory_threads: int
-    kv_bytes_per_worker: Callable[[], int]  # asked once the weights are loaded
-    limits: Limits  # of the engine's scheduler; more slots in one worker than they can fill would never be used
+    kv_bytes_per_worker: Callable[[], int]  # called once the weights are loaded
+    limits: Limits  # of the engine's scheduler; a worker gets no more slots than these can fill
     pipeline: Pipeline
     transport: TransportName
     tls: bool
@@ -67,7 +67,7 @@ class Cluster:
 def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
     """Load the model, make slabs and arenas, connect every memory worker with every other worker.
 
-    Raises the worker's own UserError if a user can mend it, else TransportError, WorkerError or DeadlineError.
+    Raises the worker's own UserError if the user can fix it, otherwise TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
     everyone = (*plan.computes, *plan.memories)
@@ -93,8 +93,8 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
 
 
 def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
-    """Where lanes rotate, every replica hears of every step by running a part of it. Without the choices that a model
-    of so many slices cannot have; raises ConfigError if the rotational order was asked for."""
+    """The plan without rotational choices if the model has too few ``slices``: in rotational order every replica
+    must run a part of every step. Raises ConfigError if the rotational order was requested."""
     if plan.pipeline.replicas <= slices:
         return plan
     if plan.pipeline.rotates:

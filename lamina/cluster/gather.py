@@ -1,4 +1,4 @@
-"""Answers of workers while a cluster is set up, and what their failures stand for."""
+"""Answers of workers while a cluster is set up, and the exceptions that their failures become."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from lamina.protocol.messages import (
 POLL_S = 0.2
 
 OnProgress = Callable[[str, LoadProgress], None]
-"""A worker's name and how far it is."""
+"""Called with a worker's name and its progress."""
 
 MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Linked, Connected)
 
@@ -31,7 +31,7 @@ class Workers(Protocol):
     """Worker processes, wherever they run."""
 
     def ended(self) -> Mapping[str, str]:
-        """Workers that are gone, with what is known of why."""
+        """Workers that have exited, with what is known of why."""
         ...
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Workers(Protocol):
 
 
 class Gather:
-    """Collects one answer from each of several workers, noticing failures and deaths meanwhile."""
+    """Collects one answer from each of several workers, noticing failures and exits meanwhile."""
 
     def __init__(self, control: ControlServer, workers: Workers, on_progress: OnProgress) -> None:
         self._control = control
@@ -71,7 +71,7 @@ class Gather:
         return answers
 
     def _drain(self) -> None:
-        """A worker that ended may have said why just before."""
+        """A worker that exited may have reported why just before."""
         for worker, message in self._control.receive(POLL_S):
             self._handle(worker, message)
 
@@ -83,7 +83,7 @@ class Gather:
 
 
 def silence(silent: Mapping[str, float]) -> TransportError:
-    """What becomes of a cluster whose workers have answered no ping for so many seconds."""
+    """The exception for workers that have not answered pings for so many seconds."""
     named = ", ".join(f"worker {worker} has not answered for {seconds:.0f} s" for worker, seconds in silent.items())
     return TransportError(
         f"{named}: its process is stopped (SIGSTOP, a debugger), or its machine or the network to it hangs"
@@ -91,7 +91,7 @@ def silence(silent: Mapping[str, float]) -> TransportError:
 
 
 def failure(worker: str, message: Failed) -> errors.LaminaError:
-    """The exception a worker's last words stand for: its own UserError, else a WorkerError."""
+    """The exception that a worker reported: its own UserError, otherwise a WorkerError."""
     kind = getattr(errors, message.kind, None)
     if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
         return kind(message.message)

@@ -1,4 +1,4 @@
-"""Links between workers: a transport for every pair, proved by the two of them, before the cluster counts on it."""
+"""Links between workers: a transport for every pair, proved by both before the cluster relies on it."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ from lamina.protocol.messages import Link, Linked
 
 log = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 60.0  # for each worker: one may try all others in vain, and then wait for who does the same
+LINK_TIMEOUT_S = 60.0  # for each worker: one may time out on all others, then wait for another that does the same
 
 Pair = tuple[str, str]
 
@@ -25,11 +25,11 @@ def link(
     pairs: Collection[Pair],
     linked_before: Mapping[Pair, Choice] | None = None,
 ) -> dict[Pair, Choice]:
-    """Link every pair; one whose proof fails is linked again by what comes next, if ``wanted`` leaves a choice.
+    """Link every pair; one whose proof fails tries its next transport, if ``wanted`` leaves a choice.
 
-    A pair prefers what both have in use since ``linked_before``.
+    A pair prefers a transport that both already use for ``linked_before``.
 
-    Raises TransportError naming the pair and every obstacle if nothing is left to try.
+    Raises TransportError naming the pair and every obstacle if no transport is left.
     """
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}
@@ -77,7 +77,7 @@ def _choose(
 
 
 def _ways(name: str, chosen: Mapping[Pair, Choice], offers: Mapping[str, Offer]) -> dict[str, tuple[Transport, bytes]]:
-    """How worker ``name`` is to reach the others of its pairs."""
+    """How worker ``name`` reaches the others of its pairs."""
     peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
     return {peer: (transport, offers[peer].descriptors[transport]) for peer, transport in peers.items()}
 

@@ -201,7 +201,7 @@ class StepExchange:
         q: Array,
         keys_values: Sequence[Array] = (),
     ) -> None:
-        """Send piece ``number`` of the request: k and v, then its own rows of ``q``, the queries of the whole request."""
+        """Send piece ``number`` of the request: k and v, then its rows of ``q``, which are the whole request's."""
         piece = remote.pieces[number]
         at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
         rows = q[piece.start : piece.stop]
