@@ -6,9 +6,9 @@ written to the same peer before it (release), ``wait`` sees it (acquire).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy.typing as npt
 
 from lamina.errors import DeadlineError
@@ -31,8 +31,7 @@ class Sizes(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Bytes [offset, offset + nbytes) of a peer's arena, read to ``to`` of one's own.
 
     ``doorbell`` of one's own arena is set to ``sequence`` once all of them have arrived.

@@ -85,7 +85,8 @@ class Puller:
             slots: npt.NDArray[np.int32] = step.pulled_slots[first : first + piece.rows]
             first += piece.rows
             keep = functools.partial(self._store.keep, layer, slots)
-            self.add_piece(Piece(peer, start + piece.row * nbytes, piece.rows * nbytes, keep, lane, turn))
+            place = start + piece.row * nbytes
+            self.add_piece(Piece(peer, place, piece.rows * nbytes, keep, lane=lane, turn=turn))
 
     def add_piece(self, piece: Piece) -> None:
         """Pull this piece, after all that were added before."""

@@ -143,7 +143,9 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
             seen = min(visible, last)
             if first < seen:
                 queries.append((row, count))
-                attends.append(SegmentRows(sequence, row, count, start, first, seen))
+                attends.append(
+                    SegmentRows(sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen)
+                )
         row += count
     return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled))
 
@@ -184,15 +186,18 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     """How a request with these rows is cut, in the order in which its pieces travel."""
     count = min(overlap.mini_batches, len(rows.attends))
     if count == 0:
-        return (Piece(0, 0, 0, 0, keeps=True),)
+        return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
     ends = np.cumsum([0, *(attend.rows for attend in rows.attends)])
     cuts = [len(rows.attends) * i // count for i in range(count + 1)]
     q_first = overlap.q_first and len(rows.appends) > 0
     queries = tuple(
-        Piece(int(ends[first]), int(ends[last]), first, last, keeps=first == 0 and not q_first)
+        Piece(start=int(ends[first]), stop=int(ends[last]), first=first, last=last, keeps=first == 0 and not q_first)
         for first, last in itertools.pairwise(cuts)
     )
-    return (*queries, Piece(int(ends[-1]), int(ends[-1]), count, count, keeps=True)) if q_first else queries
+    if not q_first:
+        return queries
+    total = int(ends[-1])
+    return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
 
 
 def request_number(turn: int, piece: int) -> int:
