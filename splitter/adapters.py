@@ -83,7 +83,7 @@ def _falcon(module: Any) -> None:
         hidden_states: Tensor,
         alibi: Tensor | None,
         attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor],
         **_: Any,
     ) -> tuple[Tensor, None]:
         fused = self.query_key_value(hidden_states)
@@ -94,7 +94,6 @@ def _falcon(module: Any) -> None:
             query, key, value = self._split_heads(fused)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         if alibi is None:
-            assert position_embeddings is not None
             query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
         out = attention(query, key, value, scale=self.inv_norm_factor, slopes=slopes)
         return self.dense(out.flatten(2)), None

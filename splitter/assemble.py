@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from lamina.splitter import attention
 from lamina.splitter.capture import Capture, capture
-from lamina.splitter.flow import clean, row_layout
+from lamina.splitter.flow import clean, context_layout
 from lamina.splitter.names import shift
 from lamina.splitter.slices import Partition, build, partition
 from lamina.splitter.split_model import Crossing, Cut, Slice, SplitModel
@@ -74,8 +74,7 @@ def _replicate(config: PretrainedConfig, dtype: DType, captured: Capture, parts:
 
 
 def _crossing(node: fx.Node, layers: int) -> Crossing:
-    layout = row_layout(node)
-    assert layout is not None
+    layout = context_layout(node)
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return Crossing(shift(_origin(node), layers), (layout.width,), value.dtype)

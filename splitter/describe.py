@@ -10,13 +10,20 @@ from lamina.types import AttentionSpec
 
 
 @dataclass(frozen=True)
+class End:
+    """What follows a slice: the attention, and the cut to the next slice."""
+
+    attention: AttentionSpec
+    cut: Cut
+
+
+@dataclass(frozen=True)
 class Kind:
-    """Slices that share a graph and end at attentions alike; ``attention`` and ``cut`` are those of the first."""
+    """Slices that share a graph and end at attentions alike; ``end`` is that of the first, None for the last slice."""
 
     indices: tuple[int, ...]
     slice: Slice
-    attention: AttentionSpec | None
-    cut: Cut | None
+    end: End | None
 
 
 def kinds(model: SplitModel) -> list[Kind]:
@@ -25,15 +32,8 @@ def kinds(model: SplitModel) -> list[Kind]:
     for part in model.slices:
         spec = None if part.last else replace(model.attentions[part.index], layer=0)
         found.setdefault((id(part.graph), spec), []).append(part.index)
-    return [
-        Kind(
-            indices=tuple(indices),
-            slice=model.slices[indices[0]],
-            attention=None if model.slices[indices[0]].last else model.attentions[indices[0]],
-            cut=None if model.slices[indices[0]].last else model.cuts[indices[0]],
-        )
-        for indices in found.values()
-    ]
+    ends = [*map(End, model.attentions, model.cuts), None]
+    return [Kind(tuple(indices), model.slices[indices[0]], ends[indices[0]]) for indices in found.values()]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,17 @@ Only distinct slices are drawn: one period of a deep model. Colours follow the r
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
-from lamina.splitter.describe import Kind, attention_summary, kinds, ranges, run_order, short, total_traffic, traffic
+from lamina.splitter.describe import (
+    End,
+    Kind,
+    attention_summary,
+    kinds,
+    ranges,
+    run_order,
+    short,
+    total_traffic,
+    traffic,
+)
 from lamina.splitter.split_model import SplitModel
 
 _MARGIN, _LINE = 24, 18
@@ -40,8 +50,8 @@ def svg(model: SplitModel) -> str:
         lines = _slice_lines(kind)
         height = _LINE * (len(lines) + 1) + 18
         parts += _box("slice", _SLICE_X, top, _SLICE_WIDTH, height, _slice_title(kind), lines)
-        if kind.attention is not None:
-            parts += _crossings(model, kind, top, height)
+        if kind.end is not None:
+            parts += _crossings(model, kind, kind.end, top, height)
         if hidden > 0 and place == _MOST_KINDS - 2:
             parts.append(_text(_ATTENTION_X, top + height + 44, f"... {hidden} more kinds of slices ...", "quiet"))
         top += height + _gap(kind)
@@ -75,7 +85,7 @@ def _head(model: SplitModel, height: int) -> list[str]:
 
 def _gap(kind: Kind) -> int:
     """Height between a slice and the next: room for the result that comes back and one line per context tensor."""
-    return 60 + 16 * (len(kind.cut.context) if kind.cut else 0)
+    return 60 + 16 * (len(kind.end.cut.context) if kind.end else 0)
 
 
 def _slice_title(kind: Kind) -> str:
@@ -85,7 +95,7 @@ def _slice_title(kind: Kind) -> str:
 
 def _slice_lines(kind: Kind) -> list[str]:
     before_q, after_q = (_modules(names) for names in run_order(kind.slice))
-    if kind.attention is None:
+    if kind.end is None:
         return before_q + after_q
     return [*before_q, "— q is complete —", *(name for name in after_q if name not in before_q)]
 
@@ -95,16 +105,15 @@ def _modules(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(short(name) for name in names))
 
 
-def _crossings(model: SplitModel, kind: Kind, top: int, height: int) -> list[str]:
+def _crossings(model: SplitModel, kind: Kind, end: End, top: int, height: int) -> list[str]:
     """The attention beside the gap after a slice, and the arrows: q, k, v there, its result back, context down."""
-    assert kind.attention is not None and kind.cut is not None
     cost = traffic(model, kind.slice.index)
     edge, bottom = _SLICE_X + _SLICE_WIDTH, top + height
     middle = (edge + _ATTENTION_X) // 2 - 18
-    lines = attention_summary(kind.attention).split(", ")
+    lines = attention_summary(end.attention).split(", ")
     lines = [", ".join(lines[:2]), ", ".join(lines[2:])]
     box_top, down = bottom - 66, _SLICE_X + 40
-    context = [f"{crossing.name.removeprefix('model.')} {list(crossing.shape)}" for crossing in kind.cut.context]
+    context = [f"{crossing.name.removeprefix('model.')} {list(crossing.shape)}" for crossing in end.cut.context]
     title = f"Attention{'s' if len(kind.indices) > 1 else ''} {ranges(kind.indices)}"
     return [
         *_box("attention", _ATTENTION_X, box_top, _ATTENTION_WIDTH, 72, title, lines),

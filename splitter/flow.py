@@ -97,6 +97,14 @@ def row_layout(node: fx.Node) -> RowLayout | None:
     return RowLayout(ones, tuple(shape))
 
 
+def context_layout(node: fx.Node) -> RowLayout:
+    """``row_layout`` of a value that is sent. Raises ValueError if it cannot be."""
+    layout = row_layout(node)
+    if layout is None:
+        raise ValueError(f"{node.name} does not hold one row per token, so slices cannot hand it on")
+    return layout
+
+
 def bytes_per_token(node: fx.Node) -> float:
     """What sending the node's value costs; infinite if it cannot be sent."""
     layout = row_layout(node)

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from lamina.splitter.capture import Capture
 from lamina.splitter.cut import minimum_cut
-from lamina.splitter.flow import ancestors, bytes_per_token, descendants, replicable, row_layout
+from lamina.splitter.flow import ancestors, bytes_per_token, context_layout, descendants, replicable
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,13 @@ def _demand_order(captured: Capture, parts: Partition, index: int, results: list
 
 def _pack(graph: fx.Graph, original: fx.Node, node: fx.Node) -> fx.Node:
     """A context tensor as [T, width]."""
-    layout = row_layout(original)
-    assert layout is not None
+    layout = context_layout(original)
     return graph.call_function(torch.ops.aten.reshape.default, (node, [-1, layout.width]))
 
 
 def _unpack(graph: fx.Graph, original: fx.Node, node: fx.Node) -> fx.Node:
     """What ``_pack`` was given, from what it gave."""
-    layout = row_layout(original)
-    assert layout is not None
+    layout = context_layout(original)
     unpacked = graph.call_function(torch.ops.aten.reshape.default, (node, [*[1] * layout.ones, -1, *layout.shape]))
     unpacked.meta = dict(original.meta)
     return unpacked

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,22 +60,44 @@ class Cut:
 Array = npt.NDArray[Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class SliceOutput:
-    """What one slice computed for T rows: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] and context for the attention
-    and the slice that follow, or logits [T, vocab] after the last slice. May be views of shared memory, not contiguous.
+    """What one slice's graph returned for T rows: (q, k, v, *context), or (logits,) from the last slice.
+
+    Tensors may be views of shared memory, not contiguous. The names below index ``results``: ask the last slice for
+    ``logits`` alone, and every other one for the rest.
     """
 
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    context: tuple[Tensor, ...]
-    logits: Tensor | None
+    results: tuple[Tensor, ...]
+
+    @property
+    def q(self) -> Tensor:
+        """[T, Hq, D]."""
+        return self.results[0]
+
+    @property
+    def k(self) -> Tensor:
+        """[T, Hkv, D]."""
+        return self.results[1]
+
+    @property
+    def v(self) -> Tensor:
+        """[T, Hkv, Dv]."""
+        return self.results[2]
+
+    @property
+    def context(self) -> tuple[Tensor, ...]:
+        """For the next slice."""
+        return self.results[3:]
+
+    @property
+    def logits(self) -> Tensor:
+        """[T, vocab]."""
+        return self.results[0]
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, Array, Array]:
         """q, k and v as C-contiguous arrays; bfloat16 as uint16 bits."""
-        assert self.q is not None and self.k is not None and self.v is not None
         return as_numpy(self.q), as_numpy(self.k), as_numpy(self.v)
 
 
@@ -95,13 +117,6 @@ def call_hook(hook: OnQuery | None, query: Tensor) -> None:
     """Tell of q, if anybody wants to know."""
     if hook is not None:
         hook(query)
-
-
-def as_output(results: Sequence[Tensor], last: bool) -> SliceOutput:
-    """Name what a slice's graph returned."""
-    if last:
-        return SliceOutput(None, None, None, (), results[0])
-    return SliceOutput(results[0], results[1], results[2], tuple(results[3:]), None)
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,7 @@ class Slice:
         arguments = [weights[name] for name in self.weights]
         arguments += [weights[name] for name in self.constants]
         arguments += (ids, positions) if attention is None else (ids, positions, attention)
-        return as_output(self.graph(*arguments, *context), self.last)
+        return SliceOutput(tuple(self.graph(*arguments, *context)))
 
 
 @dataclass(frozen=True)

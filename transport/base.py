@@ -8,12 +8,40 @@ written to the same peer before it (release), ``wait`` sees it (acquire).
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy.typing as npt
 
 from lamina.errors import DeadlineError
 
 Buffer = memoryview  # C-contiguous, format "B"
 Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
+
+
+class Sizes(Protocol):
+    """How large an arena is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        ...
+
+    @property
+    def doorbells(self) -> int:
+        """Its doorbells."""
+        ...
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Bytes [offset, offset + nbytes) of a peer's arena, read to ``to`` of one's own.
+
+    ``doorbell`` of one's own arena is set to ``sequence`` once all of them have arrived.
+    """
+
+    offset: int
+    nbytes: int
+    to: int
+    doorbell: int
+    sequence: int
 
 
 class Arena(Protocol):
@@ -78,8 +106,8 @@ class Endpoint(Protocol):
         """
         ...
 
-    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
-        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell.
+    def fetch(self, peer: Peer, fetch: Fetch) -> None:
+        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
 
         Returns before that: ``wait`` sees the doorbell once all bytes are there. The peer need not wait or do anything
         else for it, and must leave these bytes alone until it hears that they have been read. What is fetched from one
@@ -104,12 +132,13 @@ class Endpoint(Protocol):
         ...
 
 
-def check_fetch(offset: int, nbytes: int, to: int, peer_nbytes: int, own_nbytes: int) -> None:
-    """Raise ValueError unless a fetch is of something, and inside both arenas."""
-    check_range(offset, nbytes, peer_nbytes)
-    check_range(to, nbytes, own_nbytes)
-    if nbytes == 0:
-        raise ValueError("a fetch of 0 bytes is none")
+def check_fetch(fetch: Fetch, peer: Sizes, own: Sizes) -> None:
+    """Raise ValueError unless the fetch reads something and stays inside both arenas."""
+    check_doorbell(fetch.doorbell, own.doorbells)
+    check_range(fetch.offset, fetch.nbytes, peer.nbytes)
+    check_range(fetch.to, fetch.nbytes, own.nbytes)
+    if fetch.nbytes == 0:
+        raise ValueError("cannot fetch 0 bytes")
 
 
 def check_range(offset: int, nbytes: int, arena_nbytes: int) -> None:

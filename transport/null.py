@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from lamina.errors import PeerLostError, TransportError
-from lamina.transport.base import Buffer, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
+from lamina.transport.base import Buffer, Fetch, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
 
 
 class Operation(enum.Enum):
@@ -225,14 +225,13 @@ class NullEndpoint:
         self.write(peer, offset, content)
         self.ring(peer, doorbell, sequence)
 
-    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
-        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell."""
+    def fetch(self, peer: Peer, fetch: Fetch) -> None:
+        """Read bytes of the peer's arena into one's own, then ring one's own doorbell."""
         own = self._registered()
-        check_doorbell(doorbell, own.doorbells)
-        check_fetch(offset, nbytes, to, peer.nbytes, own.nbytes)
-        content = bytes(self._living(peer).view(offset, nbytes))
-        self.faults.pass_on(_Sent(Operation.WRITE, own, to, content, 0))
-        self.faults.pass_on(_Sent(Operation.RING, own, doorbell, b"", sequence))
+        check_fetch(fetch, peer, own)
+        content = bytes(self._living(peer).view(fetch.offset, fetch.nbytes))
+        self.faults.pass_on(_Sent(Operation.WRITE, own, fetch.to, content, 0))
+        self.faults.pass_on(_Sent(Operation.RING, own, fetch.doorbell, b"", fetch.sequence))
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""

@@ -15,7 +15,7 @@ from lamina._native import Arena as NativeArena
 from lamina._native import ShmWaiter
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.arena import MEMFD_NAME, OwnArena
-from lamina.transport.base import Part, Peer, check_doorbell, check_fetch, deadline_error
+from lamina.transport.base import Fetch, Part, Peer, check_fetch, deadline_error
 from lamina.transport.endpoint import SPIN_S, ArenaEndpoint
 
 PROTOCOL = 1
@@ -133,18 +133,17 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         except ConnectionResetError:
             raise _lost(peer) from None
 
-    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
-        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell.
+    def fetch(self, peer: Peer, fetch: Fetch) -> None:
+        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
 
         This thread copies, and is done when it returns.
         """
         own, theirs = self._registered().arena.native, self._connected(peer).native
-        check_doorbell(doorbell, own.doorbells)
-        check_fetch(offset, nbytes, to, theirs.nbytes, own.nbytes)
+        check_fetch(fetch, theirs, own)
         if theirs.gone:
             raise _lost(peer)
-        own.write(to, memoryview(theirs)[offset : offset + nbytes])
-        own.ring(doorbell, sequence)
+        own.write(fetch.to, memoryview(theirs)[fetch.offset : fetch.offset + fetch.nbytes])
+        own.ring(fetch.doorbell, fetch.sequence)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""

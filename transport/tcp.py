@@ -24,7 +24,7 @@ from lamina._native import TcpEndpoint as NativeEndpoint
 from lamina.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
-from lamina.transport.base import Part, Peer, deadline_error
+from lamina.transport.base import Fetch, Part, Peer, deadline_error
 from lamina.transport.endpoint import ListeningEndpoint, Options
 from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Descriptor, Listener
 
@@ -141,12 +141,13 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         except TimeoutError:
             raise self._stalled(known) from None
 
-    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
-        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell."""
+    def fetch(self, peer: Peer, fetch: Fetch) -> None:
+        """Read bytes of the peer's arena into one's own, then ring one's own doorbell."""
         known = self._connected(peer)
         if known.lost:
             raise PeerLostError(known.name, known.lost)
-        self._registered().streams.fetch(known.sender, offset, nbytes, to, doorbell, sequence)
+        own = self._registered().streams
+        own.fetch(known.sender, fetch.offset, fetch.nbytes, fetch.to, fetch.doorbell, fetch.sequence)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""

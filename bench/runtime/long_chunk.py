@@ -9,6 +9,7 @@ and again, a millisecond after the answer to the last. The chunk's time is also 
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import statistics
@@ -25,10 +26,11 @@ import psutil
 from lamina.compute.links import lane_links
 from lamina.errors import DeadlineError
 from lamina.memory.cuts import MOST_PRODUCTS
-from lamina.memory.worker import MemoryWorker
+from lamina.memory.worker import build
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import LANDING_NBYTES, Layout
 from lamina.protocol.choice import Transport
-from lamina.protocol.links import Links
+from lamina.protocol.links import Member, open_links
 from lamina.protocol.messages import Connect, Link, MemorySetup, Register, Step, Stop
 from lamina.protocol.secret import new
 from lamina.protocol.wire import reply_nbytes, reply_number, request_nbytes, request_number
@@ -82,10 +84,8 @@ class PipeControl:
 def serve(pipe: Connection, secret: bytes, whole: bool) -> None:
     """The memory worker's process."""
     most = 1 << 62 if whole else MOST_PRODUCTS
-    with mock.patch("lamina.memory.store.MOST_PRODUCTS", most):
-        worker = MemoryWorker(PipeControl(pipe, secret))  # type: ignore[arg-type]
-        worker.run()
-        worker.close()
+    with mock.patch("lamina.memory.store.MOST_PRODUCTS", most), contextlib.ExitStack() as resources:
+        build(PipeControl(pipe, secret), resources).run()  # type: ignore[arg-type]
 
 
 class Cluster:
@@ -109,19 +109,19 @@ class Cluster:
             bulk_nbytes=max(prefix, rows, DECODING * CONTEXT) * PER_TOKEN,
             landing_nbytes=LANDING_NBYTES,
         )
-        self._links = Links(COMPUTE, secret, "127.0.0.1")
         names = [COMPUTE, MEMORY]
         self._pipe.send(Register(*layout.memory_arena, names, [Transport.SHM], SPIN_S))
         offer = self._pipe.recv().offer
-        arena, own = self._links.register(Register(*layout.compute_arena, names, [Transport.SHM], SPIN_S))
-        self._pipe.send(Link(1, {COMPUTE: (Transport.SHM, own.descriptors[Transport.SHM])}))
+        register = Register(*layout.compute_arena, names, [Transport.SHM], SPIN_S)
+        self._links = open_links(Member(COMPUTE, secret, "127.0.0.1"), register)
+        self._pipe.send(Link(1, {COMPUTE: (Transport.SHM, self._links.offer.descriptors[Transport.SHM])}))
         self._links.link(Link(1, {MEMORY: (Transport.SHM, offer.descriptors[Transport.SHM])}))
         self._pipe.recv()
-        connect = Connect([COMPUTE], [MEMORY], layout)
+        connect = Connect([COMPUTE], [MEMORY], layout, Pipeline(2, 1))
         self._pipe.send(connect)
         self._pipe.recv()
         self._wait = self._links.settle()
-        self._lanes = lane_links(COMPUTE, self._links, arena, connect)
+        self._lanes = lane_links(self._links, connect)
         self._turns, self._starts, self._steps = [0, 0], [0] * (DECODING + 1), 0
         random = np.random.default_rng(0)
         self._values = (

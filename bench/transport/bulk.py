@@ -162,14 +162,14 @@ class Moves:
         other = endpoint.connect(self._other_endpoint.descriptor(), TIMEOUT_S)
         own = self._other_endpoint.connect(endpoint.descriptor(), TIMEOUT_S)
         self.store = Store(MEMORY, MOVED)
-        self.puller = Puller(lambda _, *place: endpoint.fetch(other, *place), arena, LAYOUT, self.store)
+        self.puller = Puller(lambda _, fetch: endpoint.fetch(other, fetch), arena, LAYOUT, self.store)
         self._migrations = Migrations(
             self.store, self.puller, arena, CONNECT, lambda _, slot: Outbox(endpoint, other, slot), self._end
         )
         self.gaps: GapWork = self._migrations
         store = Store(OTHER, MOVED)
         store.apply(begun(OTHER, MOVED))
-        puller = Puller(lambda _, *place: self._other_endpoint.fetch(own, *place), other_arena, LAYOUT, store)
+        puller = Puller(lambda _, fetch: self._other_endpoint.fetch(own, fetch), other_arena, LAYOUT, store)
         outbox: Open = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
         self._other = Migrations(store, puller, other_arena, CONNECT, outbox, lambda _: None)
         self._number, self._is_done = 0, True
@@ -210,7 +210,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
     work: Prompts | Moves
     if bulk == "prompts":
         store = Store(MEMORY, CHUNK)
-        puller = Puller(lambda _, *place: endpoint.fetch(peer, *place), arena, LAYOUT, store)
+        puller = Puller(lambda _, fetch: endpoint.fetch(peer, fetch), arena, LAYOUT, store)
         work = Prompts(store, puller)
     else:
         work = Moves(transport, secret, endpoint, arena)

@@ -85,7 +85,7 @@ def render_table(model: "SplitModel") -> "Table":
         slices = describe.ranges(kind.indices)
         weights = size(describe.weight_bytes(model, kind.slice))
         needed, linears = kind.slice.linears_before_q
-        if kind.attention is None or kind.cut is None:
+        if kind.end is None:
             table.add_row(slices, weights, str(linears), "logits")
             continue
         cost = describe.traffic(model, kind.slice.index)
@@ -93,11 +93,11 @@ def render_table(model: "SplitModel") -> "Table":
             slices,
             weights,
             f"{linears} (q: {needed})",
-            describe.attention_summary(kind.attention).replace(" heads", "").replace(", ", "\n"),
+            describe.attention_summary(kind.end.attention).replace(" heads", "").replace(", ", "\n"),
             *(size(nbytes) for nbytes in (cost.q, cost.kv, cost.out, cost.context)),
         )
         caption.append(f"Context after slice {kind.slice.index}:")
-        caption += [f"  {crossing.name} {list(crossing.shape)}" for crossing in kind.cut.context]
+        caption += [f"  {crossing.name} {list(crossing.shape)}" for crossing in kind.end.cut.context]
     table.caption = "\n".join(caption)
     return table
 

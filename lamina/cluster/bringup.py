@@ -149,6 +149,6 @@ def _connect(
     links = link(control, gather, plan.transport, offers, pairs)
     if layout.migrates:
         links |= link(control, gather, plan.transport, offers, list(itertools.combinations(memories, 2)), links)
-    control.send(everyone, Connect(computes, memories, layout))
+    control.send(everyone, Connect(computes, memories, layout, plan.pipeline))
     gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
     return links

@@ -29,7 +29,7 @@ def link(
 
     A pair prefers transports that both workers already use in ``linked_before``.
 
-    Raises TransportError naming the pair and every obstacle if nothing is left to try.
+    Raises TransportError naming the pair and every obstacle if no transport is left.
     """
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}

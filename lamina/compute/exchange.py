@@ -35,7 +35,7 @@ Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
 
 @dataclass(frozen=True)
 class Source:
-    """Partials for ``rows`` of the step, which become partial number ``part[i]`` of row ``rows[i]``."""
+    """Where partials for ``rows`` of the step go: they become partial number ``part[i]`` of row ``rows[i]``."""
 
     rows: npt.NDArray[np.int64]
     part: npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ class Remote:
 
     @property
     def queries_first(self) -> bool:
-        """True if k and v come as the last piece, without a query; else they come with the first one."""
+        """True if k and v are the last piece, without queries; otherwise they are in the first piece."""
         return not self.pieces[0].keeps
 
 
@@ -67,10 +67,10 @@ class Local:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Where the partials of attentions with one shape of heads arrive, and where they are merged to.
+    """Where the partials of attentions with one shape of heads arrive, and where the merged result goes.
 
     Attributes:
-        out: [rows, Hq, Dv]; rows beyond the step's tokens are 0. tokens: the others, as an array.
+        out: [rows, Hq, Dv]; padding rows are 0. tokens: its other rows, as an array.
         replies: partials (out, lse) in the messages of memory workers.
     """
 
@@ -82,7 +82,7 @@ class Gathering:
 class StepExchange:
     """Planned once per step, run once per attention.
 
-    Tensors have ``rows`` rows, at least as many as the plan has tokens; those beyond are padding and see nothing.
+    Tensors have ``rows`` rows, at least as many as the plan has tokens; the others are padding and attend to nothing.
 
     Attributes:
         sends_queries_first: True if ``send_queries`` has anything to send.
@@ -144,7 +144,7 @@ class StepExchange:
             return None
         indices = np.concatenate(rows)
         bounds, start = np.array(offsets, np.int32), np.array(starts, np.int32)
-        # The chunk's own k and v are its "slab": row r of the step is slot r.
+        # The chunk's own k and v serve as its slab: row r of the step is slot r.
         table = SegmentTable(
             query_offsets=bounds, query_start=start, kv_offsets=bounds, kv_start=start, slots=indices.astype(np.int32)
         )
@@ -152,11 +152,11 @@ class StepExchange:
 
     @property
     def local_rows(self) -> int:
-        """Rows of prompt chunks, which ``attend_chunks`` gives partials for."""
+        """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
         return 0 if self._local is None else len(self._local.source.rows)
 
     def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
-        """Send what does not need k and v to the memory workers of attention ``index``; nothing unless q goes first.
+        """Send the queries of attention ``index`` ahead of k and v, where the step's overlap says so.
 
         q is [rows, Hq, D]. Raises PeerLostError.
         """
@@ -167,7 +167,7 @@ class StepExchange:
                     self._send_piece(remote, index, spec, number, rows)
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
-        """Send the rest: k, v and the pieces of q that were not sent. Raises PeerLostError."""
+        """Send the rest: k, v and the queries not sent yet. Raises PeerLostError."""
         q, k, v = output.arrays
         if self._pulled:
             self._lay_out(index, spec, k, v)
@@ -182,7 +182,7 @@ class StepExchange:
                 self._send_piece(remote, index, spec, number, rows, keys_values if number == 0 else ())
 
     def _lay_out(self, index: int, spec: AttentionSpec, k: Array, v: Array) -> None:
-        """Put k and v of prompt chunks where memory workers fetch them once the request is there."""
+        """Put k and v of prompt chunks where memory workers fetch them once the request has arrived."""
         nbytes = spec.kv_bytes_per_token(self._dtype)
         bulk = self._links.bulk[(self._turn + index) % len(self._links.bulk)]
         for remote in self._remotes:
@@ -200,7 +200,7 @@ class StepExchange:
         q: Array,
         keys_values: Sequence[Array] = (),
     ) -> None:
-        """Piece ``number`` of the request: of q, the rows of the whole request, its part, behind k and v."""
+        """Send piece ``number`` of the request: k and v, then its rows of ``q``, which are the whole request's."""
         piece = remote.pieces[number]
         at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
         rows = q[piece.start : piece.stop]
@@ -214,18 +214,18 @@ class StepExchange:
         return partial(self._take(q, self._local.source.rows), k, v, self._local.segments, spec, self._threads)
 
     def replies(self, index: int) -> list[tuple[int, int]]:
-        """Where the replies to attention ``index`` are announced, for ``Endpoint.wait``."""
+        """The doorbells of the replies to attention ``index``, for ``Endpoint.wait``."""
         return [(remote.reply.doorbell, reply_number(self._turn + index)) for remote in self._remotes]
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
-        """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must be there.
+        """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must have arrived.
 
-        The next call for as many heads of the same size writes the same tensor.
+        The next call for the same shape of heads overwrites the tensor.
         """
         gathering = self._gathering(spec)
         partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
         partials += gathering.replies
-        if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they came
+        if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they arrived
             outs, lses = [partials[0][1]], [partials[0][2]]
         else:
             outs, lses = self._scattered(spec, partials)
@@ -246,7 +246,7 @@ class StepExchange:
     def _scattered(
         self, spec: AttentionSpec, partials: Sequence[tuple[Source, Floats, Floats]]
     ) -> tuple[list[Floats], list[Floats]]:
-        """Partials number 0, 1, ... of all rows; -inf where a row has fewer."""
+        """Partials number 0, 1, ... of all rows; lse is -inf where a row has fewer."""
         outs, lses = self._buffer(spec)
         for source, part, lse in partials:
             outs[source.part, source.rows] = part
@@ -254,13 +254,13 @@ class StepExchange:
         return list(outs), list(lses)
 
     def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
-        """Rows of ``array``; the array itself when that is all of them in order."""
+        """Rows of ``array``; a view if they are all of them in order."""
         return array[: self._total] if len(rows) == self._total else array[rows]
 
     def _buffer(self, spec: AttentionSpec) -> Partial:
         """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
 
-        Layers write the same places, so -inf stays elsewhere.
+        All layers write the same places, so the others stay -inf.
         """
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:

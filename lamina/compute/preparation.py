@@ -1,8 +1,8 @@
 """What a compute worker must know of a model before it reads a weight: made once, then kept in the user's cache.
 
-Importing transformers, capturing and cutting take seconds. What comes of it follows from a few things, all of them
-part of the name of the file that keeps it (``ingredients``): a start with any of them changed finds no file and makes
-one. A file that cannot be used is named in the log and made anew; a folder that cannot be written costs only time.
+Importing transformers, capturing and cutting take seconds. The result depends on a few inputs (``ingredients``), all of
+which are hashed into the name of the cache file: if any has changed, there is no such file and one is made. A file that
+cannot be used is reported in the log and made again; a folder that cannot be written costs only time.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from lamina.types import DType
 logger = logging.getLogger(__name__)
 
 KEPT_FILES = 64
-"""Older ones are removed: every new version of torch, transformers or Lamina leaves those of the last behind."""
+"""Older files are removed: every new version of torch, transformers or Lamina leaves its predecessor's behind."""
 
-_CODE = Path(__file__).parents[1]  # all of the package: a list of what takes part would be one import behind some day
+_CODE = Path(__file__).parents[1]  # the whole package: a list of the modules that matter would soon be out of date
 _NATIVE = Path(_native.__file__)
 _PACKAGES = ("lamina", "torch", "transformers", "networkx", "sympy", "safetensors")
 _DIGEST_BYTES = 32
@@ -55,7 +55,7 @@ class _Tensor(msgspec.Struct, array_like=True):
 
 
 class _Weights(msgspec.Struct):
-    """A ``WeightPlan`` whose tensors are the checkpoint's own; ``sources`` are their names there."""
+    """A ``WeightPlan`` that converts no tensor; ``sources`` are their names in the checkpoint."""
 
     family: str
     expected: dict[str, _Tensor]
@@ -64,16 +64,16 @@ class _Weights(msgspec.Struct):
 
 
 class _Record(msgspec.Struct):
-    """A file's content, behind its SHA-256; without ``weights`` their conversion is left to transformers."""
+    """A file's content, after its SHA-256; without ``weights``, transformers converts them."""
 
     model: StoredModel
     weights: _Weights | None
 
 
 def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], None]) -> Prepared:
-    """Split and lower the model in ``place`` with element type ``dtype`` (None: the config's own), or recall it.
+    """Split and lower the model in ``place`` with element type ``dtype`` (None: the config's own), or read it back.
 
-    ``on_split`` is called before what takes seconds. Raises what ``load_config`` and ``split`` raise.
+    ``on_split`` is called before the split, which takes seconds. Raises what ``load_config`` and ``split`` raise.
     """
     key = cache_key(ingredients(place, dtype))
     folder = environment().cache_dir
@@ -87,7 +87,7 @@ def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], N
 
 
 def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
-    """All that decides what becomes of a model before its weights are read."""
+    """Everything that the result depends on."""
     packings = [packing(each) for each in ([dtype] if dtype else DType)]
     paths = [path.name for path in _native.attention_paths()]
     return {
@@ -105,7 +105,7 @@ def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """All Python files of a package; in a checkout, some of its rooms are links."""
+    """All Python files of a package; in a checkout, some of its directories are links."""
     for path, _, names in os.walk(folder, followlinks=True):
         yield from (Path(path, name) for name in names if name.endswith(".py"))
 
@@ -160,11 +160,11 @@ def _keep(file: Path, prepared: Prepared) -> None:
     try:
         _prune(file.parent)
     except OSError as error:
-        logger.warning("%s cannot be rid of old files (%s): remove them by hand", file.parent, error)
+        logger.warning("old files in %s cannot be removed (%s): remove them by hand", file.parent, error)
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Whole or not at all, whoever else writes it. Raises OSError."""
+    """Write a file completely or not at all, also if another process writes it. Raises OSError."""
     number, name = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(number, "wb") as stream:
@@ -176,8 +176,8 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all files but the newest. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):  # another process is at it
+    """Remove all but the newest ``KEPT_FILES`` files. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):  # another process is pruning, too
         files = [path for path in folder.iterdir() if path.is_file()]
         newest_first = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
         for old in newest_first[KEPT_FILES:]:
@@ -185,7 +185,7 @@ def _prune(folder: Path) -> None:
 
 
 def _digest(file: Path, payload: bytes) -> bytes:
-    """Of a file's content and name: a file of another model is as wrong as a damaged one."""
+    """Of a file's content and name, since another model's file is as wrong as a damaged one."""
     return hashlib.sha256(file.name.encode() + payload).digest()
 
 
@@ -197,7 +197,7 @@ def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
 
 
 def _store_plan(plan: WeightPlan) -> _Weights | None:
-    """None: some tensors are converted, by code of transformers."""
+    """None if transformers' code converts some tensors."""
     if any(recipe.convert is not None for recipe in plan.recipes.values()):
         return None
     expected = {name: _Tensor(tuple(like.shape), like.dtype) for name, like in plan.expected.items()}

@@ -10,21 +10,22 @@ from lamina.types import AttentionSpec
 
 
 def padded(rows: int) -> int:
-    """Rows that ``rows`` are padded to: at most an eighth more, and few different numbers.
+    """The number of rows that ``rows`` are padded to: at most an eighth more, with few distinct values.
 
-    oneDNN makes a kernel for every number of rows it meets, at half a millisecond and a megabyte each.
+    oneDNN compiles a kernel for every number of rows, at half a millisecond and a megabyte each.
     """
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
 
 
 class SliceRunner:
-    """A lowered model with its weights: every slice by its number, attention left to the caller."""
+    """A lowered model with its weights. Runs one slice at a time; attention is left to the caller."""
 
     def __init__(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors`` holds the model's weights by name; its constants are its own."""
+        """``tensors`` holds the model's weights by name, but not its constants."""
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
+        self.dtype = model.dtype
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
         *self._inner, self._last = model.with_weights(tensors)
 
@@ -36,9 +37,9 @@ class SliceRunner:
         context: tuple[torch.Tensor, ...],
         on_query: Callable[[torch.Tensor], None] | None,
     ) -> SliceOutput:
-        """q, k, v and context of slice ``index``, not the last one; ``on_query`` gets q before k and v are computed.
+        """q, k, v and context of slice ``index``, not the last; ``on_query`` is called with q before k and v exist.
 
-        They are overwritten by the next slice but one that is run for the same ``rows``.
+        They are overwritten by the next slice but one that runs with the same ``rows``.
         """
         piece = self._inner[index]
         return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query, rows.room)
@@ -46,23 +47,22 @@ class SliceRunner:
     def logits(
         self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [len(chosen), vocab] of rows ``chosen``, int64, ascending: after the last attention rows are apart."""
+        """Logits [len(chosen), vocab] of rows ``chosen``, int64, ascending."""
         count = len(chosen)
         if count < len(rows.ids):
             chosen = pad(chosen, padded(count))
             rows = Rows(rows.ids[chosen], rows.positions[chosen])
             attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
         prepared = rows.prepared(self._last)
-        logits = self._last.run(rows.ids, rows.positions, attention, context, prepared, room=rows.room).logits
-        assert logits is not None
-        return logits[:count]
+        output = self._last.run(rows.ids, rows.positions, attention, context, prepared, room=rows.room)
+        return output.logits[:count]
 
 
 class Rows:
-    """Token ids and positions of a step, int64 [rows], with what slices need of the positions alone.
+    """Token ids and positions of a step, int64 [rows], and what slices derive from the positions alone.
 
     Attributes:
-        room: memory for the step's slices, which may have served another step of as many rows.
+        room: memory for the step's slices; may be reused from another step with as many rows.
     """
 
     def __init__(self, ids: torch.Tensor, positions: torch.Tensor, room: Room | None = None) -> None:
@@ -72,7 +72,7 @@ class Rows:
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
-        """Computed once a step for all slices that need the same."""
+        """What ``piece`` derives from the positions, computed once a step for all slices that need the same."""
         prepared = self._prepared.get(piece.prelude_key)
         if prepared is None:
             prepared = self._prepared[piece.prelude_key] = piece.prepare(self.positions)
@@ -80,7 +80,7 @@ class Rows:
 
 
 def pad(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [T] with zeros up to [count]."""
+    """int64 [T], extended with zeros to [count]."""
     if count == len(rows):
         return rows
     return torch.nn.functional.pad(rows, (0, count - len(rows)))

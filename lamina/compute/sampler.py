@@ -1,4 +1,4 @@
-"""Draws next tokens from logits, on the compute worker that made them.
+"""Draws next tokens from logits, on the compute worker that computed them.
 
 The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. Every draw uses one
 random number that depends only on (seed, completion, position), so the same logits give the same tokens whatever else
@@ -26,14 +26,14 @@ _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from it
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the sampler knows of the sequence whose next token is drawn from one row of logits.
+    """What the sampler needs to know about the sequence whose next token it draws from one row of logits.
 
     Attributes:
-        sequence: its number, given back in the draw.
+        sequence: its number, returned in the draw.
         params: how to draw. A row with ``n`` > 1 is one of the completions.
-        seed: of the request; the engine chooses one for requests without.
+        seed: of the request; the engine chooses one for requests without a seed.
         completion: index of this completion within its request.
-        generated: tokens drawn before, the index of the token to draw.
+        generated: number of tokens drawn before, which is the index of the token to draw.
         eos_token_ids: not drawn before ``min_tokens``, like ``params.stop_token_ids``.
         prompt: token ids, read only if ``repetition_penalty`` is on.
         output: token ids drawn so far, read only if a penalty is on.
@@ -50,9 +50,9 @@ class Row:
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
-    """Draw one token per row of ``logits`` [R, V], any float dtype, left as it is.
+    """Draw one token per row of ``logits`` [R, V], any float dtype, which are not changed.
 
-    Raises LogitsError naming every row that has a NaN, an infinity or no token to choose from; nothing is drawn then.
+    Raises LogitsError naming every row with a NaN, an infinity or no token to choose from; nothing is drawn then.
     """
     _require_matching(logits, rows)
     scores = _constrain(logits, rows)
@@ -85,7 +85,7 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Penalties and minimum length, in a float32 copy; ``logits`` themselves if no row asks for either."""
+    """Penalties and minimum length, in a float32 copy; ``logits`` themselves if no row has either."""
     penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
     too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
     if not penalized and not too_short:
@@ -112,7 +112,7 @@ def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None
         owners = [rows[r] for r in (positions // vocabulary).tolist()]
         return torch.from_numpy(positions).to(flat.device), owners, torch.from_numpy(counts).to(flat.device)
 
-    # Repetition counts prompt and output, the other two the output alone, as everybody's API has it.
+    # Repetition counts prompt and output, the other two the output alone, as in other engines' APIs.
     seen, owners, _ = entries([[*rows[r].prompt, *rows[r].output] for r in penalized])
     penalty = flat.new_tensor([row.params.repetition_penalty for row in owners])
     score = flat[seen]
@@ -127,11 +127,11 @@ def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None
 def _truncate(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     """Temperature, then min-p, top-k, top-p: probabilities, float32 [R, V], 0 where a token is cut.
 
-    A token exactly as likely as the last one kept is kept too, so that the result depends on no sorting order.
+    A token exactly as likely as the last one kept is kept too, so that the result does not depend on the sort.
     """
     temperature = [max(row.params.temperature, _MIN_TEMPERATURE) for row in rows]
     scores = scores.float()
-    # Less the maximum first: no temperature makes that overflow.
+    # Subtract the maximum first: then no temperature can overflow.
     scores = (scores - scores.amax(-1, keepdim=True)).div_(scores.new_tensor(temperature)[:, None])
     vocabulary = scores.shape[1]
 
@@ -177,11 +177,11 @@ def _uniform(row: Row) -> float:
 
 
 def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
-    """The token at which each row's cumulative distribution passes ``uniform`` [R]: int64 [R], never a cut one.
+    """The token at which each row's cumulative distribution passes ``uniform`` [R]: int64 [R], never one that was cut.
 
     In order of token id, not of probability: rounding that swaps two neighbours in rank then moves no other token.
     """
-    # A parallel sum need not grow from token to token: cut tokens leave the race whatever it says.
+    # A parallel sum need not be monotonic: exclude cut tokens explicitly.
     cumulative = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
     total = cumulative.amax(-1)
     target = torch.minimum(total * total.new_tensor(uniform), total.nextafter(torch.zeros_like(total)))
@@ -189,7 +189,7 @@ def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, list[Logprob]]:
-    """By row that asks for them: the drawn token, then the most likely ones, from the logits as the model gave them."""
+    """By row that requests them: the drawn token, then the most likely ones, from the logits before any change."""
     asking = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
     if not asking:
         return {}

@@ -1,9 +1,10 @@
-"""One step of one lane on one replica: the slices that are its own, one at a time, in order."""
+"""One step of one lane on one replica: the replica's own slices, one at a time, in order."""
 
 import functools
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,24 @@ from lamina.splitter import Crossing, as_numpy
 from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
 
 
+@dataclass(frozen=True)
+class Replica:
+    """What all steps of a compute worker share.
+
+    Attributes:
+        number: of this replica in the pipeline.
+    """
+
+    number: int
+    pipeline: Pipeline
+    runner: SliceRunner
+    timeline: Timeline
+
+    def begins(self, plan: StepPlan) -> bool:
+        """True if the first slice of the plan's step runs here."""
+        return self.pipeline.replica(plan.lane, plan.turn, plan.rotates) == self.number
+
+
 class StepRun:
     """Planned when the plan arrives; ``run`` is called once per own slice, when ``awaited`` has been rung.
 
@@ -27,33 +46,22 @@ class StepRun:
         tokens: the step's token ids, known once its first own slice has run.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        runner: SliceRunner,
-        exchange: StepExchange,
-        links: LaneLinks,
-        pipeline: Pipeline,
-        replica: int,
-        room: Room,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, plan: StepPlan, replica: Replica, exchange: StepExchange, links: LaneLinks, room: Room) -> None:
         """``room`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
         self.plan = plan
         self.tokens: list[int] = []
-        self._runner = runner
+        self._replica = replica
+        self._runner = replica.runner
+        self._timeline = replica.timeline
         self._exchange = exchange
         self._links = links
-        self._pipeline = pipeline
-        self._replica = replica
-        self._room = room
-        self._timeline = timeline
-        slices = range(len(runner.attentions) + 1)
+        pipeline, slices = replica.pipeline, range(len(replica.runner.attentions) + 1)
         self._replicas = [pipeline.replica(plan.lane, plan.turn + index, plan.rotates) for index in slices]
-        self._own = [index for index in slices if self._replicas[index] == replica]
+        self._own = [index for index in slices if self._replicas[index] == replica.number]
         self._next = 0
-        self._positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
-        self._rows: Rows | None = None
+        positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
+        self._rows = Rows(torch.zeros(exchange.rows, dtype=torch.int64), pad(positions, exchange.rows), room)
+        self._count = len(positions)
         self._news = False
         ends = itertools.accumulate(len(step.tokens) for step in plan.sequences)
         chosen = [end - 1 for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
@@ -63,13 +71,13 @@ class StepRun:
 
     @property
     def index(self) -> int:
-        """The slice to run next, -1 when no more of them are this replica's."""
+        """The slice to run next, -1 after this replica's last one."""
         return self._own[self._next] if self._next < len(self._own) else -1
 
     @property
     def tick(self) -> int:
-        """When that slice is due, see ``Pipeline.tick``."""
-        return self._pipeline.tick(self.plan.lane, self.plan.turn + self.index)
+        """When the next slice is due, see ``Pipeline.tick``."""
+        return self._replica.pipeline.tick(self.plan.lane, self.plan.turn + self.index)
 
     @property
     def ends_here(self) -> bool:
@@ -78,28 +86,27 @@ class StepRun:
 
     @property
     def own_slices(self) -> int:
-        """How many slices of the step are this replica's."""
+        """How many slices of the step run here."""
         return len(self._own)
 
     def awaited(self) -> list[tuple[int, int]]:
-        """What must have been rung before the next slice can run, for ``Endpoint.wait``."""
+        """The doorbells that the next slice waits for, for ``Endpoint.wait``."""
         if self.index <= 0:
             return []
         targets = self._exchange.replies(self.index - 1)
         if self.moved_here:
-            assert self._links.context is not None
             targets.append((self._links.context.doorbell, self.plan.turn + self.index))
         return targets
 
     def take_news(self) -> bool:
-        """True once, after ``tokens`` became known."""
+        """True once, after ``tokens`` has become known."""
         news, self._news = self._news, False
         return news
 
     @property
     def moved_here(self) -> bool:
         """True if another replica ran the slice before the next one."""
-        return self._replicas[self.index - 1] != self._replica
+        return self._replicas[self.index - 1] != self._replica.number
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; logits [rows that draw, vocab] after the last one.
@@ -109,20 +116,27 @@ class StepRun:
         index = self.index
         if index == 0:
             self._begin(drawn)
-        elif self.moved_here:
+            self._next += 1
+            self._run_inner(0, None)
+            return None
+        if self.moved_here:
             self._receive_context(index)
-        assert self._rows is not None
-        attention = None
-        if index:
-            begun = self._timeline.now()
-            spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
-            attention = self._exchange.gather(spec, self._chunks, sinks)
-            self._timeline.add("receive", self.plan.lane, begun)
+        attention = self._gather(index)
         self._next += 1
         if index < len(self._runner.attentions):
             self._run_inner(index, attention)
             return None
-        assert attention is not None
+        return self._run_last(attention)
+
+    def _gather(self, index: int) -> torch.Tensor:
+        """The result of the attention before slice ``index``."""
+        begun = self._timeline.now()
+        spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
+        attention = self._exchange.gather(spec, self._chunks, sinks)
+        self._timeline.add("receive", self.plan.lane, begun)
+        return attention
+
+    def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         if not len(self._chosen):
             return None
         begun = self._timeline.now()
@@ -131,7 +145,6 @@ class StepRun:
         return logits
 
     def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
-        assert self._rows is not None
         spec, exchange, timeline, lane = self._runner.attentions[index], self._exchange, self._timeline, self.plan.lane
         begun = timeline.now()
         on_query = functools.partial(exchange.send_queries, index, spec) if exchange.sends_queries_first else None
@@ -146,22 +159,21 @@ class StepRun:
             self._chunks = exchange.attend_chunks(spec, output)
             timeline.add("chunk attention", lane, begun)
         following = self._replicas[index + 1]
-        if following != self._replica:
+        if following != self._replica.number:
             self._send_context(self._links.contexts[following], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
-        # A sequence without a last draw had no finite logits: its request is ending, and any token will do.
-        self.tokens = [
+        # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.
+        tokens = [
             drawn.get(step.sequence, 0) if token == LAST_DRAWN else token
             for step in self.plan.sequences
             for token in step.tokens
         ]
-        self._set_rows(torch.tensor(self.tokens))
+        self._set_tokens(tokens, torch.tensor(tokens))
 
-    def _set_rows(self, ids: torch.Tensor) -> None:
-        self._news = True
-        count = self._exchange.rows
-        self._rows = Rows(pad(ids, count), pad(self._positions, count), self._room)
+    def _set_tokens(self, tokens: list[int], ids: torch.Tensor) -> None:
+        self.tokens, self._news = tokens, True
+        self._rows.ids[: self._count] = ids
 
     def _send_context(self, outbox: Outbox, turn: int) -> None:
         """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""
@@ -171,12 +183,10 @@ class StepRun:
         outbox.send(parts, turn)
 
     def _receive_context(self, index: int) -> None:
-        assert self._links.context is not None
         reader = _Reader(self._links.context.view)
-        ids = reader.take((len(self._positions),), torch.int64)
-        if self._rows is None:
-            self.tokens = ids.tolist()
-            self._set_rows(ids)
+        ids = reader.take((self._count,), torch.int64)
+        if not self.tokens:
+            self._set_tokens(ids.tolist(), ids)
         spec, rows = self._runner.attentions[index - 1], self._exchange.local_rows
         self._chunks = None
         if rows:
@@ -187,14 +197,14 @@ class StepRun:
 
 
 class _Reader:
-    """Tensors lying one after another in a message."""
+    """Reads tensors that lie one after another in a message."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._offset = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor: the message's slot is written again before the step ends."""
+        """A copy of the next tensor: the message's slot is overwritten before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize
@@ -202,7 +212,7 @@ class _Reader:
 
 
 def context_nbytes_per_token(attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...]) -> int:
-    """Most bytes of a context message per row: id, partial of a prompt chunk, context."""
+    """Largest number of bytes per row of a context message: id, partial of a prompt chunk, context."""
     return 8 + max(
         spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
         for spec, crossings in zip(attentions, contexts, strict=True)

@@ -1,12 +1,14 @@
-"""The compute worker: holds the weights, runs the slices, owns nothing that outlives a step but copies of deltas.
+"""The compute worker: holds the weights and runs the slices. All it keeps between steps is what plans told it.
 
-One thread does everything. Lanes take turns on it: of all steps whose awaited messages have come, the one whose slice
-is due first (``Pipeline.tick``) runs next. While nothing can run it answers the engine, takes in plans and prepares
-their steps, so that all of this costs time only when there is none to spare.
+One thread does everything. Of all lanes whose awaited messages have arrived, the one whose slice is due first
+(``Pipeline.tick``) runs next. While no slice can run, the worker answers the engine, takes in plans and prepares their
+steps, so that none of this delays a slice that could run.
 """
 
 import collections
+import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,13 +20,12 @@ from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.sampler import Row, sample
-from lamina.compute.step import StepRun, context_nbytes_per_token
+from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, WorkerError
 from lamina.lowering import Room
 from lamina.models import directory, tensors
-from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.links import Links, set_up_links
+from lamina.protocol.links import Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
     ComputeSetup,
@@ -48,7 +49,7 @@ IDLE_SLICE_S = 1.0
 
 @dataclass
 class SequenceCopy:
-    """What drawing the tokens of one sequence needs; ``generated`` are the tokens it was given back, in order."""
+    """What it takes to draw the tokens of one sequence; ``generated`` are those it has been given back, in order."""
 
     admission: Admission
     index: int
@@ -70,11 +71,16 @@ class SequenceCopy:
 
 @dataclass
 class Lane:
-    """The steps of one lane that are not done here, and what the first of them still waits for.
+    """The steps of one lane that have not finished here, and what the first of them still waits for.
 
-    ``watched`` is how many slices this worker had run when it last found that something had not come. ``waits`` had
-    their ends seen, ``waited_s`` long in all, between slices of the first step.
-    ``room`` is the memory of the latest step, for the next one if it has as many rows; none once no sequence is left.
+    Attributes:
+        room: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
+            empty.
+        awaited: doorbells that the next slice still waits for, ``since`` then.
+        reported: when the engine was last told that the lane makes progress.
+        busy_s: in slices of the first step.
+        watched: how many slices this worker had run when it last found a message missing.
+        waited_s: time between slices of the first step, over the ``waits`` whose ends were seen.
     """
 
     links: LaneLinks
@@ -82,8 +88,8 @@ class Lane:
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     awaited: list[tuple[int, int]] = field(default_factory=list)
     since: float = 0.0
-    reported: float = 0.0  # when the engine was last told that the lane gets on
-    busy_s: float = 0.0  # in slices of the first step
+    reported: float = 0.0
+    busy_s: float = 0.0
     watched: int = 0
     waited_s: float = 0.0
     waits: int = 0
@@ -92,70 +98,31 @@ class Lane:
 class ComputeWorker:
     """Runs plans until the engine says stop."""
 
-    def __init__(self, control: ControlClient) -> None:
-        self.name = control.name
+    def __init__(
+        self, control: ControlClient, setup: ComputeSetup, replica: Replica, lanes: Sequence[Lane], wait: Wait
+    ) -> None:
+        """``wait`` waits for messages of ``lanes``."""
         self._control = control
-        self._links = Links(control.name, control.data_secret, control.local_address)
-        self._lanes: list[Lane] = []
+        self._replica = replica
+        self._runner = replica.runner
+        self._timeline = replica.timeline
+        self._lanes = lanes
+        self._wait = wait
+        self._threads, self._overlap = setup.threads, setup.overlap
+        self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
         self._slices = 0  # run so far
-        self._timeline = Timeline()
         self._running = True
 
     def run(self) -> None:
-        """Set up as the engine tells, then run its plans."""
-        self._set_up()
-        once_set_up()
+        """Run the engine's plans."""
         while self._running:
             self._serve_once()
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
-
-    def close(self) -> None:
-        """Leave the data plane. Idempotent."""
-        self._links.close()
-
-    def _set_up(self) -> None:
-        self._load(expect(self._control, ComputeSetup))
-        arena, connect = set_up_links(self._links, self._control)
-        self._wait = self._links.settle()
-        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes))
-        self._replica = connect.computes.index(self.name)
-        self._lanes = [Lane(links) for links in lane_links(self.name, self._links, arena, connect)]
-        self._control.send(Connected())
-
-    def _load(self, setup: ComputeSetup) -> None:
-        torch.set_num_threads(setup.threads)
-        self._threads, self._overlap = setup.threads, setup.overlap
-        self._timeline = Timeline(setup.trace)
-        self._eos_token_ids = setup.eos_token_ids
-        place = directory.find(setup.model, weights=setup.load_format != "dummy")
-        prepared = prepare(place, setup.dtype, lambda: self._progress("splitting", 0, 1))
-        self._progress("splitting", 1, 1)
-        loaded = tensors.load(
-            place,
-            prepared.lowered.weights,
-            prepared.weights,
-            setup.load_format,
-            setup.seed,
-            lambda done, of: self._progress("weights", done, of),
-        )
-        self._runner = SliceRunner(prepared.lowered, loaded)
-        self._dtype = prepared.lowered.dtype
-        self._control.send(
-            ModelLoaded(
-                list(self._runner.attentions),
-                self._dtype,
-                sum(tensor.numel() for tensor in loaded.values()),
-                padded(setup.rows) * context_nbytes_per_token(self._runner.attentions, self._runner.contexts),
-            )
-        )
-
-    def _progress(self, stage: str, done: int, total: int) -> None:
-        self._control.send(LoadProgress(stage, done, total))
 
     def _serve_once(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
@@ -163,7 +130,7 @@ class ComputeWorker:
         if len(active) > 1:
             active.sort(key=lambda lane: lane.steps[0].tick)
         ready = next((lane for lane in active if not lane.awaited), None)
-        if len(active) > 1:  # else the wait below looks just as well
+        if len(active) > 1:  # with one lane, the wait below looks for its messages as well
             earlier = active if ready is None else active[: active.index(ready)]
             ready = next((lane for lane in earlier if self._is_ready(lane)), ready)
         if ready is None:
@@ -171,7 +138,7 @@ class ComputeWorker:
             return
         unsent = len(self._done)
         self._run_slice(ready)
-        if unsent:  # busy without a pause: what was done a slice ago must not wait longer
+        if unsent:  # there was no pause to send it in: what was finished a slice ago must not wait longer
             self._answer()
 
     def _run_slice(self, lane: Lane) -> None:
@@ -200,7 +167,7 @@ class ComputeWorker:
         self._await(lane)
 
     def _report(self, lane: Lane, now: float) -> None:
-        """Say now and then that a lane whose step takes long gets on."""
+        """Tell the engine now and then that a lane with a long step makes progress."""
         if now - lane.reported >= REPORT_S:
             lane.reported = now
             self._control.send(Working([lane.steps[0].plan.lane]))
@@ -220,7 +187,7 @@ class ComputeWorker:
         return True
 
     def _note_wait(self, lane: Lane) -> None:
-        """Something has come: how long the slice waited, if that was all and no other slice hid when it came."""
+        """After a message: how long the slice waited, if it was the last one and no slice ran when it arrived."""
         if not lane.awaited and lane.watched == self._slices and not lane.steps[0].moved_here:
             lane.waited_s += time.monotonic() - lane.since
             lane.waits += 1
@@ -231,7 +198,7 @@ class ComputeWorker:
         self._done.clear()
 
     def _idle(self, active: list[Lane]) -> None:
-        """Tell the engine what is done and take in what it says; then wait for a message that a step needs."""
+        """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
@@ -247,7 +214,7 @@ class ComputeWorker:
             lane.awaited.remove(target)
             self._note_wait(lane)
         except DeadlineError:
-            return  # the engine, which hears from every worker, ends a step that nobody gets on with
+            return  # the engine, which hears from every worker, ends a step that makes no progress
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Stop):
@@ -255,7 +222,7 @@ class ComputeWorker:
         elif isinstance(message, Step):
             self._take_in(message.plan)
         else:
-            raise WorkerError(self.name, f"a compute worker that serves cannot take a {type(message).__name__}")
+            raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
@@ -274,29 +241,25 @@ class ComputeWorker:
         for sequence, tokens in plan.histories.items():
             self._sequences[sequence].generated = list(tokens)
         if not plan.sequences:
-            self._lanes[plan.lane].room = Room(0)  # a lane that has nothing to do needs no memory
-            if self._begins_here(plan):
+            self._lanes[plan.lane].room = Room(0)  # an empty lane needs no memory
+            if self._replica.begins(plan):
                 self._done.append(StepDone(plan.step, []))
             return
-        if not plan.rotates and not self._begins_here(plan):
-            return  # another replica runs it all
+        if not plan.rotates and not self._replica.begins(plan):
+            return  # another replica runs all of it
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
-        exchange = StepExchange(plan, self._segments, lane.links, self._dtype, self._overlap, self._threads, rows)
+        exchange = StepExchange(
+            plan, self._segments, lane.links, self._runner.dtype, self._overlap, self._threads, rows
+        )
         if lane.room.rows != rows:
             lane.room = Room(rows)
-        step = StepRun(
-            plan, self._runner, exchange, lane.links, self._pipeline, self._replica, lane.room, self._timeline
-        )
-        lane.steps.append(step)
+        lane.steps.append(StepRun(plan, self._replica, exchange, lane.links, lane.room))
         if len(lane.steps) == 1:
             self._await(lane)
 
-    def _begins_here(self, plan: StepPlan) -> bool:
-        return self._pipeline.replica(plan.lane, plan.turn, plan.rotates) == self._replica
-
     def _remember(self, step: StepRun) -> None:
-        """Note the tokens that decoding sequences were given back: the penalties' history, on every replica alike."""
+        """Add the tokens that decoding sequences were given back to their histories, as every replica does."""
         if not step.take_news():
             return
         row = 0
@@ -307,7 +270,7 @@ class ComputeWorker:
             row += len(part.tokens)
 
     def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
-        """One token for every sequence that a plan's step draws for; several may share a prompt's last row."""
+        """One token for every sequence that the step draws for; several may share a prompt's last row."""
         if logits is None:
             return StepDone(plan.step, [])
         rows: list[Row] = []
@@ -327,6 +290,49 @@ class ComputeWorker:
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
+def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+    """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
+    setup = expect(control, ComputeSetup)
+    runner = _load(control, setup)
+    links, connect = set_up_links(control, resources)
+    replica = Replica(connect.computes.index(control.name), connect.pipeline, runner, Timeline(setup.trace))
+    lanes = [Lane(each) for each in lane_links(links, connect)]
+    worker = ComputeWorker(control, setup, replica, lanes, links.settle())
+    control.send(Connected())
+    once_set_up()
+    return worker
+
+
+def _load(control: ControlClient, setup: ComputeSetup) -> SliceRunner:
+    """The model with its weights, as the engine is told on the way."""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        control.send(LoadProgress(stage, done, total))
+
+    torch.set_num_threads(setup.threads)
+    place = directory.find(setup.model, weights=setup.load_format != "dummy")
+    prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1))
+    tell("splitting", 1, 1)
+    loaded = tensors.load(
+        place,
+        prepared.lowered.weights,
+        prepared.weights,
+        setup.load_format,
+        setup.seed,
+        lambda done, of: tell("weights", done, of),
+    )
+    runner = SliceRunner(prepared.lowered, loaded)
+    control.send(
+        ModelLoaded(
+            list(runner.attentions),
+            runner.dtype,
+            sum(tensor.numel() for tensor in loaded.values()),
+            padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
+        )
+    )
+    return runner
+
+
 def main() -> None:
     """Body of the process."""
-    run_worker(ComputeWorker)
+    run_worker(build)

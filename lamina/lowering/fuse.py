@@ -111,14 +111,12 @@ def _match_norm(root: fx.Node) -> _Norm | None:
             continue
         if not _known(value.dtype) or (wide, root) not in _operands(scaled, aten.mul.Tensor):
             continue
-        return _match_weight(scaled, x, float(epsilon))
+        return _match_weight(scaled, x, value, float(epsilon))
     return None
 
 
-def _match_weight(scaled: fx.Node, x: fx.Node, epsilon: float) -> _Norm | None:
+def _match_weight(scaled: fx.Node, x: fx.Node, value: Tensor, epsilon: float) -> _Norm | None:
     rounded = _only_user(scaled)
-    value = _value(x)
-    assert value is not None
     early = rounded is not None and _cast_source(rounded) is scaled
     normed = rounded if early else scaled
     product = _only_user(normed) if normed is not None else None
@@ -173,9 +171,10 @@ def _fuse_rotations(graph: fx.Graph) -> None:
 def _match_rotation(root: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | None:
     """(result, x, cosines, sines) around the negation in rotate_half."""
     upper, cat = root.args[0], _only_user(root)
+    if not isinstance(upper, fx.Node) or cat is None:
+        return None
     if not (_is(upper, aten.slice.Tensor) and _is(cat, aten.cat.default)):
         return None
-    assert isinstance(upper, fx.Node) and cat is not None
     part = upper.args[0]
     value = _value(part)
     product = _only_user(cat)
@@ -228,8 +227,9 @@ def _with_rest(
     """The same with the elements of a head that are not rotated, where they are put behind those that are."""
     whole = part.args[0] if _is(part, aten.slice.Tensor, aten.alias.default) else None
     cat, size, rotated = _only_user(total), _value(whole), _value(part)
-    if isinstance(whole, fx.Node) and size is not None and rotated is not None and _is(cat, aten.cat.default):
-        assert cat is not None
+    if not isinstance(whole, fx.Node) or cat is None or size is None or rotated is None:
+        return total, part, cosines, sines
+    if _is(cat, aten.cat.default):
         pieces: Any = cat.args[0]
         first = part.target is aten.alias.default or _is_slice(part, whole, 0, rotated.shape[-1])
         rest = len(pieces) == 2 and _is_slice(pieces[1], whole, rotated.shape[-1], size.shape[-1])

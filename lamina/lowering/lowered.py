@@ -19,7 +19,7 @@ from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
 from lamina.lowering.program import Room, SliceProgram
 from lamina.lowering.translate import translate
-from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, as_output, call_hook
+from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, call_hook
 from lamina.types import AttentionSpec, DType
 
 LINEAR = torch.ops.aten.linear.default
@@ -96,7 +96,7 @@ class LoweredSlice:
         if self.program is not None:
             return self.program.run(ids, (*prepared, *arrived), room or Room(len(ids)), on_query)
         hook = () if self._last else (on_query,)
-        return as_output(self._main(*self.weights, *prepared, ids, positions, *arrived, *hook), self._last)
+        return SliceOutput(tuple(self._main(*self.weights, *prepared, ids, positions, *arrived, *hook)))
 
 
 class PositionTable:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.lowering import elementwise
-from lamina.splitter.split_model import SliceOutput, as_output
+from lamina.splitter.split_model import SliceOutput
 
 Program = _native.Program
 
@@ -46,7 +46,7 @@ class Room:
 class _Results:
     def __init__(self, rows: int, shapes: tuple[tuple[int, ...], ...]) -> None:
         tensors = [torch.empty(rows, *shape, dtype=torch.bfloat16) for shape in shapes]
-        self.output = as_output(tensors, last=len(tensors) == 1)
+        self.output = SliceOutput(tuple(tensors))
         self.addresses = [tensor.data_ptr() for tensor in tensors]
 
 
@@ -136,7 +136,6 @@ class SliceProgram:
             program.run(0, program.steps, rows, addresses, scratch, threads)
             return results.output
         program.run(0, self._until_query, rows, addresses, scratch, threads)
-        assert results.output.q is not None
         on_query(results.output.q)
         program.run(self._until_query, program.steps, rows, addresses, scratch, threads)
         return results.output

@@ -107,8 +107,8 @@ class _Translation:
     def call(self, node: fx.Node) -> None:
         """Translate a call; what it uses has been translated."""
         known = _CALLS.get(node.target)
-        _require(known is not None and not node.kwargs)
-        assert known is not None
+        if known is None or node.kwargs:
+            raise _InexpressibleError
         self._values[node] = known(self, *node.args)
 
     def _matrix(self, shape: Sequence[int], ones: int = 0) -> Columns:

@@ -1,9 +1,9 @@
 """How the attention of prompt chunks over long prefixes is cut, so that messages of other lanes are served in between.
 
 A chunk of 2,048 rows over 131,072 tokens takes seconds. It is cut into row blocks and KV heads (the tasks of the native
-kernel) and into ranges of tokens, so that each cut takes a few milliseconds. Rows that decode are never cut: two lanes
-whose decode takes turns would only end both late. Pure: what is cut, and where, follows from the step and the machine
-alone, so that results do not depend on what else is served.
+kernel) and into ranges of tokens, so that each cut takes a few milliseconds. Rows that decode are never cut:
+interleaving the decode of two lanes would only delay both. Pure: the cuts follow from the step and the machine alone,
+so that results do not depend on what else is served.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 CUT_S = 4e-3
-"""What a cut takes about: a message that comes meanwhile waits for one at most."""
+"""Target duration of a cut: a message that arrives meanwhile waits for one at most."""
 
 _PRODUCTS_PER_S: Mapping[Path, float] = {Path.PORTABLE: 7e9, Path.AVX2: 45e9, Path.AVX512_BF16: 140e9}
-"""Products with elements of K and V that a thread computes in a second, see bench/kernels/attention.py."""
+"""Products with elements of K and V that a thread computes per second, see bench/kernels/attention.py."""
 
 MOST_PRODUCTS = int(CUT_S * _PRODUCTS_PER_S[BEST_PATH])  # of a thread in a cut
 _TILE = 64  # tokens that the native kernel takes at once
-_FEWEST_TOKENS = 512  # of a range: shorter ones cost more to merge than they are worth
+_FEWEST_TOKENS = 512  # of a range: merging shorter ones costs too much
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Cut:
     """Attention of query rows [start, stop), which are all rows of ``table``, over the table's tokens.
 
     Attributes:
-        tasks: those [first, last) of it, see ``lamina.kernels.attention.partial_tasks``; None: all, in one call.
-        adds: merged into what the rows have, which earlier cuts have written.
+        tasks: [first, last) of the attention's tasks, see ``lamina.kernels.attention.partial_tasks``; None: all.
+        adds: True if it is merged into what earlier cuts have written for these rows.
     """
 
     start: int
@@ -44,9 +44,9 @@ class Cut:
 
 
 def cuts(table: SegmentTable, spec: AttentionSpec, threads: int, most: int) -> Iterator[Cut]:
-    """The cuts of an attention in the order in which they must run: one, unless it has a long chunk of a prompt.
+    """The cuts of an attention in the order in which they must run: a single one unless it has a long prompt chunk.
 
-    ``most``: products of a thread in one cut, about (``MOST_PRODUCTS``).
+    ``most``: products of a thread in one cut, roughly (``MOST_PRODUCTS``).
     """
     offsets = table.query_offsets
     first = 0  # of the pairs that are not cut
@@ -77,20 +77,20 @@ def _cut_pair(table: SegmentTable, pair: int, spec: AttentionSpec, threads: int,
 
 
 def _seen(table: SegmentTable, pair: int, spec: AttentionSpec, begin: int, end: int | None) -> int:
-    """How many tokens [begin, end) of a pair's segment its rows see, all rows together."""
+    """How many of tokens [begin, end) of a pair's segment its rows see, summed over the rows."""
     low, high = _bounds(table, pair, spec)
     stop = int(table.kv_offsets[pair + 1] - table.kv_offsets[pair]) if end is None else end
     return int(np.maximum(np.minimum(high, stop) - np.maximum(low, begin), 0).sum())
 
 
 def _visible(table: SegmentTable, pair: int, spec: AttentionSpec) -> tuple[int, int]:
-    """The tokens of a pair's segment, as places in it, that any of its rows may see."""
+    """The range of a pair's segment, as indices into it, that any of its rows may see."""
     low, high = _bounds(table, pair, spec)
     return int(low.min()), max(int(high.max()), int(low.min()) + 1)
 
 
 def _bounds(table: SegmentTable, pair: int, spec: AttentionSpec) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first token that each row of a pair sees, and one after the last: places in the pair's segment."""
+    """The first token that each row of a pair sees, and one after the last: indices into the pair's segment."""
     rows = int(table.query_offsets[pair + 1] - table.query_offsets[pair])
     tokens = int(table.kv_offsets[pair + 1] - table.kv_offsets[pair])
     positions = int(table.query_start[pair]) + np.arange(rows, dtype=np.int64)
@@ -104,7 +104,7 @@ def _bounds(table: SegmentTable, pair: int, spec: AttentionSpec) -> tuple[npt.ND
 
 
 def _products(seen: int, spec: AttentionSpec) -> int:
-    """Multiplications of as many (row, token) pairs."""
+    """Multiplications for this many (row, token) pairs."""
     return seen * spec.query_heads * (spec.qk_dim + spec.v_dim)
 
 

@@ -1,12 +1,12 @@
-"""Segments that move from one memory worker to another while their sequences go on decoding.
+"""Segments that move from one memory worker to another while their sequences continue to decode.
 
-Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The one that has the
-tokens gathers a piece into a staging slot of its arena and rings; the other fetches it, keeps it in slots of its own
-and rings back, which frees the staging slot. Each does its part in the gaps between messages (``lamina.memory.pulls``).
+Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The source gathers a
+piece into a staging slot of its arena and rings; the target fetches it, copies it into slots of its own and rings back,
+which frees the staging slot. Each does its part in the gaps between messages (``lamina.memory.pulls``).
 
-A sequence may end at any time: both ends then forget it when they are told to release it. What still arrives of it is
-not kept, since its slots may be others' by then; and its staging slots need not be given back, since pieces of another
-migration that overwrite them can only spoil what is not kept.
+A sequence may end at any time: both ends forget it when they are told to release it. Pieces of it that still arrive are
+discarded, since its slots may have other owners by then. Its staging slots need not be given back: a later migration
+may overwrite them, which can only damage pieces that are discarded.
 """
 
 import functools
@@ -40,7 +40,7 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """``next`` is the piece to fetch next, ``left`` of all are not here."""
+    """``next`` is the piece to fetch next; ``left`` pieces have not arrived. Not ``wanted``: they are discarded."""
 
     migration: Migration
     slots: npt.NDArray[np.int32]
@@ -51,7 +51,7 @@ class _Incoming:
 
 
 class Migrations:
-    """The migrations that this memory worker has a part in. Its thread owns it; ``lamina.memory.pulls.GapWork``."""
+    """The migrations from and to this memory worker, as ``lamina.memory.pulls.GapWork``. Its thread owns it."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Migrations:
         outbox: Open,
         on_done: Callable[[int], None],
     ) -> None:
-        """``on_done`` hears the number of every migration whose last piece has been kept here."""
+        """``on_done`` is called with the number of every migration whose last piece has arrived here."""
         self._store, self._puller, self._layout, self._on_done = store, puller, connect.layout, on_done
         self._own = store.worker
         layout, own = connect.layout, connect.memories.index(store.worker)
@@ -80,11 +80,11 @@ class Migrations:
 
     @property
     def active(self) -> bool:
-        """True while a sequence is on its way from or to this worker."""
+        """True while a sequence is moving from or to this worker."""
         return bool(self._moving)
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin and end what a plan says that the store has applied."""
+        """Begin and end migrations as a plan says, after the store has applied it."""
         for sequence in plan.released:
             self._drop(sequence)
         for segment in plan.moved:
@@ -112,7 +112,7 @@ class Migrations:
 
     @property
     def awaited(self) -> list[Target]:
-        """What allows the next piece of every migration: first of those that leave, then of those that come."""
+        """What allows the next piece of every migration: first the outgoing ones, then the incoming."""
         leaving = [self._free_staging(own) for own in self._outgoing]
         return leaving + [
             (self._bells[coming.migration.source][0].doorbell, migration_number(coming.migration.number, coming.next))
@@ -125,12 +125,12 @@ class Migrations:
         return doorbell, 0 if before < 0 else migration_number(own.migration.number, before)
 
     def serve(self, index: int) -> None:
-        """Lay out or ask for one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
+        """Lay out or fetch one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
         if index < len(self._outgoing):
             self._lay_out(self._outgoing[index])
         else:
-            unasked = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
-            self._ask(unasked[index - len(self._outgoing)])
+            unfetched = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
+            self._fetch(unfetched[index - len(self._outgoing)])
 
     def _lay_out(self, own: _Outgoing) -> None:
         layer, first, last = own.pieces[own.next]
@@ -140,7 +140,7 @@ class Migrations:
         if own.next == len(own.pieces):
             self._outgoing.remove(own)
 
-    def _ask(self, coming: _Incoming) -> None:
+    def _fetch(self, coming: _Incoming) -> None:
         layer, first, last = coming.pieces[coming.next]
         nbytes = (last - first) * self._store.layers[layer].spec.kv_bytes_per_token(self._store.dtype)
         keep = functools.partial(self._keep, coming, coming.next)
@@ -159,6 +159,6 @@ class Migrations:
             self._on_done(coming.migration.number)
 
     def forget(self, peer: str) -> None:
-        """A memory worker is gone, and disconnected."""
+        """Drop the migrations from and to a memory worker that has exited and is disconnected."""
         self._outgoing = [own for own in self._outgoing if own.migration.target != peer]
         self._incoming = [coming for coming in self._incoming if coming.migration.source != peer]

@@ -1,9 +1,9 @@
 """K and V that are fetched from other workers, piece by piece, in the gaps between messages.
 
-A prompt chunk's K and V would hold up the messages of decoding sequences behind them. So they stay where they are
-computed, in a place of the compute worker's arena, and the memory worker reads them when it has nothing else to do:
-a message that arrives meanwhile waits for one small piece, and pieces for a few messages at most. Segments that move
-from another memory worker come the same way (``lamina.memory.migrations``).
+A prompt chunk's K and V would hold up the messages of decoding sequences behind them. So they stay in the arena of the
+compute worker that computed them, and the memory worker reads them when it has nothing else to do: a message that
+arrives meanwhile waits for one small piece, and a piece for a few messages at most. Segments that move from another
+memory worker arrive the same way (``lamina.memory.migrations``).
 """
 
 import collections
@@ -19,14 +19,14 @@ from lamina.errors import DeadlineError
 from lamina.memory.store import KvStore, StepTables
 from lamina.protocol.channel import Layout
 from lamina.protocol.wire import pulled_pieces
-from lamina.transport.base import Arena
+from lamina.transport.base import Arena, Fetch
 
-MOST_IN_A_ROW = 4  # requests served while something is to be pulled
+MOST_IN_A_ROW = 4  # requests served in a row while pieces wait to be pulled
 
 Target = tuple[int, int]
-"""A doorbell and the number that it is awaited to reach."""
-Fetch = Callable[[str, int, int, int, int, int], None]
-"""Peer's name, then as ``Endpoint.fetch``."""
+"""A doorbell and the number that it has to reach."""
+FetchFrom = Callable[[str, Fetch], None]
+"""As ``Links.fetch``."""
 Wait = Callable[[Sequence[Target], float], int]
 """As ``Endpoint.wait``."""
 
@@ -36,7 +36,8 @@ class Piece:
     """Bytes [offset, offset + nbytes) of a peer's arena.
 
     Attributes:
-        keep: takes the bytes once they are here. lane, turn: of the attention that they belong to; lane -1: of none.
+        keep: called with the bytes once they have arrived.
+        lane, turn: of the attention that they belong to; lane -1: they belong to none.
     """
 
     peer: str
@@ -48,34 +49,34 @@ class Piece:
 
 
 class GapWork(Protocol):
-    """What else is done when no message waits, as doorbells allow it."""
+    """Other work for the gaps between messages, announced by doorbells."""
 
     @property
     def awaited(self) -> list[Target]:
-        """What allows the next piece of work, for ``Endpoint.wait``."""
+        """Any of these allows a piece of work, for ``Endpoint.wait``."""
         ...
 
     def serve(self, index: int) -> None:
-        """Do what number ``index`` of ``awaited`` has allowed: one small piece."""
+        """Do the small piece of work that number ``index`` of ``awaited`` allows."""
         ...
 
 
 class Puller:
-    """What is to be pulled, what is on its way, and where it goes. The memory worker's thread owns it."""
+    """The pieces to pull, those in flight, and where they go. The memory worker's thread owns it."""
 
-    def __init__(self, fetch: Fetch, arena: Arena, layout: Layout, store: KvStore) -> None:
+    def __init__(self, fetch: FetchFrom, arena: Arena, layout: Layout, store: KvStore) -> None:
         self._fetch, self._layout, self._store = fetch, layout, store
         places = [layout.landing(number) for number in range(layout.landings)]
         self._places = [(place, arena.view(place.offset, place.nbytes)) for place in places]
         self._free = list(range(layout.landings))
         self._sequences = [0] * layout.landings
         self._waiting: collections.deque[Piece] = collections.deque()
-        self._coming: list[tuple[Piece, int]] = []  # and the number of its place, in the order of asking
+        self._coming: list[tuple[Piece, int]] = []  # with the number of its place, in the order of fetching
         self._left: collections.Counter[tuple[int, int]] = collections.Counter()  # pieces by lane and turn
         self._in_a_row = 0  # requests since the last piece
 
     def add(self, peer: str, layer: int, step: StepTables) -> None:
-        """Pull what attention ``layer`` of a step keeps, from the compute worker that has announced it."""
+        """Pull the K and V of attention ``layer`` of a step, from the compute worker that has announced them."""
         lane, turn = step.plan.lane, step.plan.turn + layer
         nbytes = self._store.layers[layer].spec.kv_bytes_per_token(self._store.dtype)
         start = self._layout.bulk(lane, turn)
@@ -84,10 +85,11 @@ class Puller:
             slots: npt.NDArray[np.int32] = step.pulled_slots[first : first + piece.rows]
             first += piece.rows
             keep = functools.partial(self._store.keep, layer, slots)
-            self.add_piece(Piece(peer, start + piece.row * nbytes, piece.rows * nbytes, keep, lane, turn))
+            place = start + piece.row * nbytes
+            self.add_piece(Piece(peer, place, piece.rows * nbytes, keep, lane=lane, turn=turn))
 
     def add_piece(self, piece: Piece) -> None:
-        """Pull this as well, after what was added before."""
+        """Pull this piece, after all that were added before."""
         self._waiting.append(piece)
         self._left[piece.lane, piece.turn] += 1
 
@@ -98,11 +100,11 @@ class Puller:
     def wait(
         self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork
     ) -> tuple[int | None, int | None]:
-        """Wait for one of the requests; if none is there or some have gone before, pull, or serve ``others``, by a
-        piece at most.
+        """Wait for one of the requests; if none has arrived, or several were served in a row, pull one piece or serve
+        ``others`` once.
 
-        Returns (index of a request that is there, lane of a piece that was kept), one of them None or both. Raises
-        DeadlineError if there is no request for ``timeout_s`` and nothing to pull; what ``wait`` and ``ask`` raise.
+        Returns (index of a request that has arrived, lane of a piece that was kept); one of them is None, or both are.
+        Raises DeadlineError without a request for ``timeout_s`` and nothing to pull; what ``wait`` and ``ask`` raise.
         """
         if self._in_a_row == MOST_IN_A_ROW:
             self._in_a_row = 0
@@ -131,24 +133,31 @@ class Puller:
 
     @property
     def awaited(self) -> list[Target]:
-        """Where what is on its way is announced, for ``Endpoint.wait``."""
+        """The doorbells of the pieces in flight, for ``Endpoint.wait``."""
         return [(self._places[number][0].doorbell, self._sequences[number]) for _, number in self._coming]
 
     @property
     def may_ask(self) -> bool:
-        """True if there is something to ask for, and a place for it."""
+        """True if a piece waits to be fetched and a place is free."""
         return bool(self._waiting and self._free)
 
     def ask(self) -> None:
-        """Ask for the next piece. Raises PeerLostError."""
+        """Begin to fetch the next piece. Raises PeerLostError."""
         piece, number = self._waiting.popleft(), self._free.pop()
         place, _ = self._places[number]
         self._sequences[number] += 1
         self._coming.append((piece, number))
-        self._fetch(piece.peer, piece.offset, piece.nbytes, place.offset, place.doorbell, self._sequences[number])
+        fetch = Fetch(
+            offset=piece.offset,
+            nbytes=piece.nbytes,
+            to=place.offset,
+            doorbell=place.doorbell,
+            sequence=self._sequences[number],
+        )
+        self._fetch(piece.peer, fetch)
 
     def keep(self, index: int) -> int | None:
-        """Keep the piece whose arrival is number ``index`` of ``awaited``; the lane that it belongs to, if any."""
+        """Keep the piece announced by number ``index`` of ``awaited``; returns the lane that it belongs to, if any."""
         piece, number = self._coming.pop(index)
         self._free.append(number)
         self._finish(piece)
@@ -156,7 +165,7 @@ class Puller:
         return piece.lane if piece.lane >= 0 else None
 
     def forget(self, peer: str) -> None:
-        """Pull nothing more from a peer that is disconnected: nothing of it can arrive."""
+        """Drop the pieces of a peer that is disconnected: they cannot arrive."""
         for piece in [piece for piece in self._waiting if piece.peer == peer]:
             self._waiting.remove(piece)
             self._finish(piece)

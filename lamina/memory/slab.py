@@ -4,8 +4,8 @@ A slot number indexes the K and V arrays of every layer. Allocation is granular 
 copy-on-write: sequences share the slots of a common prefix, and new tokens always get slots of their own.
 
 Attention reads memory faster in order. So while many slots are free, each sequence has a run of them set aside for its
-next tokens, which would else lie between those of all others that decode; set aside, they count as free, and are given
-up once others need them.
+next tokens, which would otherwise be interleaved with those of other sequences. Slots set aside count as free, and are
+given up when others need them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from lamina.errors import CapacityError
 
 Slots = NDArray[np.int32]
 
-_RUN = 64  # slots: of 4 heads of 64 in bfloat16 32 KiB of keys; 16 are read at 0.94 and 128 at 1.02 of its rate
+_RUN = 64  # slots: 32 KiB of keys for 4 heads of 64 in bfloat16; runs of 16 read at 0.94, of 128 at 1.02 of its rate
 
 
 class _PageTable:
@@ -49,7 +49,7 @@ class Slab:
     def __init__(self, capacity: int) -> None:
         """``capacity`` is the number of token slots, at least 1. Raises ValueError otherwise."""
         if not 1 <= capacity < 2**31:
-            raise ValueError(f"a slab of {capacity} slots cannot be; give 1 to {2**31 - 1}")
+            raise ValueError(f"invalid slab of {capacity} slots; give 1 to {2**31 - 1}")
         # A stack: the top is at the end, so the first pops give slots 0, 1, 2, ...
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._free_count = capacity
@@ -59,7 +59,7 @@ class Slab:
 
     @property
     def capacity(self) -> int:
-        """Slots in all."""
+        """All slots."""
         return len(self._free)
 
     @property
@@ -76,7 +76,7 @@ class Slab:
         return sequence in self._tables
 
     def open(self, sequence: int) -> None:
-        """Register an empty sequence. Raises ValueError if it is open already."""
+        """Register an empty sequence. Raises ValueError if it is already open."""
         self._require_new(sequence)
         self._tables[sequence] = _PageTable(np.empty(0, np.int32))
 
@@ -88,10 +88,10 @@ class Slab:
         return self.extend((sequence,), (count,))
 
     def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> Slots:
-        """Append to several sequences at once, all or nothing: int32 [sum(counts)], one sequence after the other.
+        """Append to several sequences at once, all or nothing: int32 [sum(counts)], one sequence after another.
 
-        Raises CapacityError if they do not fit together, ValueError for an unknown sequence, a negative count or
-        lengths that differ.
+        Raises CapacityError if they do not all fit, ValueError for an unknown sequence, a negative count or lengths
+        that differ.
         """
         if len(sequences) != len(counts) or min(counts, default=0) < 0:
             raise ValueError(f"give each of the {len(sequences)} sequences one count of at least 0, not {counts!r}")
@@ -105,7 +105,7 @@ class Slab:
             length = table.length + count
             if length > table.held:
                 self._supply(table, length)
-            if count == 1:  # decode: an item costs a third of a slice
+            if count == 1:  # decode: indexing costs a third of slicing
                 slots[start] = table.slots[length - 1]
             else:
                 slots[start : start + count] = table.slots[table.length : length]
@@ -118,7 +118,7 @@ class Slab:
     def fork(self, parent: int, child: int, tokens: int) -> None:
         """Open ``child`` with the first ``tokens`` slots of ``parent``, shared.
 
-        Raises ValueError if the parent is unknown or shorter than that, or the child is open already.
+        Raises ValueError if the parent is unknown or shorter than that, or the child is already open.
         """
         table = self._table(parent)
         self._require_new(child)
@@ -144,7 +144,7 @@ class Slab:
         del self._tables[sequence]
 
     def slots(self, sequence: int) -> Slots:
-        """The page table: read-only int32 [length], a view that is good until the sequence changes.
+        """The page table: read-only int32 [length], a view that is valid until the sequence changes.
 
         Raises ValueError if the sequence is unknown.
         """
@@ -154,7 +154,7 @@ class Slab:
         return view
 
     def _supply(self, table: _PageTable, length: int) -> None:
-        """Let a sequence hold ``length`` slots, and the rest of a run while there is one for every sequence."""
+        """Let a sequence hold ``length`` slots, rounded up to a run if enough slots are free for one per sequence."""
         if length - table.held > self._free_count:
             for other in self._tables.values():
                 self._give_up(other)
@@ -167,7 +167,7 @@ class Slab:
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        """What a sequence has set aside is anybody's again."""
+        """Return the slots that a sequence has set aside to the free list."""
         self._set_aside -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length
@@ -177,7 +177,7 @@ class Slab:
         self._push(slots[self._references[slots] == 0])
 
     def _push(self, slots: Slots) -> None:
-        # Reversed, so that the slots come back in the order they had: runs in memory stay runs.
+        # Reversed, so that the slots come back in their old order: runs in memory stay runs.
         self._free[self._free_count : self._free_count + len(slots)] = slots[::-1]
         self._free_count += len(slots)
 
@@ -189,7 +189,7 @@ class Slab:
 
     def _require_new(self, sequence: int) -> None:
         if sequence in self._tables:
-            raise ValueError(f"sequence {sequence} is open already; free it first or choose another number")
+            raise ValueError(f"sequence {sequence} is already open; free it first or choose another number")
 
     def _require_within(self, sequence: int, table: _PageTable, tokens: int) -> None:
         if not 0 <= tokens <= table.length:

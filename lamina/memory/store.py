@@ -44,9 +44,10 @@ class LayerCache:
 class StepTables:
     """What one step needs from this worker, planned once and used for every layer.
 
-    ``tables`` says for every piece of a request what its query rows attend to once it is there; ``newest`` what all
-    rows attend to beyond that once k and v have come last, None if they come first. ``slots`` take the new tokens that
-    come with requests, ``pulled_slots`` those of ``rows.pulled``.
+    Attributes:
+        tables: for every piece of a request, what its query rows attend to when it arrives.
+        newest: what all rows attend to beyond that when k and v arrive last; None if they arrive first.
+        slots: for the new tokens that arrive with requests. pulled_slots: for those of ``rows.pulled``.
     """
 
     plan: StepPlan
@@ -121,7 +122,7 @@ class KvStore:
         return self._plan_step(plan)
 
     def _fork(self, fork: Fork) -> None:
-        """Let a child share what its parent has here of the first tokens."""
+        """Let a child share the part of its first tokens that its parent has here."""
         segments = self._segments[fork.parent]
         start, stop = self._range(segments)
         shared = max(0, fork.tokens - start) if stop is None else max(0, min(fork.tokens, stop) - start)
@@ -129,25 +130,25 @@ class KvStore:
         self._segments[fork.child] = for_sequence(fork.child, segments)
 
     def _range(self, segments: Sequence[Segment]) -> tuple[int, int | None]:
-        """The tokens of the one segment that is here."""
+        """The tokens of the one segment on this worker."""
         return next(segment.tokens for segment in segments if segment.worker == self.worker)
 
     def _forget(self, sequence: int) -> None:
-        """Free the slots of a sequence, if it has any here or is on its way here."""
+        """Free the slots of a sequence, if it has any here or is moving here."""
         self._segments.pop(sequence, None)
         if sequence in self.slab:
             self.slab.free(sequence)
 
     def _make_slots(self, migration: Migration) -> None:
-        """For tokens that are to come; nobody attends to them before the plan that says that their segment is here."""
+        """For tokens that will arrive; nothing attends to them before the plan that moves their segment here."""
         if migration.sequence not in self.slab:
             self.slab.open(migration.sequence)
         held = len(self.slab.slots(migration.sequence))
         if held != migration.start:
             raise PlacementError(
-                f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} are to move to "
+                f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} cannot move to "
                 f"{self.worker}",
-                f"it has {held}, and what comes must follow",
+                f"it has {held} tokens, and new ones must follow these",
             )
         self.slab.append(migration.sequence, migration.stop - migration.start)
 
@@ -155,8 +156,8 @@ class KvStore:
         segments = self._segments.get(migration.sequence, [])
         if [segment.tokens for segment in segments] != [(0, None)]:
             raise PlacementError(
-                f"sequence {migration.sequence} is to move from {self.worker}",
-                "only a sequence that is there as a whole can",
+                f"sequence {migration.sequence} cannot move from {self.worker}",
+                "only a sequence that is entirely on the source can move",
             )
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
@@ -179,29 +180,29 @@ class KvStore:
     def _table(
         self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
     ) -> SegmentTable:
-        """What the rows of ``attends`` see of tokens [start, stop); a start of None is that of their segment."""
+        """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments."""
         starts = [attend.kv_start for attend in attends] if starts is None else starts
         slots = [
-            # A worker holds one token range of a sequence, so its page table starts at the range's first token.
+            # The page table begins at the first token of the sequence's range on this worker.
             self.slab.slots(attend.sequence)[start - attend.kv_start : stop - attend.kv_start]
             for attend, start, stop in zip(attends, starts, stops, strict=True)
         ]
         return SegmentTable(
             query_offsets=_offsets([attend.rows for attend in attends]),
             query_start=np.array([attend.start for attend in attends], np.int32),
-            kv_offsets=_offsets([len(part) for part in slots]).astype(np.int64),  # what the kernel takes as it is
+            kv_offsets=_offsets([len(part) for part in slots]).astype(np.int64),  # the kernel's type: no copy there
             kv_start=np.array(starts, np.int32),
             slots=np.concatenate(slots),
         )
 
     def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        """Keep K and V of a token for each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
+        """Store K and V of a token in each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
         cache = self.layers[layer]
         k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
         append(cache.k, cache.v, k, v, slots, self.threads)
 
     def read(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        """Lay K and V of ``slots`` out in ``content``, as ``keep`` takes them."""
+        """Write K and V of ``slots`` into ``content``, laid out as for ``keep``."""
         cache = self.layers[layer]
         k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
         k[:], v[:] = cache.k[slots], cache.v[slots]
@@ -211,9 +212,9 @@ class KvStore:
     ) -> Iterator[None]:
         """Work on piece ``number`` of a request's bytes: keep its k and v, attend with its query rows.
 
-        Writes their places in out float32 [Rq, Hq, Dv] and lse float32 [Rq, Hq], which hold all of the request's
-        rows after the last piece. Yields where the work may pause, every few milliseconds (``lamina.memory.cuts``);
-        the request must stay as it is until the end.
+        Writes the piece's rows of out float32 [Rq, Hq, Dv] and lse float32 [Rq, Hq], which are complete after the last
+        piece. Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``); the request must not
+        change before the end.
         """
         cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
         if piece.keeps:

@@ -1,12 +1,13 @@
 """The memory worker: holds KV in a slab, runs attention over it, answers compute workers. Runs without torch.
 
 One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks and of segments
-that move. The attention of a long chunk is served in cuts of a few milliseconds, messages of other lanes between them
-(``lamina.memory.cuts``). Control messages are read when it is idle, between cuts, or when a message arrives whose plan
-is still on its way. Slab changes happen in the order the engine sent the plans.
+that move. The attention of a long chunk is served in cuts of a few milliseconds, with messages of other lanes between
+them (``lamina.memory.cuts``). Control messages are read when the worker is idle, between cuts, or when a message
+arrives before its plan. Slab changes happen in the order in which the engine sent the plans.
 """
 
 import collections
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import Floats, KvStore, StepTables
-from lamina.pipeline import Pipeline
 from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.links import Links, set_up_links
+from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
+    Connect,
     Connected,
     MemorySetup,
     Migrated,
@@ -42,14 +43,14 @@ from lamina.protocol.wire import reply_number, request_number
 log = logging.getLogger(__name__)
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
-MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may be waiting for the plan that says where it goes on
+MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues
 PLAN_TIMEOUT_S = 30.0
 _DONE = object()
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that may be sent once nothing up to attention ``pulled`` of its lane is left to pull."""
+    """May be sent once everything up to attention ``pulled`` of its lane has been pulled."""
 
     outbox: Outbox
     parts: list[Floats]
@@ -61,12 +62,17 @@ class Reply:
 class Lane:
     """The steps announced for one lane, and how far the first of them is.
 
-    ``awaited`` is what the lane's doorbell is rung with next, or more; ``work`` what is left of a piece that was begun.
+    Attributes:
+        replies: by compute worker.
+        layer, piece: of the first step, to be served next.
+        awaited: the lane's doorbell is rung with this next, or with more.
+        out, lse: what the request's rows have so far.
+        work: what is left of a piece that was begun. reply: finished, but not sent yet.
     """
 
     number: int
     request: Inbox
-    replies: list[Outbox]  # by compute worker
+    replies: list[Outbox]
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
     layer: int = 0
     piece: int = 0
@@ -80,20 +86,28 @@ class Lane:
 class MemoryWorker:
     """Serves its channels until the engine says stop."""
 
-    def __init__(self, control: ControlClient) -> None:
-        self.name = control.name
+    def __init__(
+        self, control: ControlClient, store: KvStore, links: Links, wait: Wait, connect: Connect, timeline: Timeline
+    ) -> None:
+        """``wait`` waits for messages of ``links``."""
         self._control = control
-        self._links = Links(control.name, control.data_secret, control.local_address)
-        self._lanes: list[Lane] = []
+        self._store = store
+        self._links = links
+        self._wait = wait
+        self._pipeline, self._computes = connect.pipeline, connect.computes
+        self._peers = set(connect.computes)
+        self._puller = Puller(links.fetch, links.arena, connect.layout, store)
+        self._migrations = Migrations(store, self._puller, links.arena, connect, links.outbox, self._tell_migrated)
+        self._lanes = _lanes(links, connect)
+        self._order = list(self._lanes)  # the lane served last comes last
+        self._timeline = timeline
         self._running = True
         self._busy_s = 0.0
         self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
         self._reported = 0.0
-        self._timeline = Timeline()
 
     def run(self) -> None:
-        """Set up as the engine tells, then serve."""
-        self._set_up()
+        """Serve the compute workers."""
         while self._running:
             try:
                 self._serve_once()
@@ -102,37 +116,13 @@ class MemoryWorker:
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
-    def close(self) -> None:
-        """Leave the data plane. Idempotent."""
-        self._links.close()
-
-    def _set_up(self) -> None:
-        setup = expect(self._control, MemorySetup)
-        self._store = KvStore(self.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
-        self._timeline = Timeline(setup.trace)
-        self._control.send(SlabReady())
-        arena, connect = set_up_links(self._links, self._control)
-        self._wait = self._links.settle()
-        self._pipeline = Pipeline(connect.layout.lanes, len(connect.computes))
-        self._puller = Puller(self._links.fetch, arena, connect.layout, self._store)
-        outbox = self._links.outbox
-        self._migrations = Migrations(self._store, self._puller, arena, connect, outbox, self._tell_migrated)
-        self._computes = connect.computes
-        self._peers = set(connect.computes)
-        own = connect.memories.index(self.name)
-        for lane in range(connect.layout.lanes):
-            replies = [self._links.outbox(name, connect.layout.reply(lane, own)) for name in connect.computes]
-            self._lanes.append(Lane(lane, Inbox(arena, connect.layout.request(lane)), replies))
-        self._order = list(self._lanes)  # the lane served last comes last
-        self._control.send(Connected())
-
     def _serve_once(self) -> None:
-        if not self._peers:  # every compute worker is gone, and the engine ends without them
+        if not self._peers:  # every compute worker has exited, and the engine stops without them
             self._handle(self._control.receive(PLAN_TIMEOUT_S))
             return
-        begun = next((lane for lane in self._order if lane.work is not None), None)
+        begun = next(((lane, lane.work) for lane in self._order if lane.work is not None), None)
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
-            self._go_on(begun)
+            self._go_on(*begun)
             return
         waiting = self._timeline.now()
         free = [lane for lane in self._order if lane.work is None]
@@ -154,12 +144,12 @@ class MemoryWorker:
             self._in_a_row += begun is not None
             self._begin(free[ready])
         elif begun is not None:
-            self._go_on(begun)
+            self._go_on(*begun)
 
     def _begin(self, lane: Lane) -> None:
-        """Serve the piece of a request that has come, or its first cut."""
+        """Serve the piece of a request that has arrived, or its first cut."""
         self._order.remove(lane)
-        self._order.append(lane)  # others come first
+        self._order.append(lane)
         deadline = time.monotonic() + PLAN_TIMEOUT_S
         while self._running and not lane.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))
@@ -171,28 +161,27 @@ class MemoryWorker:
         if lane.out.shape != shape:
             lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         lane.work = self._store.serve(lane.layer, step, lane.piece, lane.request.view, lane.out, lane.lse)
-        self._serve_cut(lane)
+        self._serve_cut(lane, lane.work)
 
-    def _go_on(self, lane: Lane) -> None:
+    def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
         """The next cut of a piece that was begun."""
         self._in_a_row = 0
-        self._serve_cut(lane)
+        self._serve_cut(lane, work)
         self._report()
         self._read_control()
 
     def _report(self) -> None:
-        """Say now and then which lanes would be answered, were there less to do."""
+        """Tell the engine now and then which lanes are being served."""
         now = time.monotonic()
         lanes = [lane.number for lane in self._lanes if lane.work is not None]
         if lanes and now - self._reported >= REPORT_S:
             self._reported = now
             self._control.send(Working(lanes))
 
-    def _serve_cut(self, lane: Lane) -> None:
-        """Work on a piece of a request for a few milliseconds; after the request's last one, answer."""
-        assert lane.work is not None
+    def _serve_cut(self, lane: Lane, work: Iterator[None]) -> None:
+        """Work on a piece of a request for a few milliseconds; after the request's last one, reply."""
         start, span = time.monotonic(), self._timeline.now()
-        done = next(lane.work, _DONE) is _DONE
+        done = next(work, _DONE) is _DONE
         self._timeline.add("attention", lane.number, span)
         last = done and lane.piece == len(lane.steps[0].pieces) - 1
         if last:
@@ -203,7 +192,7 @@ class MemoryWorker:
             self._advance(lane, last)
 
     def _finish(self, lane: Lane) -> None:
-        """A request is served: answer it, as soon as enough has been pulled."""
+        """A request is served: reply to it as soon as enough has been pulled."""
         step = lane.steps[0]
         number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
         if step.rows.pulled:
@@ -216,7 +205,7 @@ class MemoryWorker:
         self._answer(lane)
 
     def _answer(self, lane: Lane) -> None:
-        """Send the lane's reply, if there is one and it may be sent."""
+        """Send the lane's reply, if it has one that may be sent."""
         reply = lane.reply
         if reply is not None and self._puller.is_done(lane.number, reply.pulled):
             span = self._timeline.now()
@@ -249,23 +238,46 @@ class MemoryWorker:
             usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
             self._control.send(usage)
         else:
-            raise WorkerError(self.name, f"a memory worker that serves cannot take a {type(message).__name__}")
+            raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
 
     def _tell_migrated(self, number: int) -> None:
         self._control.send(Migrated(number))
 
     def _forget(self, peer: str) -> None:
-        """A peer is gone: the engine decides what becomes of the requests that needed it."""
-        log.info("%s: worker %s is gone", self.name, peer)
+        """A peer has exited: the engine decides what becomes of the requests that needed it."""
+        log.info("%s: worker %s has exited", self._control.name, peer)
         self._peers.discard(peer)
         self._links.disconnect(peer)
         self._puller.forget(peer)
         self._migrations.forget(peer)
 
 
+def _lanes(links: Links, connect: Connect) -> list[Lane]:
+    layout, own = connect.layout, connect.memories.index(links.name)
+    return [
+        Lane(
+            lane,
+            Inbox(links.arena, layout.request(lane)),
+            [links.outbox(name, layout.reply(lane, own)) for name in connect.computes],
+        )
+        for lane in range(layout.lanes)
+    ]
+
+
+def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
+    """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
+    setup = expect(control, MemorySetup)
+    store = KvStore(control.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
+    control.send(SlabReady())
+    links, connect = set_up_links(control, resources)
+    worker = MemoryWorker(control, store, links, links.settle(), connect, Timeline(setup.trace))
+    control.send(Connected())
+    return worker
+
+
 def main() -> None:
-    """Entry point of the process."""
-    run_worker(MemoryWorker)
+    """Body of the process."""
+    run_worker(build)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from lamina.types import Migration
 
 
 @dataclass(eq=False, slots=True)
-class _Relocation:
+class Relocation:
     """A request with a single sequence, on its way to worker ``target``.
 
     Migration ``number``, the latest, brings tokens up to ``copied``; ``arrived`` says that they are there. The sequence
@@ -40,7 +40,7 @@ class Relocations:
         self._placement = placement
         self._computed = computed
         self._residents: dict[str, dict[Group, None]] = {worker: {} for worker in placement.capacities}
-        self._current: _Relocation | None = None
+        self._current: Relocation | None = None
         self._begun: list[Migration] = []
         self._numbers = itertools.count(1)
 
@@ -78,7 +78,7 @@ class Relocations:
         move = moves[0]  # what else it takes is decided again once this is done
         group = next(one for one in self._residents[move.source] if one.completions[0].sequence == move.sequence)
         self._placement.reserve_on(move.target, group.tokens)
-        self._current = _Relocation(group, move.target)
+        self._current = Relocation(group, move.target)
         self._pull(self._current, move.movable.cost)
         return move.source
 
@@ -89,7 +89,7 @@ class Relocations:
             if (computed := self._computed(group)) is not None
         ]
 
-    def _pull(self, relocation: _Relocation, stop: int) -> None:
+    def _pull(self, relocation: Relocation, stop: int) -> None:
         """Let the target pull what it lacks of the tokens up to ``stop``."""
         group, sequence = relocation.group, relocation.group.completions[0].sequence
         relocation.number, relocation.arrived = next(self._numbers), False
@@ -103,24 +103,14 @@ class Relocations:
         begun, self._begun = self._begun, []
         return begun
 
-    def expected(self, number: int) -> Group | None:
-        """The request that migration ``number`` is for; None if that is not awaited, or the request has ended."""
+    def expected(self, number: int) -> Relocation | None:
+        """What migration ``number`` belongs to; None if it is not awaited, or the request has ended."""
         current = self._current
-        return None if current is None or current.number != number or not current.group.alive else current.group
-
-    def pause(self, position: int) -> None:
-        """The request that moves runs in no further step; it is to go on at ``position``."""
-        assert self._current is not None
-        self._current.position = position
+        return None if current is None or current.number != number or not current.group.alive else current
 
     def is_paused(self, group: Group) -> bool:
         """True if no step of it may be planned."""
         return self._current is not None and self._current.group is group and self._current.position is not None
-
-    def arrived(self) -> None:
-        """What the latest migration was to bring is there."""
-        assert self._current is not None
-        self._current.arrived = True
 
     def finish(self, lane: int, completed: int) -> tuple[Group, int] | None:
         """The request of this lane that has arrived with all it has, and lives at its target from now on; and where

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -76,9 +76,9 @@ def measure(kind: str, store: ProfileStore) -> None:
         ]
         store.write(_fit("slices", kind, asdict(curve), samples), samples)
         alone, overlapped = (decode(paths[0], batches, n) for batches, n in ((BATCHES, 1), (OVERLAPPED, 2)))
-    runtime = fit_runtime(shapes[0], curve, alone, overlapped)
+    runtime, attention = fit_runtime(shapes[0], curve, alone, overlapped), _attend(shapes[0], alone)
     samples = [
-        Sample("attention", round(run.batch * run.live), 1, run.attention_s, _attention_s(shapes[0], runtime, run))
+        Sample("attention", round(run.batch * run.live), 1, run.attention_s, attention.seconds(shapes[0], run))
         for run in alone
     ]
     store.write(_fit("runtime", kind, asdict(runtime), samples), samples)
@@ -243,17 +243,17 @@ def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], over
     exchange = _least_squares([one, batch], [seconds / shape.layers for seconds in outside])
     rest = [max(1e-6, run.step_s - run.slice_s - run.exchange_s - run.wait_s) for run in alone]
     step = _least_squares([one, batch], rest)
-    attend, kv_bytes_s = _attend(shape, alone)
+    attention = _attend(shape, alone)
     without = RuntimeFit(
         exchange_s=exchange[0],
         exchange_row_s=exchange[1],
         step_s=step[0],
         step_row_s=step[1],
-        attend=attend,
-        kv_bytes_s=kv_bytes_s,
+        attend=attention.curve,
+        kv_bytes_s=attention.kv_bytes_s,
         round_trip_s=max(0.0, float(np.median([(run.wait_s - run.attention_s) / shape.layers for run in alone]))),
     )
-    longer = [_contention(shape, curve, without, run) for run in overlapped]
+    longer = [_contention(shape, curve, without, attention, run) for run in overlapped]
     return replace(without, contention=min(0.9, max(0.0, float(np.median(longer)))))
 
 
@@ -263,8 +263,19 @@ def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
     return shape.layers * float(curve.seconds(rows, shape.layer_parameters)) + head
 
 
-def _attend(shape: ModelShape, alone: Sequence[Run]) -> tuple[AttendCurve, float]:
-    """Time of a layer's attention by rows, and the bytes per second at which longer contexts are read."""
+class _Attention(NamedTuple):
+    """Time of a layer's attention by rows, and the bytes of KV per second that longer contexts add."""
+
+    curve: AttendCurve
+    kv_bytes_s: float
+
+    def seconds(self, shape: ModelShape, run: Run) -> float:
+        """What the memory worker needs for a step of ``run``."""
+        read_s = run.batch * run.live * shape.kv_bytes_per_token / self.kv_bytes_s
+        return read_s + shape.layers * float(self.curve.at(run.batch, shape.query_heads))
+
+
+def _attend(shape: ModelShape, alone: Sequence[Run]) -> _Attention:
     token_bytes = shape.kv_bytes_per_token / shape.layers
     shortest = min(run.live - DRAWN / 2 - run.batch for run in alone)
     growing = sorted((run for run in alone if run.live - DRAWN / 2 - run.batch == shortest), key=lambda run: run.batch)
@@ -279,23 +290,16 @@ def _attend(shape: ModelShape, alone: Sequence[Run]) -> tuple[AttendCurve, float
     kv_bytes_s = float(np.median(rates))
     read = [own.batch * own.live * token_bytes / kv_bytes_s for own in growing]
     seconds_beside = [max(1e-7, whole - reading) for whole, reading in zip(short, read, strict=True)]
-    return AttendCurve(rows=rows, seconds=seconds_beside, heads=shape.query_heads), kv_bytes_s
+    return _Attention(AttendCurve(rows=rows, seconds=seconds_beside, heads=shape.query_heads), kv_bytes_s)
 
 
-def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, run: Run) -> float:
+def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, attention: _Attention, run: Run) -> float:
     """Relative slowdown of slices and attention in a run with two lanes, while both pools worked."""
     lane = replace(run, batch=run.batch // run.lanes)
     exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
     compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
-    more = compute_s - alone_s + run.attention_s - _attention_s(shape, runtime, lane)
+    more = compute_s - alone_s + run.attention_s - attention.seconds(shape, lane)
     return more / (2 * min(compute_s, run.attention_s))
-
-
-def _attention_s(shape: ModelShape, runtime: RuntimeFit, run: Run) -> float:
-    """Seconds that ``runtime`` predicts for a step of ``run`` on the memory worker."""
-    assert runtime.attend is not None and runtime.kv_bytes_s is not None
-    read_s = run.batch * run.live * shape.kv_bytes_per_token / runtime.kv_bytes_s
-    return read_s + shape.layers * float(runtime.attend.at(run.batch, shape.query_heads))
 
 
 def _least_squares(columns: Sequence[Floats], values: Sequence[float]) -> list[float]:

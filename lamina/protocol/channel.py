@@ -2,17 +2,17 @@
 
 Per lane there is one request slot in every memory worker's arena, one reply slot per memory worker in every compute
 worker's arena, and one context slot there for what compute workers hand to each other. No credits are needed: message
-n + 1 of a lane is sent only by who has seen every answer to message n, so its slot is free again. For the same reason
-several workers may ring a lane's doorbell: they take turns.
+n + 1 of a lane is sent only after every answer to message n has been seen, so its slot is free again. For the same
+reason several workers may ring a lane's doorbell: they never do so at the same time.
 
-K and V of prompt chunks are no messages: a compute worker lays them out in a bulk slot of its own arena, and memory
-workers fetch them piece by piece into their landing slots. A lane has ``BULK_SLOTS`` of them, used in turn. The answer
-to attention n says that all of attention n + 1 - ``BULK_SLOTS`` has been fetched, so there are no credits here either;
-the answer to a step's last attention says it of the whole step.
+K and V of prompt chunks do not travel as messages: a compute worker lays them out in a bulk slot of its own arena, and
+memory workers fetch them piece by piece into their landing slots. A lane has ``BULK_SLOTS`` bulk slots, used in turn.
+The answer to attention n says that all of attention n + 1 - ``BULK_SLOTS`` has been fetched, so no credits are needed
+here either; the answer to a step's last attention says so of the whole step.
 
-A segment that moves from one memory worker to another goes the same way: the one that has it lays pieces out in its
-staging slots, used in turn, and rings; the other fetches each into a landing slot and rings back when a staging slot
-may be used again. Every pair of memory workers has doorbells of its own for both.
+A segment that moves from one memory worker to another travels the same way: the source lays pieces out in its staging
+slots, used in turn, and rings; the target fetches each into a landing slot and rings back when a staging slot may be
+used again. Every pair of memory workers has its own doorbells for both.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer
 
-ALIGNMENT = 64  # slots start at cache lines, which is also what vector loads like best
+ALIGNMENT = 64  # slots start at cache lines, which vector loads prefer too
 BULK_SLOTS = 2  # of a lane: one attention's K and V are computed while those of the one before travel
-LANDINGS = 4  # fetches that a memory worker has under way at once
-LANDING_NBYTES = 128 << 10  # of a fetch: what a message may have to wait for
+LANDINGS = 4  # fetches that a memory worker has in flight at once
+LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
 STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
 
 
@@ -41,9 +41,9 @@ class Layout:
     """Where the slots of all lanes lie. Every worker derives the same from it.
 
     Attributes:
-        lanes, memories: how many there are.
-        request_nbytes, reply_nbytes, context_nbytes: the largest message of each sort; 0: there are none.
-        bulk_nbytes: K and V of one attention of a step at most; landing_nbytes: of a fetch. 0: nothing is fetched.
+        lanes, memories: their numbers.
+        request_nbytes, reply_nbytes, context_nbytes: the largest message of each kind; 0: none is sent.
+        bulk_nbytes: K and V of one attention of a step at most. landing_nbytes: of a fetch. 0: nothing is fetched.
         migrates: True if memory workers fetch segments from each other.
     """
 
@@ -61,7 +61,7 @@ class Layout:
         return Slot(lane * _aligned(self.request_nbytes), self.request_nbytes, lane)
 
     def reply(self, lane: int, memory: int) -> Slot:
-        """The slot of the replies of memory worker number ``memory`` to a lane, in the arena of each compute worker."""
+        """The slot of memory worker ``memory``'s replies to a lane, in the arena of each compute worker."""
         place = lane * self.memories + memory
         return Slot(place * _aligned(self.reply_nbytes), self.reply_nbytes, place)
 
@@ -82,12 +82,12 @@ class Layout:
         return LANDINGS if self.landing_nbytes else 0
 
     def landing(self, number: int) -> Slot:
-        """A slot for what is fetched, in the arena of each memory worker, after all requests."""
+        """A slot that fetched bytes arrive in, in the arena of each memory worker, after all requests."""
         offset = self.lanes * _aligned(self.request_nbytes) + number * _aligned(self.landing_nbytes)
         return Slot(offset, self.landing_nbytes, self.lanes + number)
 
     def staging(self, number: int) -> int:
-        """Where piece ``number`` of a segment that leaves is laid out, in each memory worker's arena."""
+        """Where piece ``number`` of an outgoing segment is laid out, in each memory worker's arena."""
         return self.landing(self.landings).offset + number % STAGING_SLOTS * _aligned(self.landing_nbytes)
 
     def staged(self, source: int) -> Slot:
@@ -133,7 +133,7 @@ class Inbox:
     """One slot of this endpoint's own arena.
 
     Attributes:
-        view: the slot's bytes, those of a message from its announcement until whoever sends the next one is answered.
+        view: the slot's bytes: a message's from its announcement until the sender of the next one has its answer.
         doorbell: its number, for ``Endpoint.wait``.
     """
 

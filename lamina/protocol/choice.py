@@ -1,4 +1,4 @@
-"""Which transport connects a pair of workers: a pure function of what both can do and of what has failed."""
+"""Which transport connects a pair of workers: a pure function of what both offer and of what has failed."""
 
 import enum
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         host: the same for workers that can share memory, see ``transport.shm.host``.
-        descriptors: how to connect, by transport. obstacles: why the others that were asked for cannot be used.
+        descriptors: how to connect, by transport. obstacles: why the other requested transports cannot be used.
     """
 
     host: str
@@ -40,7 +40,7 @@ class Choice:
 
 
 def candidates(wanted: TransportName, hosts: Collection[str]) -> tuple[Transport, ...]:
-    """What workers on these hosts should offer: what some pair of them may come to use."""
+    """What workers on these hosts should offer: every transport that some pair of them may use."""
     if wanted != "auto":
         return (Transport(wanted),)
     return tuple(dict.fromkeys(transport for same in _kinds_of_pairs(hosts) for transport in _preferred(same)))
@@ -64,8 +64,8 @@ def choose(
 ) -> Choice:
     """The transport of a pair, given its offers and why it could not prove a link over some transports so far.
 
-    What both have ``in_use`` towards others comes first: who waits on one transport hears of a message sooner than who
-    waits on several. One asked for by name is used or nothing is.
+    A transport that both have ``in_use`` with others is preferred: a worker that waits on one transport notices a
+    message sooner than one that waits on several. A transport requested by name has no fallback.
 
     Raises TransportError, with every obstacle, if none is left.
     """
@@ -76,16 +76,16 @@ def choose(
     for transport in preferred if wanted == "auto" else (Transport(wanted),):
         obstacle = failures.get(transport) or near.obstacles.get(transport) or far.obstacles.get(transport)
         if obstacle is None:
-            known = ["both use it already"] if transport in in_use else []
-            reasons = ["asked for by name"] if wanted != "auto" else [where, *known, *obstacles]
+            known = ["both already use it"] if transport in in_use else []
+            reasons = ["requested by name"] if wanted != "auto" else [where, *known, *obstacles]
             return Choice(transport, "; ".join(reasons))
         obstacles.append(f"no {transport}: {obstacle}")
-    remedy = "mend that" if wanted == "auto" else "mend that, or ask for another transport"
+    remedy = "fix one of these" if wanted == "auto" else "fix that, or select another transport"
     raise TransportError(f"no transport is left ({where}); {'; '.join(obstacles)}; {remedy}")
 
 
 def summary(choices: Mapping[tuple[str, str], Choice]) -> list[str]:
-    """One line for each transport and reason in use, with how many pairs of workers it connects."""
+    """One line for each transport and reason in use, with the number of pairs of workers it connects."""
     pairs: dict[Choice, int] = {}
     for choice in choices.values():
         pairs[choice] = pairs.get(choice, 0) + 1

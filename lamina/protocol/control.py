@@ -40,13 +40,13 @@ MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Ste
 
 ENGINE = "engine"
 HEARTBEAT = b"/heartbeat"
-MAX_MESSAGES = 1024  # taken in by one ``receive``: a worker that floods the engine must not keep it from its turns
+MAX_MESSAGES = 1024  # read by one ``receive``: a worker that floods the engine must not starve its turns
 MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
 SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a worker process is born with, read from its standard input: never on a command line."""
+    """What a worker process starts with, read from its standard input: never on a command line."""
 
     name: str
     address: str
@@ -70,7 +70,7 @@ class _IssuedKeys:
     def callback(self, domain: str, key: bytes) -> bool:
         if key in self.workers:
             return True
-        self.refusals.add("KEY", "its key is not of this cluster")
+        self.refusals.add("KEY", "its key does not belong to this cluster")
         return False
 
 
@@ -78,10 +78,10 @@ class ControlServer:
     """The engine's end. One thread at a time may use it.
 
     Attributes:
-        liveness: which workers answer pings, which ``receive`` sends: call it several times a second.
+        liveness: which workers answer pings. ``receive`` sends them: call it several times a second.
 
     Args:
-        secret: all keys come from it; None: from one of its own.
+        secret: all keys are derived from it; None: from a new one.
         host: address of this machine to listen on, which workers can reach.
 
     Raises TransportError if it cannot listen there.
@@ -151,7 +151,7 @@ class ControlServer:
                 os.eventfd_write(self._wakeup, 1)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
-        """The messages that are there, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
+        """Messages that have arrived, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
         now = time.monotonic()
         deadline = now + timeout_s
         if self.liveness.turn(now):
@@ -162,11 +162,11 @@ class ControlServer:
             if woken:
                 os.eventfd_read(self._wakeup)
             came = yield from self._messages()
-            if came or woken or time.monotonic() >= deadline:  # else it was an echo of a ping
+            if came or woken or time.monotonic() >= deadline:  # otherwise it was an echo of a ping
                 return
 
     def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
-        """What is there; returns whether anything was yielded."""
+        """The messages that have arrived; returns whether anything was yielded."""
         came = False
         for _ in range(MAX_MESSAGES):
             try:
@@ -175,7 +175,7 @@ class ControlServer:
                 break
             worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
             if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
-                self._refusals.add("NAME", "a message came under a name that is not its key's")
+                self._refusals.add("NAME", "a message arrived under a name that does not match its key")
                 continue
             self.liveness.heard(worker)
             if not identity.bytes.endswith(HEARTBEAT):
@@ -185,12 +185,12 @@ class ControlServer:
 
     def _ping(self) -> None:
         for worker in self.bootstraps:
-            with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: its silence says so
+            with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: liveness notices its silence
                 self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
 
     @property
     def refused(self) -> Counter[str]:
-        """What was turned away so far, by kind."""
+        """Connections and messages rejected so far, by kind."""
         return Counter(self._refusals.by_kind)
 
     def close(self) -> None:
@@ -210,12 +210,12 @@ _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 
 
 def decode(worker: str, payload: bytes) -> ToEngine:
-    """A worker's message. Raises WorkerError, naming it, for anything else."""
+    """A worker's message. Raises WorkerError, naming the worker, if it is invalid."""
     try:
         message: ToEngine = _TO_ENGINE.decode(payload)
     except msgspec.DecodeError as error:
         raise WorkerError(
-            worker, f"it sent what is no message: {error}; run the same release of lamina in all workers"
+            worker, f"it sent an invalid message: {error}; run the same release of lamina in all workers"
         ) from error
     return message
 
@@ -224,8 +224,8 @@ class ControlClient:
     """A worker's end. One thread owns it.
 
     Attributes:
-        data_secret: what proves on the data plane that a worker is of this cluster.
-        local_address: this machine's, where it is reached by those that the engine's machine reaches.
+        data_secret: proves on the data plane that a worker belongs to this cluster.
+        local_address: of this machine, for peers on machines that can reach the engine.
     """
 
     def __init__(self, bootstrap: Bootstrap) -> None:
@@ -233,7 +233,7 @@ class ControlClient:
         self.data_secret = bootstrap.data_secret
         self._context = zmq.Context()
         self._socket = self._connect(bootstrap, b"")
-        self._socket.linger = 2000  # a last Failed must still leave
+        self._socket.linger = 2000  # a last Failed must still be sent
         heartbeat = self._connect(bootstrap, HEARTBEAT)
         threading.Thread(target=_echo, args=(heartbeat,), name="heartbeat", daemon=True).start()
         self.local_address = local_address(bootstrap.address)
@@ -261,7 +261,7 @@ class ControlClient:
         return self._decode(self._socket.recv())
 
     def poll(self) -> ToWorker | None:
-        """The engine's next message if one is there."""
+        """The engine's next message if one has arrived."""
         try:
             return self._decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -284,19 +284,19 @@ def _echo(heartbeat: "zmq.Socket[bytes]") -> None:
 
 
 def local_address(address: str) -> str:
-    """The address of this machine that packets to tcp://host:port leave from. Raises TransportError if none can."""
+    """The address of this machine that packets to tcp://host:port leave from. Raises TransportError without a route."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, int(port)))  # sends nothing
         except OSError as error:
-            raise TransportError(f"there is no way to {host} from this machine: {error}") from error
+            raise TransportError(f"this machine has no route to {host}: {error}") from error
         local: str = probe.getsockname()[0]
     return local
 
 
 def _milliseconds(timeout_s: float) -> int:
-    return max(0, math.ceil(timeout_s * 1000))  # ZeroMQ waits for ever on a negative number
+    return max(0, math.ceil(timeout_s * 1000))  # ZeroMQ waits forever on a negative number
 
 
 def expect(control: ControlClient, kind: type[MessageT], timeout_s: float = SETUP_TIMEOUT_S) -> MessageT:

@@ -1,13 +1,14 @@
-"""A worker's links to its peers, each over the transport chosen for the pair and proved by a real write.
+"""A worker's links to its peers, each over the transport selected for the pair and proved by a real write.
 
-All transports of a worker let peers into one arena: beside the slots it holds, for every worker of the cluster, a place
-for a proof with a doorbell of its own. Once all links stand, sending goes to a link's own endpoint and waiting to the
-one endpoint in use, so that a choice costs nothing; only a worker that uses several waits on them in turns.
+All transports of a worker let peers into one arena. Behind its slots the arena has a place for a proof, with a doorbell
+of its own, for every worker of the cluster. Once all links stand, sending goes to a link's own endpoint and waiting to
+the one endpoint in use, so that having several transports costs nothing; only a worker that uses more than one waits on
+them in turn.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina._native import Arena as NativeArena
@@ -17,18 +18,34 @@ from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.messages import Connect, Link, Linked, Register, Registered
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Endpoint, Peer, deadline_error
+from lamina.transport.base import Endpoint, Fetch, Peer, Sizes, deadline_error
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, host
 from lamina.transport.tcp import TcpEndpoint
 
 Wait = Callable[[Sequence[tuple[int, int]], float], int]
+"""As ``Endpoint.wait``."""
+
+AnyEndpoint = ShmEndpoint | TcpEndpoint | RdmaEndpoint
 
 CONNECT_TIMEOUT_S = 10.0
 PROOF_TIMEOUT_S = 5.0
 MIN_NAP_S = 50e-6
 MAX_NAP_S = 2e-3
-NAP_SHARE = 8  # a wait on several transports finds a message at most this part of its time too late
+NAP_SHARE = 8  # a wait on several transports finds a message late by at most this part of the time waited
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as its peers know it.
+
+    Attributes:
+        secret: known to the workers of this cluster alone. address: of this machine, as peers reach it.
+    """
+
+    name: str
+    secret: bytes
+    address: str
 
 
 @dataclass(frozen=True)
@@ -37,52 +54,63 @@ class _Link:
     peer: Peer
 
 
-class Links:
-    """Set up in the engine's words: ``register``, ``link`` until every pair has proved itself, ``settle``.
+def open_links(member: Member, register: Register) -> "Links":
+    """Allocate the arena and let peers in by every requested transport that works here. Raises TransportError."""
+    count = len(register.workers)
+    nbytes = -(-register.nbytes // ALIGNMENT) * ALIGNMENT + count * ALIGNMENT
+    arena = allocate(member.name, nbytes, register.doorbells + count)
+    endpoints: dict[Transport, AnyEndpoint] = {}
+    descriptors, obstacles = {}, {}
+    for transport in register.transports:
+        try:
+            endpoint = _open(member, transport, register.tls)
+            endpoint.adopt(arena)
+            endpoints[transport] = endpoint
+            descriptors[transport] = endpoint.descriptor()
+        except TransportError as error:
+            obstacles[transport] = f"{member.name}: {error}"
+    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles))
 
-    Args:
-        secret: what only the workers of this cluster know. address: of this machine, as peers reach it.
+
+def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
+    match transport:
+        case Transport.SHM:
+            return ShmEndpoint(member.name)
+        case Transport.TCP:
+            return TcpEndpoint(member.name, secret=member.secret, host=member.address, tls=tls)
+        case Transport.RDMA if tls:
+            raise TransportError("rdma cannot be encrypted, which --tls requires")
+        case Transport.RDMA:
+            return RdmaEndpoint(member.name, secret=member.secret)
+
+
+class Links:
+    """The arena of a worker that peers can reach, and its links to them: ``link`` until every pair has proved itself,
+    then ``settle``. Made by ``open_links``.
+
+    Attributes:
+        arena: this worker's, for its slots. offer: how peers reach it.
     """
 
-    def __init__(self, name: str, secret: bytes, address: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        register: Register,
+        arena: OwnArena,
+        endpoints: Mapping[Transport, AnyEndpoint],
+        offer: Offer,
+    ) -> None:
         self.name = name
-        self._secret = secret
-        self._address = address
-        self._endpoints: dict[Transport, ShmEndpoint | TcpEndpoint | RdmaEndpoint] = {}
-        self._links: dict[str, _Link] = {}
-        self._arena: OwnArena | None = None
-
-    def register(self, register: Register) -> tuple[MappedArena, Offer]:
-        """Allocate the arena and let peers in by every transport asked for that works here."""
+        self.arena = MappedArena(arena.native)
+        self.offer = offer
         self._workers, self._spin_s = register.workers, register.spin_s
-        count = len(register.workers)
-        nbytes = -(-register.nbytes // ALIGNMENT) * ALIGNMENT + count * ALIGNMENT
-        self._arena = allocate(self.name, nbytes, register.doorbells + count)
-        descriptors, obstacles = {}, {}
-        for transport in register.transports:
-            try:
-                descriptors[transport] = self._open(transport, register.tls)
-            except TransportError as error:
-                obstacles[transport] = f"{self.name}: {error}"
-        return MappedArena(self._arena.native), Offer(host(), descriptors, obstacles)
-
-    def _open(self, transport: Transport, tls: bool) -> bytes:
-        assert self._arena is not None
-        match transport:
-            case Transport.SHM:
-                endpoint: ShmEndpoint | TcpEndpoint | RdmaEndpoint = ShmEndpoint(self.name)
-            case Transport.TCP:
-                endpoint = TcpEndpoint(self.name, secret=self._secret, host=self._address, tls=tls)
-            case Transport.RDMA if tls:
-                raise TransportError("rdma cannot be encrypted, which --tls asks for")
-            case Transport.RDMA:
-                endpoint = RdmaEndpoint(self.name, secret=self._secret)
-        endpoint.adopt(self._arena)
-        self._endpoints[transport] = endpoint
-        return endpoint.descriptor()
+        self._own = arena
+        self._endpoints = dict(endpoints)
+        self._links: dict[str, _Link] = {}
+        self._closed = False
 
     def link(self, link: Link) -> Linked:
-        """Connect to these peers, replacing links that stood, and exchange proofs with each."""
+        """Connect to these peers, replacing earlier links to them, and exchange proofs with each."""
         failures: dict[str, str] = {}
         for name in link.peers:
             self.disconnect(name)
@@ -97,17 +125,15 @@ class Links:
         return Linked(failures | self._await_proofs(waiting, link.round))
 
     def _prove(self, name: str, round_: int, transport: Transport) -> None:
-        peer = self._links[name].peer
-        place = self._place(self.name, peer.nbytes, peer.doorbells)
+        place = self._place(self.name, self._links[name].peer)
         self.outbox(name, place).send([_proof(round_, transport)], round_)
 
     def _await_proofs(self, waiting: dict[str, Transport], round_: int) -> dict[str, str]:
         """Why the proofs of some peers did not arrive."""
-        assert self._arena is not None
-        arena = MappedArena(self._arena.native)
-        places = {name: self._place(name, arena.nbytes, arena.doorbells) for name in waiting}
+        places = {name: self._place(name, self.arena) for name in waiting}
         failures: dict[str, str] = {}
-        patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (len(self._workers) - 2)  # they may try all others in vain
+        # Every peer may first time out on all the others.
+        patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (len(self._workers) - 2)
         wait, deadline = self._wait(), time.monotonic() + patience_s
         while waiting:
             names = list(waiting)
@@ -122,20 +148,20 @@ class Links:
                 failures[error.peer] = str(error)
                 continue
             except DeadlineError:
-                late = f"{self.name} saw nothing of its write within {patience_s:g} s"
-                return failures | {name: f"{name} connected, and {late}" for name in names}
+                late = f"{self.name} did not see its write within {patience_s:g} s"
+                return failures | {name: f"{name} connected, but {late}" for name in names}
             expected = _proof(round_, waiting.pop(name))
-            if bytes(arena.view(places[name].offset, len(expected))) != expected:
-                failures[name] = f"what {name} wrote reached {self.name} as something else"
+            if bytes(self.arena.view(places[name].offset, len(expected))) != expected:
+                failures[name] = f"the write of {name} reached {self.name} with other bytes"
         return failures
 
-    def _place(self, writer: str, nbytes: int, doorbells: int) -> Slot:
-        """Where the proofs of ``writer`` lie in an arena of this size."""
+    def _place(self, writer: str, arena: Sizes) -> Slot:
+        """Where ``writer`` puts its proofs in this arena."""
         behind = len(self._workers) - self._workers.index(writer)
-        return Slot(nbytes - behind * ALIGNMENT, ALIGNMENT, doorbells - behind)
+        return Slot(arena.nbytes - behind * ALIGNMENT, ALIGNMENT, arena.doorbells - behind)
 
     def settle(self) -> Wait:
-        """Close what no link uses; how to wait for messages from now on, see ``Endpoint.wait``."""
+        """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``."""
         for transport, endpoint in list(self._endpoints.items()):
             if all(link.endpoint is not endpoint for link in self._links.values()):
                 endpoint.close()
@@ -145,20 +171,19 @@ class Links:
         return self._wait()
 
     def _wait(self) -> Wait:
-        assert self._arena is not None
         endpoints = list(self._endpoints.values())
-        return endpoints[0].wait if len(endpoints) == 1 else WaitInTurns(self.name, self._arena.native, endpoints)
+        return endpoints[0].wait if len(endpoints) == 1 else WaitInTurns(self.name, self._own.native, endpoints)
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
         """Sends into a slot of a linked peer."""
         return Outbox(self._links[name].endpoint, self._links[name].peer, slot)
 
-    def fetch(self, name: str, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
+    def fetch(self, name: str, fetch: Fetch) -> None:
         """Read from a linked peer's arena, see ``Endpoint.fetch``. Raises PeerLostError, also if it is not linked."""
         link = self._links.get(name)
         if link is None:
             raise PeerLostError(name, "it has been disconnected")
-        link.endpoint.fetch(link.peer, offset, nbytes, to, doorbell, sequence)
+        link.endpoint.fetch(link.peer, fetch)
 
     def disconnect(self, name: str) -> None:
         """Forget a peer, if it is linked; its death no longer ends waits."""
@@ -167,18 +192,18 @@ class Links:
 
     def close(self) -> None:
         """Leave the data plane and give back its memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._links.clear()
         with contextlib.ExitStack() as stack:
-            if self._arena is not None:
-                stack.callback(self._arena.close)
-                self._arena = None
+            stack.callback(self._own.close)
             for endpoint in self._endpoints.values():
                 stack.callback(endpoint.close)
-            self._endpoints.clear()
 
 
 class WaitInTurns:
-    """Waits on several endpoints of one arena: a little on each, and longer the longer nothing comes."""
+    """Waits on several endpoints of one arena: briefly on each, and longer the longer nothing arrives."""
 
     def __init__(self, name: str, arena: NativeArena, endpoints: Sequence[Endpoint]) -> None:
         self._name = name
@@ -204,12 +229,17 @@ def _proof(round_: int, transport: Transport) -> bytes:
     return f"round {round_} over {transport}".encode()
 
 
-def set_up_links(links: Links, control: ControlClient) -> tuple[MappedArena, Connect]:
-    """A worker's side of its cluster's linking, in the engine's words; what the links are for."""
-    arena, offer = links.register(expect(control, Register))
-    control.send(Registered(offer))
+def set_up_links(control: ControlClient, resources: contextlib.ExitStack) -> tuple[Links, Connect]:
+    """Link this worker as the engine directs; returns its links, which ``resources`` closes, and what they are for.
+
+    Raises TransportError, PeerLostError, DeadlineError, WorkerError.
+    """
+    member = Member(control.name, control.data_secret, control.local_address)
+    links = open_links(member, expect(control, Register))
+    resources.callback(links.close)
+    control.send(Registered(links.offer))
     while isinstance(message := control.receive(SETUP_TIMEOUT_S), Link):
         control.send(links.link(message))
     if not isinstance(message, Connect):
         raise WorkerError(control.name, f"expected Connect from the engine, got {type(message).__name__}")
-    return arena, message
+    return links, message

@@ -1,21 +1,21 @@
-"""Who has answered lately: a process may stop without ending (SIGSTOP, a debugger, a machine or network that hangs).
+"""Which workers respond: a process may stop without exiting (SIGSTOP, a debugger, a machine or network that hangs).
 
 The engine pings every worker once a second, and a native thread of the worker echoes the ping (``protocol.control``):
 neither a long step nor a native call that holds Python's lock nor a slow load delays the echo.
 """
 
 PING_S = 1.0
-SUSPECT_S = 4.0  # unanswered for so long, a worker is reported
-LOST_S = 13.0  # and for so long it is given up
+SUSPECT_S = 4.0  # without an answer for this long, a worker is reported
+LOST_S = 13.0  # and after this long it is considered lost
 MAX_TURN_S = 1.0
 
 
 class Liveness:
-    """How long each worker has been silent, in seconds of a clock that stands still while the engine does.
+    """How long each worker has been silent, in seconds of a clock that stops while the engine does.
 
     Attributes:
-        awake_s: that clock. Each turn advances it by ``MAX_TURN_S`` at most: when the engine's own process was stopped
-            (Ctrl-Z) or starved, answers lie unread in its sockets, and that time must not be held against the workers.
+        awake_s: that clock. Each turn advances it by ``MAX_TURN_S`` at most: while the engine's own process is stopped
+            (Ctrl-Z) or starved, answers lie unread in its sockets, and that time must not count against the workers.
     """
 
     def __init__(self, now: float) -> None:
@@ -34,7 +34,7 @@ class Liveness:
         return due
 
     def heard(self, worker: str) -> None:
-        """Something came from ``worker`` in this turn."""
+        """A message from ``worker`` arrived in this turn."""
         self._heard[worker] = self.awake_s
 
     def suspects(self) -> dict[str, float]:

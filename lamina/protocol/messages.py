@@ -1,7 +1,8 @@
-"""Messages of the control plane, encoded with msgspec's MessagePack. Sent once a step at most, and small."""
+"""Messages of the control plane, encoded with msgspec's MessagePack. Small, and sent once a step at most."""
 
 import msgspec
 
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.timeline import Span
@@ -34,10 +35,11 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make an arena of this size for peers of all ``workers``, and let them in by these transports,
-    with ``tls`` only by those that can be encrypted or stay on one machine; answered by Registered.
+    """Engine to worker: make an arena of this size and let all ``workers`` in by these transports; answered by
+    Registered.
 
-    ``spin_s``: seconds that its waits look for messages before they sleep, if all its links use one transport.
+    ``tls``: only by transports that are encrypted or stay on one machine. ``spin_s``: seconds that waits busy-wait
+    before they sleep, if all links use one transport.
     """
 
     nbytes: int
@@ -49,7 +51,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
 
 
 class Link(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: connect to these peers (transport and descriptor, by name) and prove it; answered by Linked.
+    """Engine to worker: connect to these peers (transport and descriptor, by name) and prove that data arrives;
+    answered by Linked.
 
     ``round`` counts up from 1: pairs that could not prove a link are linked again in the next one.
     """
@@ -59,14 +62,15 @@ class Link(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: all links stand, this is what they are for; answered by Connected.
+    """Engine to worker: all links are up, and this is what they are for; answered by Connected.
 
-    A worker's number is its place in ``computes`` or ``memories``, which name all of a pool.
+    A worker's number is its index in ``computes`` or ``memories``, which name all workers of a pool.
     """
 
     computes: list[str]
     memories: list[str]
     layout: Layout
+    pipeline: Pipeline
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -76,7 +80,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: end now; answered by Traced if ``trace`` was asked for."""
+    """Engine to worker: exit; answered by Traced if set up with ``trace``."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -86,7 +90,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: ``done`` of ``total`` tensors of ``stage`` are there."""
+    """Worker to engine: ``done`` of ``total`` tensors of ``stage`` are loaded."""
 
     stage: str
     done: int
@@ -96,7 +100,7 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the model is split and its weights are in memory.
 
-    ``context_nbytes`` is the most that a step hands from slice to slice.
+    ``context_nbytes``: the largest message from one replica to the next.
     """
 
     attentions: list[AttentionSpec]
@@ -110,13 +114,13 @@ class SlabReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the arena exists; peers connect as offered."""
+    """Worker to engine: the arena exists; this is how peers connect."""
 
     offer: Offer
 
 
 class Linked(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: done; why not, for peers with which it could not exchange proofs."""
+    """Worker to engine: linked, but for the peers with which it could not exchange proofs, and why."""
 
     failures: dict[str, str]
 
@@ -126,7 +130,7 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence; ``logprobs`` has the drawn token first, empty if none were asked for."""
+    """The token drawn for one sequence; ``logprobs`` has the drawn token first, empty if none were requested."""
 
     sequence: int
     token: int
@@ -136,9 +140,9 @@ class Draw(msgspec.Struct, array_like=True, frozen=True):
 class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan.
 
-    ``undrawable`` sequences got none, since the model gave them no finite logits; ``error`` says so. ``rows`` went
-    through the slices, which took ``busy_s`` in all on this worker. ``waited_s`` is how long slices waited for
-    attention in all, by those of which this worker ran the one before and was idle at the end; 0 if there were none.
+    ``undrawable`` sequences got none because their logits are not finite, as ``error`` says. ``rows`` went through the
+    slices, which took ``busy_s`` in all. ``waited_s`` is how long slices waited for attention in all, estimated from
+    those where this worker ran the slice before and was idle when the attention arrived; 0 without any.
     """
 
     step: int
@@ -151,9 +155,9 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known after the plan last sent was applied.
+    """Memory worker to engine: slots in use and sequences known after the latest plan was applied.
 
-    ``busy_s`` is the time it has spent on attention so far.
+    ``busy_s``: time spent on attention so far.
     """
 
     used: int
@@ -161,17 +165,17 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
 
 
-REPORT_S = 1.0  # from one Working of a worker to the next, at least
+REPORT_S = 1.0  # least time between two Working of one worker
 
 
 class Working(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine, now and then during long steps: it gets on with these lanes."""
+    """Worker to engine, now and then during long steps: it makes progress with these lanes."""
 
     lanes: list[int]
 
 
 class Migrated(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: all that migration ``number`` was to bring is here."""
+    """Memory worker to engine: everything that migration ``number`` brings has arrived."""
 
     number: int
 
@@ -183,7 +187,7 @@ class Traced(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it cannot go on. ``kind`` is the exception's class name; ``user`` marks a UserError."""
+    """Worker to engine: it cannot continue. ``kind`` is the exception's class name; ``user`` marks a UserError."""
 
     kind: str
     message: str

@@ -1,7 +1,7 @@
-"""A cluster's secret: 32 random bytes from which all its keys come.
+"""A cluster's secret: 32 random bytes from which all its keys are derived.
 
-Whoever has it may join the cluster. It is kept in memory, or in a file that its owner alone can read, for those who
-start parts of a cluster on several machines. Workers are given their own keys, never the secret itself.
+Whoever has it can join the cluster. It is kept in memory, or in a file that only its owner can read, to start parts of
+a cluster on several machines. Workers get their own keys, never the secret itself.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class Secret:
 
     @property
     def data_plane(self) -> bytes:
-        """What proves to peers of the data plane that a worker is of this cluster."""
+        """Proves to peers on the data plane that a worker belongs to this cluster."""
         return self._derived("data plane")
 
     def _derived(self, purpose: str) -> bytes:
@@ -42,21 +42,21 @@ class Secret:
 
 
 def new() -> Secret:
-    """A secret that nobody else has."""
+    """A new random secret."""
     return Secret(secrets.token_bytes(NBYTES))
 
 
 def from_file(file: str | os.PathLike[str]) -> Secret:
-    """The secret in ``file``, which is made, readable by its owner alone, if it is not there.
+    """The secret in ``file``; the file is created, readable by its owner alone, if it does not exist.
 
-    Raises ConfigError if others could read it or it is no secret.
+    Raises ConfigError if others can read it or its content is invalid.
     """
     path = Path(file)
     if os.path.exists(path):
         return _read(path)
     made = new()
     try:
-        # It appears whole: who starts at the same time, or after a full disk, must not find a part of it.
+        # It appears whole: a start at the same time, or after a full disk, must not find a part of it.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as written:  # mode 0600
             written.write(made.data.hex() + "\n")
             written.flush()
@@ -78,12 +78,14 @@ def _read(path: Path) -> Secret:
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise ConfigError(
-            f"{path} has mode {mode:03o}, so others may know the cluster secret; chmod 600 it or make another"
+            f"{path} has mode {mode:03o}, so others may know the cluster secret; run chmod 600 on it or create another"
         )
     try:
         data = bytes.fromhex(text)
     except ValueError:
         data = b""
     if len(data) != NBYTES:
-        raise ConfigError(f"{path} is no cluster secret: it holds {len(text)} characters, not {2 * NBYTES} hex digits")
+        raise ConfigError(
+            f"{path} is not a cluster secret: it holds {len(text)} characters, not {2 * NBYTES} hex digits"
+        )
     return Secret(data)

@@ -1,4 +1,4 @@
-"""What a worker did when: spans on the clock that all processes of a machine share."""
+"""What a worker did and when: spans on the clock that all processes of a machine share."""
 
 import collections
 import time
@@ -9,7 +9,7 @@ MOST_SPANS = 500_000  # the latest ones are kept
 
 
 class Span(msgspec.Struct, array_like=True, frozen=True):
-    """One thing a worker did for one lane (-1: for none), from ``begin_ns`` to ``end_ns`` of the monotonic clock."""
+    """One thing a worker did for one lane (-1: for no lane), from ``begin_ns`` to ``end_ns`` of the monotonic clock."""
 
     stage: str
     lane: int
@@ -18,17 +18,17 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Timeline:
-    """Collects spans while ``enabled``; else costs next to nothing."""
+    """Collects spans if ``enabled``; costs next to nothing otherwise."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
         self.spans: collections.deque[Span] = collections.deque(maxlen=MOST_SPANS)
 
     def now(self) -> int:
-        """The time a span begins."""
+        """When a span begins."""
         return time.monotonic_ns() if self.enabled else 0
 
     def add(self, stage: str, lane: int, begin_ns: int) -> None:
-        """A span that ends now."""
+        """Add a span that ends now."""
         if self.enabled:
             self.spans.append(Span(stage, lane, begin_ns, time.monotonic_ns()))

@@ -1,4 +1,4 @@
-"""What a data-plane message holds, derived from the StepPlan by both ends alike: no header, no serialisation.
+"""What a data-plane message holds. Both ends derive it from the StepPlan: no header, no serialisation.
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
 k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
@@ -79,10 +79,11 @@ def attends_locally(step: SequenceStep) -> bool:
 
 
 def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) -> None:
-    """Refuse segments that messages and page tables could not serve, whose partials would be wrong or lost.
+    """Reject segments that messages and page tables cannot serve: their partials would be wrong or lost.
 
-    Those of a sequence name it, hold all ``kv_heads`` key/value heads (the most that an attention has), are on
-    different workers, and their token ranges follow one another from 0 on without an end. Raises PlacementError.
+    The segments of a sequence must name it, hold all ``kv_heads`` key/value heads (the most that an attention has), be
+    on different workers, and cover the tokens from 0 on, in contiguous ranges of which the last has no end.
+    Raises PlacementError.
     """
     ordered = sorted(segments, key=lambda segment: segment.tokens[0])
     starts = [segment.tokens[0] for segment in ordered]
@@ -102,7 +103,7 @@ def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) ->
 
 
 def check_placements(plan: StepPlan, kv_heads: int) -> None:
-    """``check_segments`` of all that a plan places. Raises PlacementError."""
+    """``check_segments`` of everything that a plan places. Raises PlacementError."""
     for admission in plan.admitted:
         check_segments(admission.sequence, admission.segments, kv_heads)
     for segment in plan.moved:
@@ -141,13 +142,15 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
             seen = min(visible, last)
             if first < seen:
                 queries.append((row, count))
-                attends.append(SegmentRows(sequence, row, count, start, first, seen))
+                attends.append(
+                    SegmentRows(sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen)
+                )
         row += count
     return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """All numbers of ranges (start, count), one range after the other."""
+    """All numbers of ranges (start, count), one range after another."""
     starts, counts = np.array(ranges, np.int64).reshape(-1, 2).T
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(counts.sum())
@@ -182,24 +185,27 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     """How a request with these rows is cut, in the order in which its pieces travel."""
     count = min(overlap.mini_batches, len(rows.attends))
     if count == 0:
-        return (Piece(0, 0, 0, 0, keeps=True),)
+        return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
     ends = np.cumsum([0, *(attend.rows for attend in rows.attends)])
     cuts = [len(rows.attends) * i // count for i in range(count + 1)]
     q_first = overlap.q_first and len(rows.appends) > 0
     queries = tuple(
-        Piece(int(ends[first]), int(ends[last]), first, last, keeps=first == 0 and not q_first)
+        Piece(start=int(ends[first]), stop=int(ends[last]), first=first, last=last, keeps=first == 0 and not q_first)
         for first, last in itertools.pairwise(cuts)
     )
-    return (*queries, Piece(int(ends[-1]), int(ends[-1]), count, count, keeps=True)) if q_first else queries
+    if not q_first:
+        return queries
+    total = int(ends[-1])
+    return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
 
 
 def request_number(turn: int, piece: int) -> int:
-    """What the doorbell is rung with for one piece of the request of a lane's attention ``turn``."""
+    """The doorbell's number for one piece of the request of a lane's attention ``turn``."""
     return turn * MOST_PIECES + piece + 1
 
 
 def reply_number(turn: int) -> int:
-    """What the doorbell is rung with for the reply to a lane's attention ``turn``."""
+    """The doorbell's number for the reply to a lane's attention ``turn``."""
     return turn + 1
 
 
@@ -217,7 +223,7 @@ def read_queries(
 
 
 def keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
-    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of what lies at ``offset`` of a request, bulk or landing slot."""
+    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request, bulk or landing slot."""
     k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
     return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
 
@@ -241,7 +247,7 @@ def migrated_pieces(
 
 
 def migration_number(migration: int, piece: int) -> int:
-    """What the doorbells are rung with for one piece of a migration."""
+    """The doorbells' number for one piece of a migration."""
     return (migration << 32) + piece + 1
 
 
@@ -265,10 +271,10 @@ def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
 
 
 def paper_nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> float:
-    """What the paper counts for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
+    """The paper's count for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
 
-    q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It knows no lse, and counts out
-    in the model's element type, where partials here travel in float32.
+    q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It leaves out the lse and counts
+    out in the model's element type, whereas partials here travel in float32.
     """
     element = NUMPY_DTYPE[dtype].itemsize
     return float(sum(2 * (spec.query_heads + spec.kv_heads) * spec.qk_dim * element for spec in attentions))

@@ -387,15 +387,16 @@ class Scheduler:
 
     def migrated(self, number: int) -> None:
         """All that migration ``number`` was to bring has arrived; nothing happens if its sequence is at its end."""
-        group = self._relocations.expected(number)
-        if group is None:
+        relocation = self._relocations.expected(number)
+        if relocation is None:
             return
+        group = relocation.group
         (completion,) = group.completions
         own = self._lanes[group.lane]
         if completion.sequence in own.decoding:
-            self._relocations.pause(own.decoding.pause(completion.sequence))
-        if self._relocations.is_paused(group):
-            self._relocations.arrived()
+            relocation.position = own.decoding.pause(completion.sequence)
+        if relocation.position is not None:
+            relocation.arrived = True
             self._has_changed(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:

@@ -227,8 +227,7 @@ class BaselineSimulation:
         deployment = self._deployment
         kinds = [("prefill" if self._decode else "compute", deployment.compute, self._first)]
         if self._decode:
-            assert deployment.memory is not None
-            kinds.append(("decode", deployment.memory, self._decode))
+            kinds.append(("decode", deployment.memory_cost.hardware, self._decode))
         return Result(
             system=self._system.value,
             log=self._log,

@@ -289,14 +289,13 @@ class Simulation:
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
         replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
-        assert deployment.memory is not None
         return Result(
             system="lamina",
             log=self._log,
             seconds=now,
             pools=(
                 _use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now),
-                _use("memory", deployment.memory.kind, deployment.memory_workers, memories, now),
+                _use("memory", deployment.memory_cost.hardware.kind, deployment.memory_workers, memories, now),
             ),
             usd_per_hour=deployment.usd_per_hour,
             queued=self._queued_s / now if now else 0.0,

@@ -39,7 +39,7 @@ class FakeWorkers:
 
 def test_every_worker_is_told_how_to_reach_its_peers() -> None:
     workers = FakeWorkers({})
-    assert workers.link("tcp") == dict.fromkeys(PAIRS, Choice(TCP, "asked for by name"))
+    assert workers.link("tcp") == dict.fromkeys(PAIRS, Choice(TCP, "requested by name"))
     assert {name: message.peers for name, message in workers.heard} == {
         "compute0": {"memory0": (TCP, b"memory0 by tcp"), "memory1": (TCP, b"memory1 by tcp")},
         "memory0": {"compute0": (TCP, b"compute0 by tcp")},

@@ -69,7 +69,7 @@ class Memory:
 
     def connect(self, compute: ShmEndpoint) -> Peer:
         peer = self.endpoint.connect(compute.descriptor(), TIMEOUT_S)
-        self.puller = Puller(lambda _, *place: self.endpoint.fetch(peer, *place), self.arena, self.layout, self.store)
+        self.puller = Puller(lambda _, fetch: self.endpoint.fetch(peer, fetch), self.arena, self.layout, self.store)
         return peer
 
     def pull(self, turn: int) -> None:
@@ -134,7 +134,7 @@ def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
     replies = {name: Inbox(arena, layout.reply(0, number)) for number, name in enumerate(names)}
     try:
         bulk = tuple(arena.view(layout.bulk(0, turn), layout.bulk_nbytes) for turn in range(BULK_SLOTS))
-        links = LaneLinks(requests, replies, None, {}, bulk, layout.landing_nbytes)
+        links = LaneLinks(requests, replies, Inbox(arena, layout.context(0)), {}, bulk, layout.landing_nbytes)
         yield Connected(compute, links, memories, inboxes, outboxes)
     finally:
         for memory in memories.values():
@@ -148,7 +148,7 @@ def attend(
     """One attention as a step runs it."""
     spec = SPECS[layer]
     q, k, v = map(torch.from_numpy, tensors)
-    output = SliceOutput(q, k, v, (), None)
+    output = SliceOutput((q, k, v))
     exchange.send_queries(layer, spec, q)
     exchange.send(layer, spec, output)
     chunks = exchange.attend_chunks(spec, output)

@@ -73,7 +73,6 @@ def loaded(place: ModelDirectory, prepared: Prepared) -> dict[str, torch.Tensor]
 def query(place: ModelDirectory, prepared: Prepared) -> torch.Tensor:
     rows = Rows(torch.arange(5), torch.arange(5))
     out = SliceRunner(prepared.lowered, loaded(place, prepared)).run(0, rows, None, (), None)
-    assert out.q is not None
     return out.q
 
 
@@ -333,7 +332,7 @@ def test_old_files_that_cannot_be_removed_are_a_warning(
     monkeypatch.setattr(preparation, "KEPT_FILES", 0)
     monkeypatch.setattr(Path, "unlink", refuse)  # root, whom tests may run as, is refused nothing
     assert times_split(bundled) == 1
-    assert "cannot be rid of old files" in caplog.text
+    assert "cannot be removed" in caplog.text
     prepare(bundled, None, must_not_split)
 
 

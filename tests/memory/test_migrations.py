@@ -13,9 +13,10 @@ from lamina.errors import DeadlineError, PeerLostError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Layout, Outbox, Slot
 from lamina.protocol.messages import Connect
-from lamina.transport.base import Endpoint, Peer
+from lamina.transport.base import Endpoint, Fetch, Peer
 from lamina.transport.null import NullEndpoint
 from lamina.types import (
     Admission,
@@ -36,7 +37,7 @@ SPECS = [
     AttentionSpec(layer=1, query_heads=2, kv_heads=1, qk_dim=8, v_dim=2, scale=1.0),  # other sizes, as in MLA
 ]
 LAYOUT = Layout(lanes=1, memories=3, request_nbytes=64, reply_nbytes=64, landing_nbytes=200, migrates=True)
-CONNECT = Connect(["compute0"], NAMES, LAYOUT)
+CONNECT = Connect(["compute0"], NAMES, LAYOUT, Pipeline(1, 1))
 CAPACITY = 40
 
 
@@ -87,8 +88,8 @@ class Pool:
         store = KvStore(name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap())
         done: list[int] = []
 
-        def fetch(peer: str, *place: int) -> None:
-            endpoint.fetch(peers[peer], *place)
+        def fetch(peer: str, fetch: Fetch) -> None:
+            endpoint.fetch(peers[peer], fetch)
 
         def outbox(peer: str, slot: Slot) -> Outbox:
             return Outbox(endpoint, peers[peer], slot)

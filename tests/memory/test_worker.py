@@ -1,8 +1,10 @@
 """The memory worker's loop over shared memory: what it serves between the cuts of a long chunk's attention."""
 
 import collections
+import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,10 @@ from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, store, worker
 from lamina.memory.pulls import MOST_IN_A_ROW
-from lamina.memory.worker import MemoryWorker
+from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Transport
-from lamina.protocol.links import Links
+from lamina.protocol.links import Member, open_links
 from lamina.protocol.messages import Connect, Link, Linked, MemorySetup, Register, Registered, Step, Working
 from lamina.protocol.wire import keys_values, read_reply, reply_nbytes, reply_number, request_nbytes, request_number
 from lamina.types import (
@@ -87,23 +89,23 @@ class Pair:
             bulk_nbytes=PREFIX * PER_TOKEN,
             landing_nbytes=100 * PER_TOKEN,
         )
-        names, connect = ["compute0", "memory0"], Connect(["compute0"], ["memory0"], layout)
+        names, connect = ["compute0", "memory0"], Connect(["compute0"], ["memory0"], layout, Pipeline(2, 1))
         self.control = Control()
-        self.worker = MemoryWorker(self.control)  # type: ignore[arg-type]
-        setting_up = threading.Thread(target=self.worker._set_up)
-        setting_up.start()
+        self.resources = contextlib.ExitStack()
+        pool = self.resources.enter_context(ThreadPoolExecutor(1))
+        building = pool.submit(worker.build, self.control, self.resources)  # type: ignore[arg-type]
         self.control.tell(MemorySetup([SPEC], DType.FLOAT32, 3000, 1, Overlap(), trace=False))
         self.control.tell(Register(*layout.memory_arena, names, [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer
-        self.links = Links("compute0", self.control.data_secret, "127.0.0.1")
-        arena, own = self.links.register(Register(*layout.compute_arena, names, [Transport.SHM], 0.0))
-        self.control.tell(Link(1, {"compute0": (Transport.SHM, own.descriptors[Transport.SHM])}))
+        member = Member("compute0", self.control.data_secret, "127.0.0.1")
+        self.links = open_links(member, Register(*layout.compute_arena, names, [Transport.SHM], 0.0))
+        self.control.tell(Link(1, {"compute0": (Transport.SHM, self.links.offer.descriptors[Transport.SHM])}))
         self.links.link(Link(1, {"memory0": (Transport.SHM, offer.descriptors[Transport.SHM])}))
         assert not self.control.hear(Linked).failures
         self.control.tell(connect)
-        setting_up.join(TIMEOUT_S)
+        self.worker = building.result(TIMEOUT_S)
         self.wait = self.links.settle()
-        self.lanes: list[LaneLinks] = lane_links("compute0", self.links, arena, connect)
+        self.lanes: list[LaneLinks] = lane_links(self.links, connect)
         self.turns = [0, 0]
 
     def plan(self, lane: int, admitted: int = 0, chunk: tuple[int, int] = (0, 0), decode_at: int = -1) -> None:
@@ -143,7 +145,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     made = Pair()
     yield made
     made.links.close()
-    made.worker.close()
+    made.resources.close()
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -38,7 +38,7 @@ def test_a_link_that_was_not_proved_is_not_chosen_again() -> None:
     everything = SHM, RDMA, TCP
     near, far = offer("a", *everything), offer("b", *everything)
     assert choose("auto", near, far, {RDMA: "nothing arrived"}).reason == "different hosts; no rdma: nothing arrived"
-    with pytest.raises(TransportError, match=r"no rdma: nothing arrived; no tcp: a firewall; mend that$"):
+    with pytest.raises(TransportError, match=r"no rdma: nothing arrived; no tcp: a firewall; fix one of these$"):
         choose("auto", near, far, {RDMA: "nothing arrived", TCP: "a firewall"})
 
 
@@ -46,8 +46,8 @@ def test_a_link_that_was_not_proved_is_not_chosen_again() -> None:
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_one_asked_for_by_name_never_falls_back(wanted: Transport, hosts: str) -> None:
     near, far = (offer(host, *Transport) for host in hosts)
-    assert choose(wanted.value, near, far, {}) == Choice(wanted, "asked for by name")
-    with pytest.raises(TransportError, match=f"no {wanted}: it broke; mend that, or ask for another transport"):
+    assert choose(wanted.value, near, far, {}) == Choice(wanted, "requested by name")
+    with pytest.raises(TransportError, match=f"no {wanted}: it broke; fix that, or select another transport"):
         choose(wanted.value, near, far, {wanted: "it broke"})
     without = offer(hosts[1], *(set(Transport) - {wanted}), **{wanted: "cannot"})
     with pytest.raises(TransportError, match=f"no {wanted}: cannot"):

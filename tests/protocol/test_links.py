@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.protocol import links as module
 from lamina.protocol.channel import Slot
-from lamina.protocol.choice import Offer, Transport
-from lamina.protocol.links import Links, WaitInTurns
+from lamina.protocol.choice import Transport
+from lamina.protocol.links import Member, WaitInTurns, open_links
 from lamina.protocol.messages import Link, Linked, Register
-from lamina.transport.arena import MappedArena
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.listener import decode
 from lamina.transport.shm import ShmEndpoint
@@ -33,13 +32,10 @@ class Cluster:
     """Workers that all let each other in by shm and tcp, and are linked as a test says."""
 
     def __init__(self, names: list[str]) -> None:
-        self.links = {name: Links(name, SECRET, "127.0.0.1") for name in names}
-        self.arenas: dict[str, MappedArena] = {}
-        self.offers: dict[str, Offer] = {}
-        for name, links in self.links.items():
-            self.arenas[name], self.offers[name] = links.register(
-                Register(200, 2, names, [SHM, TCP], spin_s=LONG_SPIN_S)
-            )
+        register = Register(200, 2, names, [SHM, TCP], spin_s=LONG_SPIN_S)
+        self.links = {name: open_links(Member(name, SECRET, "127.0.0.1"), register) for name in names}
+        self.arenas = {name: links.arena for name, links in self.links.items()}
+        self.offers = {name: links.offer for name, links in self.links.items()}
 
     def link(self, pairs: dict[tuple[str, str], Transport], round_: int = 1) -> dict[str, Linked]:
         """What every worker answers, each working in a thread of its own."""
@@ -122,7 +118,7 @@ def test_a_write_that_does_not_arrive_proves_nothing(
     with monkeypatch.context() as impatient:
         impatient.setattr(module, "PROOF_TIMEOUT_S", 0.2)
         answer = pair.links["a"].link(Link(1, descriptors["b"]))
-    assert answer.failures["b"] == "b connected, and a saw nothing of its write within 0.2 s"
+    assert answer.failures["b"] == "b connected, but a did not see its write within 0.2 s"
     assert pair.link({("a", "b"): SHM}, round_=2) == {"a": Linked({}), "b": Linked({})}
     wait = pair.links["a"].settle()
     pair.links["b"].outbox("a", SLOT).send([b"by memory"], 1)
@@ -151,12 +147,13 @@ def test_a_write_that_arrives_as_something_else_proves_nothing(
     pair = cluster("a", "b")
     monkeypatch.setattr(module, "_proof", lambda *_: os.urandom(8))
     for answer in pair.link({("a", "b"): SHM}).values():
-        assert [reason.partition(" reached ")[2][1:] for reason in answer.failures.values()] == [" as something else"]
+        assert [reason.partition(" reached ")[2][1:] for reason in answer.failures.values()] == [" with other bytes"]
 
 
 def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None:
-    links = Links("a", SECRET, "192.0.2.1")  # an address of another machine
-    _, offer = links.register(Register(64, 1, ["a", "b"], [SHM, TCP], SPIN_S))
+    # An address of another machine.
+    links = open_links(Member("a", SECRET, "192.0.2.1"), Register(64, 1, ["a", "b"], [SHM, TCP], SPIN_S))
+    offer = links.offer
     assert list(offer.descriptors) == [SHM]
     assert "a: a cannot listen on 192.0.2.1" in offer.obstacles[TCP]
     links.close()
@@ -164,8 +161,8 @@ def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None
 
 
 def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
-    links = Links("a", SECRET, "127.0.0.1")
-    _, offer = links.register(Register(64, 1, ["a", "b"], [RDMA, TCP], SPIN_S, tls=True))
+    links = open_links(Member("a", SECRET, "127.0.0.1"), Register(64, 1, ["a", "b"], [RDMA, TCP], SPIN_S, tls=True))
+    offer = links.offer
     assert list(offer.descriptors) == [TCP]
-    assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls asks for"}
+    assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls requires"}
     links.close()

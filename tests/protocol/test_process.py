@@ -5,7 +5,7 @@ import sys
 
 END_WITH = """
 import sys, time
-from lamina.protocol.process import exit_with
+from lamina.protocol.lifeline import exit_with
 exit_with(int(sys.argv[1]))
 time.sleep(60)
 """

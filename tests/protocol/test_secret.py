@@ -38,7 +38,7 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "secret"
     file.write_text(text)
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match="is no cluster secret"):
+    with pytest.raises(ConfigError, match="is not a cluster secret"):
         secret.from_file(file)
 
 

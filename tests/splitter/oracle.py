@@ -59,7 +59,7 @@ class Runner:
         context: tuple[Tensor, ...] = ()
         for part in self.model.slices[:-1]:
             out = run(part.index, ids, positions, attention, context)
-            assert out.q is not None and out.k is not None and out.v is not None and out.logits is None
+            assert len(out.results) >= 3
             rows = zip(batch, past, *(t.split(lengths) for t in (out.q, out.k, out.v)), strict=True)
             attention = torch.cat([self._attend(part.index, *row) for row in rows])
             context = out.context
@@ -68,8 +68,7 @@ class Runner:
             chosen = torch.tensor(lengths).cumsum(0) - 1
             ids, positions, attention = ids[chosen], positions[chosen], attention[chosen]
             context = tuple(tensor[chosen] for tensor in context)
-        logits = run(len(self.model.slices) - 1, ids, positions, attention, context).logits
-        assert logits is not None
+        (logits,) = run(len(self.model.slices) - 1, ids, positions, attention, context).results
         return logits
 
     def _run(

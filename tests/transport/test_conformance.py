@@ -13,6 +13,7 @@ import pytest
 
 from lamina.errors import DeadlineError, PeerLostError, TransportError
 from lamina.protocol.channel import Inbox, Layout, Outbox
+from lamina.transport.base import Fetch
 from tests.transport.conftest import DOORBELLS, NBYTES, PAIRS, Pair, open_pair
 from tests.transport.far import IMPLEMENTATIONS, stamped, whole
 
@@ -157,11 +158,12 @@ def test_no_message_is_torn_under_load(pair: Pair, nbytes: int) -> None:
 
 def test_what_is_fetched_lies_in_its_place_when_its_doorbell_rings(pair: Pair) -> None:
     pair.far.call("fill", 100, b"of the far side")
-    pair.near.fetch(pair.peer, 100, 15, 7, 2, 1)  # nobody waits at the far side
+    # Nobody waits at the far side.
+    pair.near.fetch(pair.peer, Fetch(offset=100, nbytes=15, to=7, doorbell=2, sequence=1))
     assert pair.near.wait([(2, 1)], TIMEOUT_S) == 0
     assert bytes(pair.arena.view(6, 17)) == b"\0of the far side\0"
     pair.far.call("fill", 0, bytes(range(256)) * (NBYTES // 256))
-    pair.near.fetch(pair.peer, 0, NBYTES, 0, 2, 2)
+    pair.near.fetch(pair.peer, Fetch(offset=0, nbytes=NBYTES, to=0, doorbell=2, sequence=2))
     pair.near.wait([(2, 2)], TIMEOUT_S)
     assert bytes(pair.arena.view(0, NBYTES)) == bytes(range(256)) * (NBYTES // 256)
 
@@ -176,7 +178,9 @@ def test_fetches_arrive_in_order_beside_messages(pair: Pair) -> None:
         pair.far.call("fill", half, expected)
         echoed = pair.far.submit("echo_one", layout, round_)
         for piece in range(pieces):
-            pair.near.fetch(pair.peer, half + piece * nbytes, nbytes, half + piece * nbytes, 10 + piece, round_)
+            at = half + piece * nbytes
+            fetch = Fetch(offset=at, nbytes=nbytes, to=at, doorbell=10 + piece, sequence=round_)
+            pair.near.fetch(pair.peer, fetch)
         outbox.send([stamped(round_, 5000)], round_)
         pair.near.wait([(inbox.doorbell, round_)], TIMEOUT_S)
         assert inbox.view == stamped(round_, 5000)
@@ -189,11 +193,11 @@ def test_fetches_arrive_in_order_beside_messages(pair: Pair) -> None:
 @pytest.mark.parametrize(("offset", "nbytes", "to"), [(-1, 4, 0), (NBYTES - 3, 4, 0), (0, 4, NBYTES - 3), (0, 4, -1)])
 def test_nothing_is_fetched_from_or_to_outside_an_arena(pair: Pair, offset: int, nbytes: int, to: int) -> None:
     with pytest.raises(ValueError, match=str(NBYTES)):
-        pair.near.fetch(pair.peer, offset, nbytes, to, 0, 1)
+        pair.near.fetch(pair.peer, Fetch(offset=offset, nbytes=nbytes, to=to, doorbell=0, sequence=1))
     with pytest.raises(ValueError, match="0 bytes"):
-        pair.near.fetch(pair.peer, 0, 0, 0, 0, 1)
+        pair.near.fetch(pair.peer, Fetch(offset=0, nbytes=0, to=0, doorbell=0, sequence=1))
     with pytest.raises(ValueError, match=f"doorbell {DOORBELLS} .* {DOORBELLS}"):
-        pair.near.fetch(pair.peer, 0, 1, 0, DOORBELLS, 1)
+        pair.near.fetch(pair.peer, Fetch(offset=0, nbytes=1, to=0, doorbell=DOORBELLS, sequence=1))
 
 
 def test_a_fetch_from_a_dead_peer_ends_the_wait(pair: Pair) -> None:
@@ -201,7 +205,7 @@ def test_a_fetch_from_a_dead_peer_ends_the_wait(pair: Pair) -> None:
     with pytest.raises(PeerLostError, match="far"):
         pair.near.wait([(0, 1)], TIMEOUT_S)
     with pytest.raises(PeerLostError, match="far"):
-        pair.near.fetch(pair.peer, 0, 8, 0, 0, 1)
+        pair.near.fetch(pair.peer, Fetch(offset=0, nbytes=8, to=0, doorbell=0, sequence=1))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.003, 0.03])
@@ -214,7 +218,7 @@ def test_a_kill_amid_fetches_leaves_only_whole_ones(process_pair: Pair, after_s:
     with pytest.raises(PeerLostError):
         while True:
             pair.arena.view(0, nbytes)[:] = bytes(nbytes)
-            pair.near.fetch(pair.peer, 0, nbytes, 0, 1, fetched + 1)
+            pair.near.fetch(pair.peer, Fetch(offset=0, nbytes=nbytes, to=0, doorbell=1, sequence=fetched + 1))
             pair.near.wait([(1, fetched + 1)], TIMEOUT_S)
             fetched += 1
             assert bytes(pair.arena.view(0, nbytes)) == expected

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.transport.base import Buffer
+from lamina.transport.base import Buffer, Fetch
 from lamina.transport.device.memory import DmaBuf, Route
 from lamina.transport.rdma.devices import choose, inventory
 from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
@@ -74,7 +74,7 @@ def test_what_is_fetched_wakes_a_wait(pair: Pair) -> None:
     pair.near.spin_s = 0.0  # type: ignore[attr-defined]
     pair.far.call("fill", 0, b"fetched")
     for round_ in range(1, 51):
-        pair.near.fetch(pair.peer, 0, 7, 100, 1, round_)
+        pair.near.fetch(pair.peer, Fetch(offset=0, nbytes=7, to=100, doorbell=1, sequence=round_))
         pair.near.wait([(1, round_)], TIMEOUT_S)
     assert bytes(pair.arena.view(100, 7)) == b"fetched"
 
@@ -168,13 +168,13 @@ def test_a_dma_buf_that_the_card_refuses_is_reached_by_way_of_the_host(caplog: p
         arena.take_in(5000, 8)
         assert memory.map[4999:5009] == b"\0to vgem!\0"
         far.fill(70, b"fetched by vgem")
-        near.fetch(peer, 70, 15, 6000, 2, 1)
+        near.fetch(peer, Fetch(offset=70, nbytes=15, to=6000, doorbell=2, sequence=1))
         near.wait([(2, 1)], TIMEOUT_S)
         arena.take_in(6000, 15)
         assert memory.map[5999:6016] == b"\0fetched by vgem\0"
         memory.map[:9] = b"from vgem"
         arena.give_out(0, 9)
-        far.endpoint.fetch(far.peer, 0, 9, 0, 3, 1)
+        far.endpoint.fetch(far.peer, Fetch(offset=0, nbytes=9, to=0, doorbell=3, sequence=1))
         far.wait([(3, 1)], TIMEOUT_S)
         assert far.read(0, 10) == b"from vgem\0"
     finally:

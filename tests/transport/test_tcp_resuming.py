@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from lamina.errors import DeadlineError, PeerLostError
+from lamina.transport.base import Fetch
 from lamina.transport.tcp import TcpEndpoint
 from tests.transport.far import stamped
 from tests.transport.tcp_tools import (
@@ -99,7 +100,8 @@ def test_fetches_go_on_over_new_connections(make_tcp: MakeTcp, proxies: MakeProx
         there[:] = stamped(n, nbytes)
         for piece in range(4):
             at = piece * nbytes // 4
-            near.fetch(peer, at, nbytes // 4, at, piece % 2, 2 * n + piece // 2)
+            sequence = 2 * n + piece // 2
+            near.fetch(peer, Fetch(offset=at, nbytes=nbytes // 4, to=at, doorbell=piece % 2, sequence=sequence))
         near.wait([(1, 2 * n + 1)], TIMEOUT_S)
         assert here == there
     assert proxy.cuts > 10

@@ -11,6 +11,7 @@ import pytest
 
 from lamina.errors import DeadlineError, PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
+from lamina.transport.base import Fetch
 from lamina.transport.handshake import PROTOCOL
 from lamina.transport.tcp import TcpEndpoint
 from tests.transport.conftest import files_left
@@ -76,7 +77,7 @@ def test_who_cannot_be_served_for_want_of_files_is_served_later(make_tcp: MakeTc
     peer = near.connect(far.descriptor(), TIMEOUT_S)
     memoryview(far._own.arena.native)[:4] = b"kept"  # type: ignore[union-attr]
     with files_left(2):
-        near.fetch(peer, 0, 4, 0, 0, 1)
+        near.fetch(peer, Fetch(offset=0, nbytes=4, to=0, doorbell=0, sequence=1))
         with pytest.raises(DeadlineError):
             near.wait([(0, 1)], 0.2)
         wait_for_refusal(far)

@@ -13,6 +13,7 @@ import pytest
 from lamina import _native
 from lamina._native import Connection
 from lamina.errors import RefusedError, TransportError
+from lamina.transport.base import Fetch
 from tests.transport.tcp_tools import TIMEOUT_S, MakeProxy, MakeTcp, described, port_of
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
@@ -38,7 +39,7 @@ def test_bytes_are_seen_on_the_wire_unless_encrypted(make_tcp: MakeTcp, proxies:
     memoryview(far._own.arena.native)[100:120] = b"what far has for all"  # type: ignore[union-attr]
     near.post(peer, 0, 20, [b"what near sends away"], 0, 1)
     far.wait([(0, 1)], TIMEOUT_S)
-    near.fetch(peer, 100, 20, 0, 0, 1)
+    near.fetch(peer, Fetch(offset=100, nbytes=20, to=0, doorbell=0, sequence=1))
     near.wait([(0, 1)], TIMEOUT_S)
     assert bytes(memoryview(near._own.arena.native)[:20]) == b"what far has for all"  # type: ignore[union-attr]
     for secret in (b"what near sends away", b"what far has for all"):

@@ -29,7 +29,7 @@ from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena, allocate
-from lamina.transport.base import Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
+from lamina.transport.base import Fetch, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
 from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import ArenaOnDevice, DeviceMemory, Refusal
 from lamina.transport.endpoint import ListeningEndpoint, Options
@@ -126,7 +126,6 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
             raise
         self._allocated = arena
         decision = self._own.device.decision
-        assert decision is not None
         device_memory.log(self.name, decision)
         return ArenaOnDevice(arena.native, memory, decision)
 
@@ -181,21 +180,20 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
             raise ValueError(f"a message of {total} bytes does not fit into {nbytes} bytes")
         self._living(known).send(offset, parts, total, (doorbell, sequence), self._stall_s)
 
-    def fetch(self, peer: Peer, offset: int, nbytes: int, to: int, doorbell: int, sequence: int) -> None:
-        """Read [offset, offset + nbytes) of the peer's arena to ``to`` of one's own, then ring one's own doorbell.
+    def fetch(self, peer: Peer, fetch: Fetch) -> None:
+        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
 
         One-sided, on a queue pair of its own, which the first fetch connects.
         """
         own, known = self._registered(), self._connected(peer)
-        check_doorbell(doorbell, own.arena.native.doorbells)
-        check_fetch(offset, nbytes, to, known.nbytes, own.arena.native.nbytes)
+        check_fetch(fetch, known, own.arena.native)
         self._living(known)
         if known.reader is None:
             with contextlib.ExitStack() as undo:
                 known.reader_connection, pair, granted = self._join(known.where, self._silence_s, undo)
                 known.reader = Reader(own.device, pair, granted, own.arena.native, known.name)
                 undo.pop_all()
-        known.reader.fetch(offset, nbytes, to, (doorbell, sequence), self._stall_s)
+        known.reader.fetch(fetch, self._stall_s)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""

@@ -15,9 +15,9 @@ from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
-from lamina.transport.base import Part
+from lamina.transport.base import Fetch, Part
 from lamina.transport.device import memory as device_memory
-from lamina.transport.device.memory import Decision, DeviceMemory, Refusal
+from lamina.transport.device.memory import Decision, DeviceMemory, Refusal, Route
 from lamina.transport.rdma.devices import INFINIBAND, Choice
 from lamina.transport.rdma.events import Events, Receiver
 
@@ -69,7 +69,7 @@ class Device:
     """An open port, its protection domain, this process's arena registered there, and what tells of messages.
 
     Attributes:
-        data, doorbells: of the arena. decision: how peers reach ``memory``, if the arena's bytes are to lie there.
+        data, doorbells: of the arena. decision: how peers reach the memory that holds the arena's bytes.
     """
 
     def __init__(self, verbs: Any, choice: Choice, arena: NativeArena, memory: DeviceMemory | None = None) -> None:
@@ -84,7 +84,7 @@ class Device:
             enums = verbs.enums
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
             mapped: Region | None = None
-            self.decision: Decision | None = None
+            self.decision = Decision(Route.HOST, "the arena is in the host's memory")
             if memory is not None:
                 mapped, self.decision = map_memory(verbs, self.domain, choice.port.device, memory, access, stack)
             nbytes = arena.data_address - arena.doorbells_address + (0 if mapped else arena.nbytes)
@@ -336,7 +336,7 @@ class Reader:
         """Of reads that end; None while none is on its way."""
         return self._pair.events if self._rings else None
 
-    def fetch(self, offset: int, nbytes: int, to: int, ring: tuple[int, int], stall_s: float) -> None:
+    def fetch(self, fetch: Fetch, stall_s: float) -> None:
         """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
         deadline = time.monotonic() + stall_s
         while len(self._rings) == QUEUE_DEPTH and not self.failure:
@@ -348,11 +348,11 @@ class Reader:
         queue, element = self._pair.queue, self._element
         queue.wr_start()
         queue.wr_flags = self._signalled
-        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + offset)
-        element.addr, element.length = self._to + to, nbytes
+        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + fetch.offset)
+        element.addr, element.length = self._to + fetch.to, fetch.nbytes
         queue.wr_set_sge(element)
         queue.wr_complete()
-        self._rings.append(ring)
+        self._rings.append((fetch.doorbell, fetch.sequence))
 
     def collect(self) -> None:
         """Take in completions. Notes the first failure."""

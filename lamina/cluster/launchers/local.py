@@ -44,21 +44,22 @@ class LocalWorkers:
         environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if shared_cores:
             environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
-        own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
-        try:
-            self._processes[name] = process = subprocess.Popen(
-                self.command(name, module),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                process_group=0,  # so that Ctrl-C in a terminal reaches the engine alone
-            )
-        finally:
-            os.sched_setaffinity(0, own)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has exited: ``ended`` reports how
-            stdin.write(msgspec.msgpack.encode(bootstrap))
+        reading, writing = os.pipe()
+        with contextlib.suppress(BrokenPipeError), open(writing, "wb") as ours:  # it has exited: ``ended`` reports how
+            own = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
+            try:
+                with open(reading, "rb") as stdin:
+                    self._processes[name] = subprocess.Popen(
+                        self.command(name, module),
+                        stdin=stdin,
+                        stdout=subprocess.DEVNULL,
+                        env=environment,
+                        process_group=0,  # so that Ctrl-C in a terminal reaches the engine alone
+                    )
+            finally:
+                os.sched_setaffinity(0, own)
+            ours.write(msgspec.msgpack.encode(bootstrap))
 
     def command(self, name: str, module: str) -> list[str]:
         """The command of a worker, which must run it in the started process itself. -P: no modules from the cwd."""
