@@ -1,10 +1,8 @@
-// Doorbells that the device waits on and rings, so that neither a kernel launch nor the host lies between a
-// message's arrival and the attention over it: waits are launched ahead, and what follows in the stream
-// starts when they end.
+// Doorbells that the GPU waits on and rings, so that neither a kernel launch nor the host delays the attention over
+// a message that has arrived: waits are launched ahead, and the next kernel of the stream starts when they end.
 //
-// A doorbell is a 64-bit sequence number in device memory (of a peer: by CUDA IPC) or pinned host memory.
-// Compiled for the card at hand by transport/device/polling.py, and by nvcc in tests; includes nothing, so
-// that both can.
+// A doorbell is a 64-bit sequence number in device memory (a peer's: by CUDA IPC) or pinned host memory.
+// Compiled for the current GPU by transport/device/polling.py, and by nvcc in tests: so it includes no headers.
 
 namespace {
 
@@ -13,7 +11,7 @@ using Word = unsigned long long;
 // lamina.transport.device.polling.Outcome has the same numbers.
 enum Outcome : unsigned { kReady = 0, kExpired = 1, kAborted = 2 };
 
-// Acquire and release at system scope: they pair with hosts, NICs and other cards.
+// Acquire and release at system scope: they pair with hosts, NICs and other GPUs.
 __device__ Word load_acquire(const Word *word) {
     Word value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -34,9 +32,9 @@ __device__ void store_release(unsigned *word, unsigned value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-constexpr int kLooksPerAbort = 64; // the abort flag is the host's: reading it costs a trip over the bus
+constexpr int kLooksPerAbort = 64; // the abort flag is in host memory: reading it costs a bus round trip
 
-// Later kernels look at the card's own word, the host at its pinned one.
+// Later kernels read the word in GPU memory, the host reads the pinned one.
 __device__ void fail(unsigned *failed, unsigned *outcome, Outcome why) {
     *failed = why;
     store_release(outcome, why);
@@ -44,9 +42,9 @@ __device__ void fail(unsigned *failed, unsigned *outcome, Outcome why) {
 
 } // namespace
 
-// Waits until *bell is *sequence + 1 or more and then counts *sequence up. Gives up after `ticks` of the
-// multiprocessor's clock or when *abort is set, and says why in *failed and *outcome; after that every wait
-// and ring with this *failed does nothing. One thread.
+// Waits until *bell is at least *sequence + 1 and then increments *sequence. Gives up after `ticks` of the
+// multiprocessor's clock or when *abort is set, and stores the reason in *failed and *outcome; after that every
+// wait and ring with this *failed does nothing. One thread.
 extern "C" __global__ void lamina_wait(const Word *bell, Word *sequence, long long ticks,
                                        const unsigned *abort, unsigned *failed, unsigned *outcome) {
     if (*failed != kReady)
@@ -62,8 +60,8 @@ extern "C" __global__ void lamina_wait(const Word *bell, Word *sequence, long lo
     *sequence = wanted;
 }
 
-// Counts *sequence up and writes it to *bell, after everything that earlier kernels of the stream have
-// written. One thread.
+// Increments *sequence and writes it to *bell, after everything that earlier kernels of the stream have written.
+// One thread.
 extern "C" __global__ void lamina_ring(Word *bell, Word *sequence, const unsigned *failed) {
     if (*failed != kReady)
         return;

@@ -1,6 +1,6 @@
-"""The far side of the conformance suite: one endpoint that does what the near side asks.
+"""The far side of the conformance suite: one endpoint that runs the near side's commands.
 
-Run as a script, it takes pickled (action, arguments) from standard input, answers with (what went wrong, result).
+Run as a script, it reads pickled (action, arguments) from standard input and answers with (error, result).
 """
 
 import pickle
@@ -62,7 +62,7 @@ class Far:
         self.endpoint.ring(self.peer, doorbell, sequence)
 
     def ring_up_to(self, doorbell: int, sequence: int) -> None:
-        """Ring every sequence number in turn, whether anybody waits or not."""
+        """Ring every sequence number in turn, even while nothing waits."""
         for number in range(1, sequence + 1):
             self.endpoint.ring(self.peer, doorbell, number)
 
@@ -70,14 +70,14 @@ class Far:
         return bytes(self.arena.view(offset, nbytes))
 
     def fill(self, offset: int, data: bytes) -> None:
-        """Write into one's own arena, for the near side to fetch."""
+        """Write into this side's arena, for the near side to fetch."""
         self.arena.view(offset, len(data))[:] = data
 
     def wait(self, targets: list[tuple[int, int]], timeout_s: float) -> int:
         return self.endpoint.wait(targets, timeout_s)
 
     def ring_many(self, doorbells: int, rounds: int) -> None:
-        """Ring every doorbell once a round, and wait for the near side's answer on one's own first doorbell."""
+        """Ring every doorbell once a round, and wait for the near side's answer on this side's first doorbell."""
         for round_ in range(1, rounds + 1):
             for doorbell in range(doorbells):
                 self.endpoint.ring(self.peer, doorbell, round_)
@@ -101,7 +101,7 @@ class Far:
         Outbox(self.endpoint, self.peer, layout.reply(0, 0)).send([inbox.view], n)
 
     def pour(self, messages: int, nbytes: int) -> None:
-        """Send stamped messages without end or credit into alternating slots, until killed."""
+        """Send stamped messages into alternating slots, until killed."""
         for n in range(1, messages + 1):
             self.endpoint.write(self.peer, n % 2 * nbytes, stamped(n, nbytes))
             self.endpoint.ring(self.peer, 0, n)

@@ -327,7 +327,7 @@ def test_views_outlive_their_endpoint(pair: Pair) -> None:
 
 def test_misuse_is_named(pair: Pair) -> None:
     fresh = IMPLEMENTATIONS[pair.kind]("fresh")
-    with pytest.raises(TransportError, match=r"register\(\) comes first"):
+    with pytest.raises(TransportError, match=r"call register\(\) first"):
         fresh.descriptor()
     with pytest.raises(ValueError, match="0 and 1"):
         fresh.register(0, 1)

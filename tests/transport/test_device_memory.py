@@ -52,12 +52,12 @@ class Memory:
     ("obstacle", "refusal", "route", "words"),
     [
         ("", None, Route.DIRECT, "rxe0 registered the dma-buf of gpu7"),
-        ("too old a driver", None, Route.HOST, "gpu7 exports no dma-buf: too old a driver"),
+        ("too old a driver", None, Route.HOST, "gpu7 cannot export a dma-buf: too old a driver"),
         (
             "",
             Refusal(errno.EOPNOTSUPP, "no"),
             Route.HOST,
-            r"\(errno 95\): its driver registers no dma-buf; use",
+            r"\(errno 95\): its driver does not support dma-bufs; use",
         ),
         ("", Refusal(errno.EINVAL, "no"), Route.HOST, r"\(errno 22\): it cannot map .* PCIe"),
         ("", Refusal(errno.ENOMEM, "no"), Route.HOST, "ulimit -l unlimited"),

@@ -9,8 +9,8 @@ from far import SECRET
 
 from lamina.errors import TransportError
 from lamina.transport.rdma.devices import ETHERNET, INFINIBAND, ROCE_V2, Gid, Port, choose, inventory, own_numa_node
+from lamina.transport.rdma import endpoint as rdma
 from lamina.transport.rdma.endpoint import RdmaEndpoint
-from lamina.transport.rdma.endpoint import endpoint as rdma
 
 ROCE_V1 = "IB/RoCE v1"
 

@@ -33,7 +33,7 @@ def altered(endpoint: ShmEndpoint, **changes: int) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start_time": 1}, "is another one now"),
+        ({"start_time": 1}, "now belongs to another process"),
         ({"pid": 2**22 + 1}, "not visible here"),  # above the largest possible id
         ({"fd": 100_000}, "ended or closed"),
         ({"fd": 0}, "ended or closed"),

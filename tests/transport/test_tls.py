@@ -91,5 +91,5 @@ def test_where_openssl_is_missing_tls_is_refused_with_the_remedy(
 ) -> None:
     assert _native.tls_obstacle() == ""
     monkeypatch.setattr("lamina.transport.tcp.tls_obstacle", lambda: "install it (Debian: apt-get install libssl3)")
-    with pytest.raises(TransportError, match=r"cannot be encrypted here: .*libssl3"):
+    with pytest.raises(TransportError, match=r"TLS is not available for tcp here: .*libssl3"):
         make_tcp("near", tls=True)
