@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from lamina.protocol.channel import Inbox, Layout, Outbox
 from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.null import NullEndpoint
 from lamina.transport.rdma.endpoint import RdmaEndpoint
@@ -83,22 +82,21 @@ class Far:
                 self.endpoint.ring(self.peer, doorbell, round_)
             self.endpoint.wait([(0, round_)], 30.0)
 
-    def echo(self, layout: Layout, messages: int) -> int:
-        """Answer requests of all lanes in turn with their own bytes; returns how many were torn."""
+    def echo(self, slots: int, nbytes: int, messages: int) -> int:
+        """Answer messages in ``slots`` slots in turn with their own bytes; returns how many were torn."""
         torn = 0
         for n in range(1, messages + 1):
-            inbox = Inbox(self.arena, layout.request(n % layout.lanes))
-            self.endpoint.wait([(inbox.doorbell, n)], 30.0)
-            request = bytes(inbox.view)
+            slot = n % slots
+            self.endpoint.wait([(slot, n)], 30.0)
+            request = bytes(self.arena.view(slot * nbytes, nbytes))
             torn += not whole(request)
-            Outbox(self.endpoint, self.peer, layout.reply(n % layout.lanes, 0)).send([request[:5], request[5:]], n)
+            self.endpoint.post(self.peer, slot * nbytes, nbytes, [request[:5], request[5:]], slot, n)
         return torn
 
-    def echo_one(self, layout: Layout, n: int) -> None:
-        """Answer message ``n`` of lane 0 with its own bytes."""
-        inbox = Inbox(self.arena, layout.request(0))
-        self.endpoint.wait([(inbox.doorbell, n)], 30.0)
-        Outbox(self.endpoint, self.peer, layout.reply(0, 0)).send([inbox.view], n)
+    def echo_one(self, nbytes: int, n: int) -> None:
+        """Answer message ``n`` in slot 0 with its own bytes."""
+        self.endpoint.wait([(0, n)], 30.0)
+        self.endpoint.post(self.peer, 0, nbytes, [self.arena.view(0, nbytes)], 0, n)
 
     def pour(self, messages: int, nbytes: int) -> None:
         """Send stamped messages into alternating slots, until killed."""

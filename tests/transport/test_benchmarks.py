@@ -1,4 +1,4 @@
-"""The benchmarks of the transport run; what they measure in so short a time means nothing."""
+"""The benchmarks of the transport run. The figures of such short runs mean nothing."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "bench" / "transport"
 RUN_S = 120.0
 
 

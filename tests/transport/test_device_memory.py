@@ -1,4 +1,4 @@
-"""Arenas in a device's memory: which way bytes take is a pure function, and the same calls serve both ways."""
+"""Arenas in device memory: a pure function decides the route, and the same calls work on both routes."""
 
 import errno
 import logging
@@ -21,7 +21,7 @@ NBYTES, OFFSET = 8192, 4096
 
 
 class Memory:
-    """A device's memory that is the host's, and says what was asked of it."""
+    """Device memory simulated in host memory; records the calls it gets."""
 
     name = "gpu7"
     nbytes = NBYTES
@@ -95,13 +95,13 @@ def test_the_same_calls_serve_both_routes(route: Route) -> None:
 
 
 class VerbsError(Exception):
-    """As pyverbs' own."""
+    """Like pyverbs' own."""
 
     error_code = errno.EOPNOTSUPP
 
 
 class Registered:
-    """A dma-buf as a card that can would register it; pyverbs takes these arguments."""
+    """A dma-buf registration as a NIC that supports it makes it, with pyverbs' arguments."""
 
     rkey, lkey = 17, 18
     open = 0

@@ -1,4 +1,4 @@
-"""Faults happen exactly as planned, and the channel meets each in a defined way."""
+"""Faults of the null transport happen exactly as scheduled."""
 
 from collections.abc import Iterator
 

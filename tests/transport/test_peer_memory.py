@@ -1,4 +1,4 @@
-"""When network cards may write into a card's memory: what its driver says, and errors where there is no driver."""
+"""When NICs may write into GPU memory: how the driver's answers are read, and errors without a driver."""
 
 import ctypes
 from types import SimpleNamespace
@@ -32,12 +32,12 @@ def test_without_a_driver_the_error_says_what_to_install(monkeypatch: pytest.Mon
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(peer_memory.ctypes, "CDLL", absent)
-    with pytest.raises(TransportError, match=r"no NVIDIA driver \(libcuda.so.1.*install it"):
+    with pytest.raises(TransportError, match=r"NVIDIA driver cannot be loaded \(libcuda.so.1.*install it"):
         ability(0)
 
 
 def driver(values: dict[int, int]) -> SimpleNamespace:
-    """Answers as a driver does that has one card and knows these attributes."""
+    """A fake driver with one GPU and these attributes."""
 
     def attribute(value: Any, number: int, device: object) -> int:
         if number not in values:
@@ -67,5 +67,5 @@ def test_what_the_driver_answers_is_read_as_its_header_says(
 ) -> None:
     monkeypatch.setattr(peer_memory.ctypes, "CDLL", lambda name: driver(values))
     assert ability(0) == expected
-    with pytest.raises(TransportError, match=r"card 1 failed: unknown error \(CUDA error 101\)"):
+    with pytest.raises(TransportError, match=r"GPU 1 failed: unknown error \(CUDA error 101\)"):
         ability(1)

@@ -1,4 +1,4 @@
-"""What only an RDMA device can show (``tests/rdma`` makes one): waits that sleep, and memory of another device."""
+"""Tests that need an RDMA device (``tests/rdma`` makes one): waits that sleep, and arenas in device memory."""
 
 import fcntl
 import mmap
@@ -54,7 +54,7 @@ def test_a_wait_sleeps_in_the_kernel(pair: Pair) -> None:
 
 
 def test_a_message_wakes_a_wait(pair: Pair, taken: list[Events]) -> None:
-    """Whether it comes before, while or after the wait lies down to sleep."""
+    """Whether the message arrives before, while or after the wait goes to sleep."""
     pair.near.spin_s = 0.0  # type: ignore[attr-defined]
     for round_ in range(1, 101):
         rung = pair.far.submit("ring", 0, round_)
@@ -65,7 +65,7 @@ def test_a_message_wakes_a_wait(pair: Pair, taken: list[Events]) -> None:
 
 @pytest.mark.usefixtures("taken")
 def test_what_is_fetched_wakes_a_wait(pair: Pair) -> None:
-    """Or is there before it sleeps: a read that ends without an event would hold the wait up to its deadline."""
+    """A read that completes before the wait sleeps must not be missed until its deadline."""
     pair.near.spin_s = 0.0  # type: ignore[attr-defined]
     pair.far.call("fill", 0, b"fetched")
     for round_ in range(1, 51):
@@ -75,7 +75,7 @@ def test_what_is_fetched_wakes_a_wait(pair: Pair) -> None:
 
 
 def test_both_sides_may_send_more_than_the_device_receives_for_before_they_wait(pair: Pair) -> None:
-    """Each hands receives back while it is held up by the other, which has none left."""
+    """Each refills its receive queue while it is blocked by the other, whose queue is empty."""
     rings = 2 * MESSAGES
     sent = pair.far.submit("ring_up_to", 0, rings)
     far = pair.far.submit("wait", [(1, rings)], TIMEOUT_S)
@@ -132,7 +132,7 @@ class Dumb:
 
 
 def _open_vgem(card: Path) -> int | None:
-    """The card, if it is vgem's."""
+    """The device file, if it is vgem's."""
     fd, name = os.open(card, os.O_RDWR), mmap.mmap(-1, mmap.PAGESIZE)
     import ctypes
 
