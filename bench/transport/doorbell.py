@@ -87,7 +87,7 @@ def measure_native(rounds: int, sizes: Sequence[int], cores: tuple[int, int]) ->
         return []
     results = []
     source = Path(__file__).with_suffix(".cpp")
-    native = source.parents[1] / "native"
+    native = source.parents[2] / "native"
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/doorbell"
         sources = [str(source), str(native / "transport/doorbell.cpp")]
