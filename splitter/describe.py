@@ -1,4 +1,4 @@
-"""A split model in figures: its kinds of slices, and what one token costs at every boundary."""
+"""Describes a split model in figures: its kinds of slices, and the bytes per token at every cut."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from lamina.types import AttentionSpec
 
 @dataclass(frozen=True)
 class Kind:
-    """Slices that share a graph and end at attentions alike; ``attention`` and ``cut`` are those of the first."""
+    """Slices that share a graph and whose attentions are equal; ``attention`` and ``cut`` are those of the first."""
 
     indices: tuple[int, ...]
     slice: Slice
@@ -124,7 +124,7 @@ def short(name: str) -> str:
 
 
 def as_dict(model: SplitModel) -> dict[str, Any]:
-    """Everything about a split that does not depend on weights, as JSON can hold it. Sizes are bytes."""
+    """Everything about a split except weights' values, as JSON values. Sizes are in bytes."""
     return {
         "model_type": model.config.model_type,
         "dtype": model.dtype.value,

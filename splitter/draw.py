@@ -1,4 +1,4 @@
-"""The cut graph of a model as an SVG picture: slices on compute workers, attentions on memory workers, what crosses.
+"""Draws a split model as SVG: slices on compute workers, attentions on memory workers, and the tensors between them.
 
 Only distinct slices are drawn: one period of a deep model. Colours follow the reader's light or dark theme.
 """
@@ -74,7 +74,7 @@ def _head(model: SplitModel, height: int) -> list[str]:
 
 
 def _gap(kind: Kind) -> int:
-    """Height between a slice and the next: room for the result that comes back and one line per context tensor."""
+    """Height between a slice and the next: space for the returned result and one line per context tensor."""
     return 60 + 16 * (len(kind.cut.context) if kind.cut else 0)
 
 
@@ -96,7 +96,7 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 
 def _crossings(model: SplitModel, kind: Kind, top: int, height: int) -> list[str]:
-    """The attention beside the gap after a slice, and the arrows: q, k, v there, its result back, context down."""
+    """The attention beside the gap after a slice, and the arrows: q, k, v to it, its result back, context down."""
     assert kind.attention is not None and kind.cut is not None
     cost = traffic(model, kind.slice.index)
     edge, bottom = _SLICE_X + _SLICE_WIDTH, top + height
