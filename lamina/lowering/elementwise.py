@@ -1,6 +1,6 @@
 """Native kernels for norms, rotary embeddings, gated activations and argmax: one call each where torch needs several.
 
-They round like the operators they replace. Kernels get bare addresses, so callers must pass matching shapes and types.
+They round like the operators they replace. Kernels get bare addresses; these functions guarantee shapes and types.
 All tensors are on the CPU and of one element type: float32, float16 or bfloat16.
 """
 

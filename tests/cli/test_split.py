@@ -77,7 +77,7 @@ def test_svg_is_a_picture_of_one_period(directory: Path, model: SplitModel, tmp_
         ("not json", ModelError, "is not JSON"),
         ('{"hidden_size": 32}', ModelError, "has no model_type"),
         ('{"model_type": "llama", "hidden_size": "wide"}', ModelError, "not valid for the family 'llama'"),
-        ('{"model_type": "vit"}', UnsupportedModelError, "no causal language model"),
+        ('{"model_type": "vit"}', UnsupportedModelError, "not a causal language model"),
         (
             '{"model_type": "warp9", "auto_map": {"AutoConfig": "configuration_warp9.Warp9Config"}}',
             UnsupportedModelError,
