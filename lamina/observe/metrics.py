@@ -44,7 +44,7 @@ class Metrics:
         yield from (used, slots)
         links = GaugeMetricFamily(
             "lamina_links",
-            "Pairs of workers by their transport, and the reason for it.",
+            "Pairs of workers by transport and its reason.",
             labels=["transport", "reason"],
         )
         choices = self._engine.cluster.links.values()
