@@ -27,7 +27,7 @@ test-gpu: venv
 MESSAGES ?= 10000000
 GIGABYTES ?= 100
 soak: venv
-	$(BIN)/python tests/transport/soak.py --messages $(MESSAGES) --gigabytes $(GIGABYTES)
+	$(BIN)/python -m tests.transport.soak --messages $(MESSAGES) --gigabytes $(GIGABYTES)
 
 # The runtime over RDMA and over networks that lose packets, and the transport's conformance suite over RDMA, in a virtual
 # machine with Soft-RoCE. Status 77: skipped, with the reason.

@@ -1,4 +1,4 @@
-"""Every environment variable Lamina reads, in one place."""
+"""Reads the ``LAMINA_*`` environment variables; nothing else in Lamina does."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ class Environment:
     """Values of the ``LAMINA_*`` variables.
 
     Attributes:
-        log_level: ``LAMINA_LOG_LEVEL``, the level of all processes' log lines (default WARNING).
+        log_level: ``LAMINA_LOG_LEVEL``, the log level of all processes (default WARNING).
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
-            chosen by ``transport.rdma.devices``).
-        cache_dir: ``LAMINA_CACHE_DIR``, the folder of what is kept between starts (default: ``lamina`` in
-            ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home, nothing is kept).
+            ``transport.rdma.devices`` chooses one).
+        cache_dir: ``LAMINA_CACHE_DIR``, the directory of files kept between starts (default: ``lamina`` in
+            ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home directory, nothing is kept).
     """
 
     log_level: str = "WARNING"

@@ -3,18 +3,18 @@
 ::
 
     LaminaError
-    ├── UserError (ValueError)        the caller can mend it; HTTP 400
-    │   ├── ConfigError               a flag, a pool or a combination that cannot be
+    ├── UserError (ValueError)        the caller can fix it; HTTP 400
+    │   ├── ConfigError               an invalid flag, pool or combination of settings
     │   ├── ModelError                the model directory or its files
-    │   │   └── UnsupportedModelError the splitter refuses this architecture, with the reason
-    │   └── RequestError              a prompt or a sampling parameter
+    │   │   └── UnsupportedModelError the splitter does not support this architecture
+    │   └── RequestError              an invalid prompt or sampling parameter
     ├── TransportError                a peer, an arena or a doorbell
-    │   ├── PeerLostError             the peer's process is gone
-    │   ├── RefusedError              an endpoint turned a connection down
+    │   ├── PeerLostError             the peer has exited, closed its endpoint or stopped answering
+    │   ├── RefusedError              an endpoint rejected a connection
     │   └── DeadlineError (TimeoutError)  a wait passed its deadline
     ├── CapacityError                 a slab has too few free token slots
-    ├── PlacementError                segments that no worker can serve: a fault of the engine
-    ├── LogitsError                   a model's output that no token can be drawn from
+    ├── PlacementError                segments that no worker can serve: a bug in the engine
+    ├── LogitsError                   logits from which no token can be drawn
     ├── WorkerError                   a worker failed; carries the worker's name and its own message
     ├── OverloadedError               too many requests wait; HTTP 429
     └── EngineDeadError               the engine has stopped; says why and what to do
@@ -28,11 +28,11 @@ class LaminaError(Exception):
 
 
 class UserError(LaminaError, ValueError):
-    """The caller can mend it."""
+    """The caller can fix it."""
 
 
 class ConfigError(UserError):
-    """A flag, a pool or a combination of settings that cannot be."""
+    """A flag, a pool or a combination of settings is invalid."""
 
 
 class ModelError(UserError):
@@ -40,7 +40,7 @@ class ModelError(UserError):
 
 
 class UnsupportedModelError(ModelError):
-    """The splitter refuses this architecture: the message says what was found and what was expected."""
+    """The splitter does not support this architecture; the message says what was found and what was expected."""
 
 
 class RequestError(UserError):
@@ -52,15 +52,15 @@ class TransportError(LaminaError):
 
 
 class PeerLostError(TransportError):
-    """The process at the other end is gone. ``peer`` names it."""
+    """A peer has exited, closed its endpoint or stopped answering. ``peer`` names it."""
 
     def __init__(self, peer: str, detail: str) -> None:
-        super().__init__(f"peer {peer} is gone: {detail}")
+        super().__init__(f"lost peer {peer}: {detail}")
         self.peer = peer
 
 
 class RefusedError(TransportError):
-    """An endpoint turned a connection down. ``verdict`` is the kind of reason."""
+    """An endpoint rejected a connection. ``verdict`` is the kind of reason."""
 
     def __init__(self, verdict: str, reason: str) -> None:
         super().__init__(reason)
@@ -85,14 +85,14 @@ class CapacityError(LaminaError):
 
 
 class PlacementError(LaminaError):
-    """The segments of a sequence cannot be served as they are: a fault of the engine, found before it does harm."""
+    """The segments of a sequence cannot be served: a bug in the engine, found before it corrupts results."""
 
     def __init__(self, placed: str, why: str) -> None:
-        super().__init__(f"{placed}: {why}. This is a fault in Lamina; please report it with this message")
+        super().__init__(f"{placed}: {why}. This is a bug in Lamina; please report it with this message")
 
 
 class LogitsError(LaminaError):
-    """The model's output is not finite in ``rows``, so no token can be drawn there."""
+    """The logits are not finite in ``rows``, so no token can be drawn there."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(

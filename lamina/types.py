@@ -1,4 +1,4 @@
-"""The nouns of Lamina, importing nothing of ours.
+"""Data types shared by all of Lamina: attention specs, sampling parameters, requests, outputs and step plans.
 
 Shapes in docstrings use: T tokens of a step, R query rows, S sequences, Hq query heads, Hkv key/value heads,
 D head size of q and k, Dv head size of v.
@@ -51,12 +51,12 @@ class Overlap:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention operator of the model: everything its kernel must know besides q, k and v.
+    """One attention operator of the model: everything its kernel needs besides q, k and v.
 
     A query at position p sees the key at position j when j <= p, and p - j < window (if window > 0), and
     j // chunk == p // chunk (if chunk > 0). Scores are ``scale * q.k``, then ``softcap * tanh(score / softcap)``
-    (if softcap > 0), then ``+ slope[h] * (j - p)`` (if alibi_slopes). ``sinks`` says that the model adds one learned
-    logit per query head to the softmax's denominator; it is applied once, when partials are merged.
+    (if softcap > 0), then ``+ slope[h] * (j - p)`` (if alibi_slopes). With ``sinks``, the model adds one learned logit
+    per query head to the softmax's denominator, once, when partials are merged.
     """
 
     layer: int
@@ -72,11 +72,11 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of K and V one token keeps in a slab for this attention."""
+        """Bytes of K and V that one token occupies in a slab for this attention."""
         return self.kv_heads * (self.qk_dim + self.v_dim) * dtype.itemsize
 
     def query_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of q one token sends to a memory worker for this attention."""
+        """Bytes of q that one token sends to memory workers for this attention."""
         return self.query_heads * self.qk_dim * dtype.itemsize
 
 
@@ -95,39 +95,39 @@ MAX_STOP_TOKEN_IDS = 256
 
 
 def _shown(value: Any) -> str:
-    """``value`` as an error names it: short, however long the value is."""
+    """``value`` for an error message, shortened."""
     try:
         text = reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         text = "an integer of very many digits"
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be sent
+    return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be encoded
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn; names and defaults as users of vLLM's ``SamplingParams`` expect.
+    """How tokens are sampled; names and defaults are those of vLLM's ``SamplingParams``.
 
     Args:
         n: completions per prompt.
         temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
-        repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1 is none.
-        seed: makes one request reproducible whatever else runs beside it, up to the rounding of the model's arithmetic:
-            in bfloat16 and float16 a prompt that is cut into other chunks has slightly other logits.
+        repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1: no penalty.
+        seed: makes a request reproducible whatever runs beside it, up to the rounding of the model's arithmetic: in
+            bfloat16 and float16, a prompt that is cut into other chunks has slightly different logits.
         stop: strings that end a completion, at most 32 of at most 128 characters; include_stop_str_in_output keeps them
             in the text.
         stop_token_ids: tokens that end a completion, at most 256.
         ignore_eos: do not stop at the model's end of sequence.
-        max_tokens: at most this many tokens; None: as many as the model's context allows, for which room is reserved.
-        min_tokens: no end of sequence or stop token before that many.
-        logprobs: number of most likely tokens to report per position besides the drawn one; None: none.
+        max_tokens: at most this many tokens; None: as many as the model's context allows, all of which are reserved.
+        min_tokens: no end of sequence or stop token before this many tokens.
+        logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
 
     Raises:
-        ValueError: a value is of the wrong type, NaN or outside its range; the message names the range.
+        ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
     """
 
     n: int = 1
@@ -149,7 +149,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", stop or [])  # None, as vLLM allows it, is none
+        object.__setattr__(self, "stop", stop or [])  # vLLM also allows None
         object.__setattr__(self, "stop_token_ids", self.stop_token_ids or [])
         self._require("n", self.n, 1, 128, integer=True)
         self._require("temperature", self.temperature, 0.0, 100.0)
@@ -182,12 +182,12 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """True if tokens drawn before, or those of the prompt, change how likely others are."""
+        """True if earlier tokens, generated or of the prompt, change the probabilities of the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @staticmethod
     def _require_few(name: str, values: Any, most: int, what: str) -> None:
-        """Look at the number of values before any of them is."""
+        """Check the number of values before their contents."""
         if not isinstance(values, list | tuple):
             raise ValueError(f"{name} is {_shown(values)}; give a list of at most {most} {what}")
         if len(values) > most:
@@ -197,13 +197,13 @@ class SamplingParams:
     def _require(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
         kind = "an integer" if integer else "a number"
         right_type = isinstance(value, int) if integer else isinstance(value, int | float)
-        # NaN is in no range.
+        # NaN fails the range check.
         if isinstance(value, bool) or not right_type or not low <= value <= high:
             raise ValueError(f"{name} is {_shown(value)}; give {kind} from {low} to {high}")
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
 
@@ -244,7 +244,7 @@ class Segment:
 
 @dataclass
 class RequestOutput:
-    """What a caller gets back. ``placement`` says where the request's KV lived when the output was made."""
+    """The result of a request. ``placement`` says where its KV was when the output was made."""
 
     request_id: str
     prompt: str | None
@@ -256,7 +256,7 @@ class RequestOutput:
 
 
 class Client(NamedTuple):
-    """Whom a request is for. Accounts share the runtime fairly, and the connections of one account what it gets."""
+    """The originator of a request. Accounts share the runtime fairly; an account's connections share its part."""
 
     account: str = ""
     connection: str = ""
@@ -300,11 +300,11 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Sequences that run the one token they have drawn last, and draw the next: lists of one length.
+    """Sequences that each run the token they drew last, and draw the next: lists of equal length.
 
     Attributes:
-        starts: position of each. tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn, and no
-            list if all are.
+        starts: position of each. tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn; empty
+            if all are.
     """
 
     sequences: list[int]
@@ -313,14 +313,14 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def steps(self) -> list[SequenceStep]:
-        """One by one."""
+        """The same as one SequenceStep per sequence."""
         tokens = self.tokens or [LAST_DRAWN] * len(self.sequences)
         rows = zip(self.sequences, self.starts, tokens, strict=True)
         return [SequenceStep(sequence, start, [token], [sequence]) for sequence, start, token in rows]
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
-    """A request the workers hear of for the first time: sequences [sequence, sequence + count), one per completion.
+    """A request that is new to the workers: sequences [sequence, sequence + count), one per completion.
 
     The first sequence runs the prompt; the others are forked from it. ``segments`` say where their KV lives.
     ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them.
@@ -336,7 +336,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """``child`` starts with the first ``tokens`` tokens of ``parent``, shared; both were admitted before."""
+    """``child`` shares the first ``tokens`` tokens of ``parent``; both have been admitted."""
 
     parent: int
     child: int
@@ -346,7 +346,7 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 class Migration(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
 
-    It makes slots for them and says when all are there. ``number`` counts the migrations of a cluster from 1.
+    It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
     """
 
     number: int
@@ -364,9 +364,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, then ``sequences`` run: those
     that decode, and ``chunks`` of prompts. The same plan goes to the compute workers of its lane and to every memory
     worker; a memory worker ignores sequences without a segment on it. ``turn`` counts the attentions of the lane's
-    earlier steps: with it and ``rotates``, the order of the step's slices on replicas, both ends number their messages
-    alike and know which compute worker runs which slice. ``histories`` are the tokens that sequences with penalties
-    have been given back so far, where the lane's replicas may have missed some: those of other lanes or orders.
+    earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive the same message
+    numbers and which compute worker runs which slice. ``histories`` are the tokens generated so far by sequences with
+    penalties, if the lane's replicas may have missed some because these ran in other lanes or orders.
     """
 
     step: int
@@ -389,5 +389,5 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     @functools.cached_property
     def sequences(self) -> list[SequenceStep]:
-        """All that run, in the order of the batch's rows."""
+        """All sequences that run, in the order of the batch's rows."""
         return self.decoding.steps + self.chunks

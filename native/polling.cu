@@ -2,9 +2,8 @@
 // message's arrival and the attention over it: waits are launched ahead, and later work in the stream starts
 // when they end.
 //
-// A doorbell is a 64-bit sequence number in device memory (of a peer: by CUDA IPC) or pinned host memory.
-// Compiled for the card at hand by transport/device/polling.py, and by nvcc in tests; includes nothing, so
-// that both can.
+// A doorbell is a 64-bit sequence number in device memory (a peer's: by CUDA IPC) or pinned host memory.
+// Compiled for the current GPU by transport/device/polling.py, and by nvcc in tests: so it includes no headers.
 
 namespace {
 
@@ -13,7 +12,7 @@ using Word = unsigned long long;
 // lamina.transport.device.polling.Outcome has the same numbers.
 enum Outcome : unsigned { kReady = 0, kExpired = 1, kAborted = 2 };
 
-// Acquire and release at system scope: they pair with hosts, NICs and other cards.
+// Acquire and release at system scope: they pair with hosts, NICs and other GPUs.
 __device__ Word load_acquire(const Word *word) {
     Word value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -34,7 +33,7 @@ __device__ void store_release(unsigned *word, unsigned value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-constexpr int kLooksPerAbort = 64; // the abort flag is the host's: reading it costs a trip over the bus
+constexpr int kLooksPerAbort = 64; // the abort flag is in host memory: reading it costs a bus round trip
 
 // Later kernels read the card's own word, the host its pinned one.
 __device__ void fail(unsigned *failed, unsigned *outcome, Outcome why) {

@@ -1,4 +1,4 @@
-"""Cuts a model at its attention operators."""
+"""Cuts a model at its attention operators into slices (``split``)."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: a worker that finds a model split already needs no transformers.
+    # Imported on first use: a worker that loads a stored split needs no transformers.
     if name != "split":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("lamina.splitter.assemble"), name)

@@ -1,7 +1,7 @@
-"""Models that compute attention themselves instead of calling the registered function.
+"""Adapters for families that compute attention in their own code instead of calling the registered function.
 
 Each adapter replaces the attention arithmetic of one family and leaves its weights, projections and rotary embedding
-alone. A model is built with ``build_implementation``, adapted, and then told to use ours.
+alone. A model is built with ``build_implementation``, adapted, and then switched to our implementation.
 """
 
 import sys
@@ -22,13 +22,13 @@ def build_implementation(model_type: str) -> str:
 
 
 def adapt(model: PreTrainedModel, model_type: str) -> None:
-    """Make the attentions of ``model`` (mutated) call the operator, if its family needs help to do so."""
+    """Make the attentions of ``model`` (mutated) call the operator, if its family needs an adapter."""
     adapter = _ADAPTERS.get(model_type)
     if adapter is None:
         return
     for module in model.modules():
         adapter(module)
-    # MPT converts its mask and cannot do without; the mask of eager attention is dead code that capture removes.
+    # MPT requires a mask, which it converts; the mask of eager attention is dead code that capture removes.
     model.config._attn_implementation = "eager" if model_type == "mpt" else IMPLEMENTATION
 
 
@@ -122,7 +122,7 @@ def _gptj_or_neo(module: nn.Module) -> None:
 
 
 def _real(compute: Callable[[], Tensor]) -> list[float]:
-    """Values of a tensor although the model is being built without any."""
+    """Compute real values inside a fake tensor mode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():

@@ -1,4 +1,4 @@
-"""From a model to its slices: capture, clean, cut, build, replicate; verified after every pass."""
+"""Splits a model: runs the passes capture, clean, cut, build and replicate, and verifies the result of each."""
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ def split(config: PretrainedConfig, dtype: DType = DType.FLOAT32) -> SplitModel:
 
 
 def _replicate(config: PretrainedConfig, dtype: DType, captured: Capture, parts: Partition) -> SplitModel:
-    """Slices of the whole model from those of the captured layers; equal ones share their graph."""
+    """Make the slices of the whole model from those of the captured layers; equal ones share their graph."""
     attentions = captured.attentions
     built = [build(captured, parts, index) for index in range(len(attentions) + 1)]
     graphs: dict[object, fx.GraphModule] = {}
@@ -81,6 +81,6 @@ def _crossing(node: fx.Node, layers: int) -> Crossing:
 
 
 def _origin(node: fx.Node) -> str:
-    """The module whose code made a node, and the operator: ``model.layers.3: add``."""
+    """The module whose code made a node, and the operator, as in ``model.layers.3: add``."""
     operator = getattr(node.target, "_opname", None) or node.name
     return f"{node.meta['path'].removeprefix('model.')}: {operator}"

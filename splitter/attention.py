@@ -1,8 +1,8 @@
-"""The attention operator that capture leaves in the graph, and what it says about the attention it stands for.
+"""The placeholder operator for attention in captured graphs, and the AttentionSpec read from it.
 
-Hugging Face models call whatever is registered under their ``attn_implementation``. Ours is an opaque operator with a
-shape and no arithmetic: the graph is cut at it. No mask function is registered under our name, so the models build no
-mask; window and chunk travel as arguments instead.
+Hugging Face models call the function registered under their ``attn_implementation``. Ours is an opaque operator with a
+shape but no arithmetic; the graph is cut at it. No mask function is registered under our name, so the models build no
+mask; window and chunk are arguments instead.
 """
 
 import sys
@@ -30,7 +30,7 @@ def _attention(
     chunk: int,
     softcap: float,
 ) -> Tensor:
-    raise AssertionError("lamina::attention marks where a model is cut; it is never executed")
+    raise AssertionError("lamina::attention marks where a model is cut; it must not be executed")
 
 
 @_attention.register_fake
@@ -63,7 +63,7 @@ def attention(
     chunk: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Stand for one causal attention over one sequence.
+    """Insert the placeholder for one causal attention over one sequence.
 
     Args:
         query: [1, Hq, T, D]; key: [1, Hkv, T, D]; value: [1, Hkv, T, Dv]; Hkv divides Hq.
@@ -76,7 +76,8 @@ def attention(
     return out.unsqueeze(0)
 
 
-# What models hand to their attention function that does not change causal attention over one unpadded sequence.
+# Arguments that models pass to their attention function but that do not change causal attention over one unpadded
+# sequence.
 _IRRELEVANT = {
     "cache_position",
     "dropout",
@@ -107,7 +108,7 @@ def _registered(
     name = type(module).__name__
     unknown = {key for key, value in kwargs.items() if value is not None} - _IRRELEVANT
     if unknown:
-        raise UnsupportedModelError(f"{name} gives its attention {sorted(unknown)}, which Lamina's kernels do not know")
+        raise UnsupportedModelError(f"{name} passes {sorted(unknown)} to its attention; Lamina's kernels lack support")
     if attention_mask is not None:
         raise UnsupportedModelError(f"{name} adds a mask or bias of its own to causal attention")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
@@ -127,11 +128,11 @@ def _registered(
 
 
 def _visibility(module: torch.nn.Module, sliding_window: int | None) -> tuple[int, int]:
-    """(window, chunk) of one attention, from what transformers builds this layer's mask from."""
+    """(window, chunk) of one attention, from the settings that transformers builds this layer's mask from."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        # Some families tell only their mask: theirs is a sliding one wherever the configuration has a window.
+        # Some families pass no window to their attention, but build a sliding mask if the configuration has a window.
         masks_slide = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
         return sliding_window or (masks_slide and getattr(config, "sliding_window", None)) or 0, 0
     kind = kinds[module.layer_idx]
@@ -150,7 +151,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _registered)
 
 
 def sinks(node: fx.Node) -> fx.Node | None:
-    """The placeholder of an operator node's sink logits, whatever casts lie between, or None."""
+    """The placeholder of an operator node's sink logits, looking through casts, or None."""
     source = node.args[3]
     while isinstance(source, fx.Node) and source.op != "placeholder":
         (source,) = source.all_input_nodes
@@ -159,7 +160,7 @@ def sinks(node: fx.Node) -> fx.Node | None:
 
 
 def spec(node: fx.Node, layer: int) -> AttentionSpec:
-    """What an operator node of a captured graph says about the attention it stands for."""
+    """The AttentionSpec of an operator node in a captured graph."""
     arguments: Any = node.args
     query, key, value, sink, slopes, scale, window, chunk, softcap = arguments
     return AttentionSpec(

@@ -1,7 +1,7 @@
-"""From a configuration to one flat graph of the whole model, without allocating its weights.
+"""Captures a model as one flat graph, from its configuration and without allocating weights.
 
-The model is built and run under a fake tensor mode on the CPU (not on the meta device, for which mixture-of-expert
-layers take another branch). Of a deep model only as many layers are captured as it takes to see every kind of slice.
+The model is built and run under a fake tensor mode on the CPU (not on the meta device, where mixture-of-expert layers
+take another branch). Of a deep model, only enough layers are captured to see every kind of slice.
 """
 
 import copy
@@ -73,7 +73,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
     """Trace the model that ``config`` describes (left as it is).
 
     Raises:
-        UnsupportedModelError: it is no decoder, or it cannot be traced, or it has state besides its attentions.
+        UnsupportedModelError: it is not a decoder, cannot be traced, or has state besides the KV cache.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     model = _build(config, dtype, mode)
@@ -107,7 +107,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
 
 
 def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
-    """The model with fake weights, ready to be traced."""
+    """Build the model with fake weights, ready to be traced."""
     config = copy.deepcopy(config)
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise UnsupportedModelError(
@@ -122,7 +122,7 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
             )
             adapters.adapt(model, config.model_type)
             keep_in_float32(model, dtype)
-    except Exception as error:  # a family's own checks raise anything
+    except Exception as error:  # families' own checks raise any type
         raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
     return model.eval()
 
@@ -131,7 +131,7 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> trac
     """Run the whole model once without values and check that each layer has exactly one attention."""
     recorder = trace.Recorder(flat.model)
     try:
-        # models choose operators by whether they are being compiled; the record must see what will be written down
+        # Models choose operators by whether they are being compiled; the record must see those that are captured.
         with _compiling_state_context(), mode, recorder:
             flat(torch.zeros(EXAMPLE_ROWS, dtype=torch.long), torch.arange(EXAMPLE_ROWS))
     except UnsupportedModelError:
@@ -177,9 +177,9 @@ def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModel
 
 
 def _rope_by_length(config: PretrainedConfig) -> str | None:
-    """The rope_type of any layer that depends on how long sequences are."""
+    """The rope_type of a layer whose rotary embedding depends on the sequence length, if any."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by their type
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or one per type
     return next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
 
 
@@ -187,11 +187,11 @@ def _layers(model: nn.Module, count: int) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UnsupportedModelError(f"{type(model).__name__} keeps its {count} layers in no ModuleList of that length")
+    raise UnsupportedModelError(f"{type(model).__name__} has no ModuleList of its {count} layers")
 
 
 def _constant(model: Any, modules: Mapping[str, nn.Module], name: str) -> Tensor:
-    """The value of a buffer that is in no checkpoint, initialised as ``from_pretrained`` does it."""
+    """The value of a buffer that checkpoints do not hold, initialised as ``from_pretrained`` does."""
     path, _, attribute = name.rpartition(".")
     module = copy.copy(modules[path])
     module._buffers = {

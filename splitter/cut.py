@@ -1,8 +1,8 @@
-"""The minimum cut at each attention: which tensors cross from slice k to slice k + 1 besides q, k and v.
+"""Finds the minimum cut at an attention: the cheapest set of tensors to send to the next slice besides q, k and v.
 
-Everything an attention needs comes before its cut and everything it feeds comes after; the nodes between (the residual
-stream, a parallel feed-forward) may fall on either side, and the cheapest set of tensors to send decides. A tensor
-used by several nodes is sent once, so the capacity sits on the node, not on its edges.
+Everything an attention needs comes before its cut and everything it feeds comes after. The other nodes (the residual
+stream, a parallel feed-forward) go on the side that makes the tensors to send cheapest. A tensor used by several nodes
+is sent once, so the capacity belongs to the node, not to its edges.
 """
 
 import math
@@ -27,18 +27,18 @@ def minimum_cut(
 
     Args:
         nodes: of a directed acyclic graph, in topological order; users outside ``nodes`` are ignored.
-        before, after: nodes whose side is given; no node of ``before`` may depend on one of ``after``.
+        before, after: nodes whose side is fixed; no node of ``before`` may depend on one of ``after``.
         cost: of sending a node's value across the cut, once for all its users.
 
     Returns:
-        The nodes before the cut, ``before`` among them. Of equally cheap cuts the latest: work that may run before
-        or after an attention runs before, while memory workers are already attending.
+        The nodes before the cut, including ``before``. Of equally cheap cuts, the latest: work that may run before
+        or after an attention runs before, while memory workers already compute the attention.
     """
     inside = set(nodes)
     flow = nx.DiGraph()
     flow.add_nodes_from(("source", "sink"))
 
-    def entry(node: Node) -> Hashable:  # all given nodes of a side are one: only undecided ones enter the graph
+    def entry(node: Node) -> Hashable:  # the fixed nodes of each side collapse into source and sink
         return "source" if node in before else "sink" if node in after else ("in", node)
 
     for node in nodes:
@@ -54,7 +54,7 @@ def minimum_cut(
         _, (source_side, _) = nx.minimum_cut(flow, "source", "sink")
     except nx.NetworkXUnbounded as error:
         raise UnsupportedModelError(
-            "an attention cannot be cut off: what later layers need of earlier ones does not hold one row per token"
+            "no cut exists at an attention: later layers need earlier tensors that do not have one row per token"
         ) from error
     return before | {node for node in nodes if ("in", node) in source_side}
 

@@ -1,4 +1,4 @@
-"""A split model in figures: its kinds of slices, and what one token costs at every boundary."""
+"""Describes a split model in figures: its kinds of slices, and the bytes per token at every cut."""
 
 import re
 from collections.abc import Iterable
@@ -124,7 +124,7 @@ def short(name: str) -> str:
 
 
 def as_dict(model: SplitModel) -> dict[str, Any]:
-    """Everything about a split that does not depend on weights, as JSON can hold it. Sizes are bytes."""
+    """Everything about a split except weights' values, as JSON values. Sizes are in bytes."""
     return {
         "model_type": model.config.model_type,
         "dtype": model.dtype.value,

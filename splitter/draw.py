@@ -1,4 +1,4 @@
-"""The cut graph of a model as an SVG picture: slices on compute workers, attentions on memory workers, what crosses.
+"""Draws a split model as SVG: slices on compute workers, attentions on memory workers, and the tensors between them.
 
 Only distinct slices are drawn: one period of a deep model. Colours follow the reader's light or dark theme.
 """

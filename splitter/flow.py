@@ -1,4 +1,4 @@
-"""What depends on what in a captured graph, and what a tensor costs to send."""
+"""Dependencies between the nodes of a captured graph, and the cost of sending their tensors."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,11 +11,11 @@ from lamina.splitter.capture import Capture
 
 
 def clean(captured: Capture) -> None:
-    """Drop copies without effect and dead code from ``captured.graph`` (mutated)."""
+    """Remove redundant copies and dead code from ``captured.graph`` (mutated)."""
     graph = captured.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         if _keeps_layout(node):
-            node.replace_all_uses_with(node.args[0])  # dropout, for instance: nothing is written in place any more
+            node.replace_all_uses_with(node.args[0])  # of dropout, for instance: the graph writes nothing in place
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -26,9 +26,9 @@ def _keeps_layout(node: fx.Node) -> bool:
 
 
 def replicable(captured: Capture) -> set[fx.Node]:
-    """Nodes to be repeated wherever they are used instead of being sent.
+    """Nodes that every slice that uses them computes itself, instead of receiving their values.
 
-    These depend on ids, positions and constants alone (cos, sin, row counts), or on weights alone (1 + weight).
+    They depend on ids, positions and constants alone (cos, sin, row counts), or on weights alone (1 + weight).
     """
     weights = {node for node in captured.graph.nodes if node.name in captured.weights}
     on_inputs: set[fx.Node] = {
@@ -81,7 +81,7 @@ class RowLayout:
 
 
 def row_layout(node: fx.Node) -> RowLayout | None:
-    """The layout of a node's value, or None if it does not hold exactly one row per token and so cannot be sent."""
+    """The layout of a node's value; None if it does not have exactly one row per token, so that it cannot be sent."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
@@ -106,6 +106,6 @@ def context_layout(node: fx.Node) -> RowLayout:
 
 
 def bytes_per_token(node: fx.Node) -> float:
-    """What sending the node's value costs; infinite if it cannot be sent."""
+    """Bytes per token of the node's value; infinite if it cannot be sent."""
     layout = row_layout(node)
     return math.inf if layout is None else layout.width * node.meta["val"].dtype.itemsize

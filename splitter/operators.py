@@ -1,8 +1,8 @@
-"""A model's operators as one graph, written down while the model runs once on tensors without values.
+"""Records a model's operators as one graph while the model runs once on fake tensors.
 
-``torch.export`` runs a model three times to the same end: to trace it, to find what is written in place, and to make
-that functional. Here it runs functional operators at once, in a quarter of the time; it was most of a first start.
-The number of tokens is a symbol; what needs a certain number of them is refused.
+``torch.export`` runs a model three times for this: to trace it, to find in-place writes, and to make them functional.
+This module runs functional operators from the start, in a quarter of the time, which dominated the first start. The
+number of tokens is a symbol; models that work only with certain numbers of tokens are rejected.
 """
 
 import operator
@@ -34,20 +34,20 @@ _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
 
 
 class OperatorsError(ValueError):
-    """What a model does is not a fixed sequence of functional operators for any number of tokens."""
+    """The model is not a fixed sequence of functional operators for every number of tokens."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """What a model did.
+    """The recorded operators of a model.
 
     Attributes:
-        graph: placeholders, functional operators, one output. A node's ``meta["val"]`` is its tensor, without values,
-            and ``meta["path"]`` the path of the module whose code called the operator; ``meta["size"]`` of a node that
-            computes a size is what it is.
+        graph: placeholders, functional operators, one output. A node's ``meta["val"]`` is its fake tensor,
+            ``meta["path"]`` the path of the module whose code called the operator; ``meta["size"]`` of a node that
+            computes a size is the symbolic expression.
         ids, positions: the placeholders of the model's inputs.
         tensors: placeholder name -> name of a parameter or buffer of the model.
-        literals: placeholder name -> value, of tensors that the model's code makes of numbers.
+        literals: placeholder name -> value, of tensors that the model's code creates from numbers.
     """
 
     graph: fx.Graph
@@ -58,10 +58,10 @@ class Operators:
 
 
 def write_operators(model: nn.Module, mode: FakeTensorMode, writes_in_place: bool) -> Operators:
-    """Run ``model`` on ids and positions, int64 [T], and write down how the tensor it returns comes to be.
+    """Run ``model`` on ids and positions, int64 [T], and record the operators that compute the tensor it returns.
 
-    Its parameters and buffers are fake tensors of ``mode``, which knows symbolic shapes; ``writes_in_place`` says
-    whether it does so to any tensor. Call it without gradients.
+    Its parameters and buffers are fake tensors of ``mode``, which has symbolic shapes; ``writes_in_place`` says
+    whether it writes any tensor in place. Call it without gradients.
 
     Raises OperatorsError, and what the model raises.
     """
@@ -91,16 +91,16 @@ def write_operators(model: nn.Module, mode: FakeTensorMode, writes_in_place: boo
 def _require_any_number_of_rows(ids: Tensor) -> None:
     rows: Any = ids.shape[0]
     if not isinstance(rows, torch.SymInt) or not rows.node.expr.is_Symbol:
-        raise OperatorsError(f"it works with {rows} tokens at a time only")
+        raise OperatorsError(f"it works only with {rows} tokens at a time")
     for guard in rows.node.shape_env.guards:
         failing = [count for count in _CONDITIONS_HOLD_FOR if guard.expr.subs(rows.node.expr, count) != sympy.true]
         if failing:
-            raise OperatorsError(f"it works only where {guard.expr} tokens, which {failing[0]} are not")
+            raise OperatorsError(f"it requires {guard.expr} for the number of tokens, which {failing[0]} violates")
 
 
 @torch.library.custom_op("lamina::linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    raise AssertionError("lamina::linear stands for a linear layer while a model is captured; it is never executed")
+    raise AssertionError("lamina::linear marks a linear layer while a model is captured; it must not be executed")
 
 
 @_linear.register_fake
@@ -109,7 +109,7 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _WholeLinears(TorchFunctionMode):
-    """Keeps linear layers whole, which torch would take apart before a dispatch mode sees them."""
+    """Keeps linear layers as one operator; torch would decompose them before a dispatch mode sees them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,7 +125,7 @@ def _linear_of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what runs inside it. Enter it on the fake tensor mode."""
+    """Records the operators that run inside it. Enter it inside the fake tensor mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,18 +134,18 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph = fx.Graph()
         self._inputs = self._graph.create_node("placeholder", "inputs")  # in front of all inputs, until they are known
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._alive: list[Tensor] = []  # so that no id() is reused
         self._sizes: dict[sympy.Expr, fx.Node] = {}
 
     def take_in(self, tensor: Tensor, name: str) -> fx.Node:
-        """Another input of the graph."""
+        """Add an input to the graph."""
         with self._graph.inserting_before(self._inputs):
             node = self._graph.placeholder(name)
         self._assign(tensor, node)
         return node
 
     def count_rows(self, node: fx.Node) -> None:
-        """Take every number of rows from the first dimension of ``node``'s tensor [T]."""
+        """Use the first dimension of ``node``'s tensor [T] for every number of rows."""
         rows: Any = node.meta["val"].shape[0]
         count = self._graph.call_function(aten.sym_size.int, (node, 0))
         count.meta |= {"val": rows, "size": rows.node.expr}
@@ -167,7 +167,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = list(out) if isinstance(out, list | tuple) else [out]
         if not any(isinstance(result, Tensor) for result in results):
             return out
-        if func is aten.detach.default:  # nothing is ever written in place
+        if func is aten.detach.default:  # a no-op, since nothing is written in place
             self._assign(out, self._node(args[0]))
             return out
         if func._schema.is_mutable:
@@ -212,11 +212,11 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, dict):
             return {name: self._described(item) for name, item in value.items()}
         if isinstance(value, torch.SymFloat | torch.SymBool):
-            raise OperatorsError(f"{self.path[-1]} computes {value} of the number of tokens")
+            raise OperatorsError(f"{self.path[-1]} computes {value} from the number of tokens")
         return value
 
     def _size(self, expression: sympy.Expr) -> fx.Node | int:
-        """Arithmetic on the number of rows."""
+        """The node that computes a size from the number of rows."""
         if expression.is_Integer:
             return int(expression)
         if expression in self._sizes:

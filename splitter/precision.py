@@ -1,4 +1,4 @@
-"""Which parameters a family keeps in float32 whatever the model's element type."""
+"""Restores float32 for parameters that a family keeps in float32 whatever the model's element type."""
 
 import re
 
@@ -8,9 +8,9 @@ from lamina.types import DType
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: DType) -> None:
-    """Make float32 again what a family keeps so, mutating ``model``, built for ``dtype``: as ``from_pretrained`` does.
+    """Convert them back to float32 in ``model`` (mutated), which was built in ``dtype``, as ``from_pretrained`` does.
 
-    The families whose norms are kept mean float16 alone: bfloat16 has float32's range.
+    ``_keep_in_fp32_modules`` applies to float16 only (bfloat16 has float32's range), the strict list to both.
     """
     kept = set(model._keep_in_fp32_modules_strict or ()) if dtype is not DType.FLOAT32 else set()
     if dtype is DType.FLOAT16:

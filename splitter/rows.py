@@ -1,8 +1,8 @@
-"""Refuse models that mix tokens outside their attentions.
+"""Finds operators that mix tokens outside the attentions; such models cannot be split.
 
-A slice is run over rows of any number of sequences at once, and over one new token at a time. That is right only if
+A slice runs over rows of any number of sequences at once, and over one new token at a time. That is correct only if
 row t of every result depends on row t of the inputs alone. A convolution over time or a state-space scan beside the
-attention breaks this without changing any shape, so operators are checked by what they do to the token dimension.
+attention violates this without changing any shape, so operators are checked by what they do to the token dimension.
 Mixture-of-expert layers sort rows by expert and back, which is allowed.
 """
 
@@ -26,7 +26,7 @@ _NEVER = {
 
 
 def mixing(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes of a captured graph by which one token's values reach another's."""
+    """Nodes of a captured graph through which one token's values affect another's."""
     return [node for node in graph.nodes if node.op == "call_function" and _mixes(node)]
 
 
@@ -52,7 +52,7 @@ def _row_dimensions(value: Tensor) -> set[int]:
 
 
 def _dimensions(argument: Any, rank: int) -> set[int]:
-    """The dimensions an argument means: one, several, or all if it is None or empty."""
+    """The dimensions that an argument selects: one, several, or all if it is None or empty."""
     given: Iterable[int] = (argument,) if isinstance(argument, int) else argument or range(rank)
     return {dim % rank for dim in given} if rank else set()
 

@@ -1,4 +1,4 @@
-"""From a captured graph to slices: each a graph of its own whose inputs are weights, rows and context."""
+"""Cuts a captured graph into slices: graphs of their own whose inputs are weights, rows and context."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from lamina.splitter.flow import ancestors, bytes_per_token, context_layout, des
 
 @dataclass(frozen=True)
 class Partition:
-    """Which slice computes each node, and whose values cross each cut.
+    """Which slice computes each node (``home``), and which nodes' values cross each cut (``contexts``).
 
-    ``home`` leaves out replicable nodes, placeholders and attention operators: an attention's result is an input.
+    ``home`` omits replicable nodes, placeholders and attention operators: an attention's result is a slice's input.
     """
 
     home: Mapping[fx.Node, int]
@@ -65,7 +65,7 @@ class SliceGraph:
 
 
 def build(captured: Capture, parts: Partition, index: int) -> SliceGraph:
-    """Copy the nodes of slice ``index`` into a graph of their own, those that q needs first."""
+    """Copy the nodes of slice ``index`` into a graph of their own; those that q needs come first."""
     attentions = captured.attentions
     received = parts.contexts[index - 1] if index > 0 else ()
     sent = parts.contexts[index] if index < len(attentions) else ()
@@ -115,7 +115,7 @@ def _inputs(attention: fx.Node) -> list[fx.Node]:
 
 
 def _demand_order(captured: Capture, parts: Partition, index: int, results: list[fx.Node]) -> list[fx.Node]:
-    """Nodes slice ``index`` runs: all that its first result (q) needs, then what k and v add, then the context."""
+    """Nodes that slice ``index`` runs: first those that its first result (q) needs, then those of k, v and context."""
     place = {node: position for position, node in enumerate(captured.graph.nodes)}
     ordered: list[fx.Node] = []
     seen: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""What splitting a model gives: slices, what crosses between them, and the attentions they meet at."""
+"""The result of splitting a model: its slices, the tensors that cross between them, and its attentions."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One tensor of a cut, [T, *shape]. ``name`` says which module and operator made it."""
+    """One tensor [T, *shape] of a cut's context. ``name`` is the module and operator that made it."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ OnQuery = Callable[[Tensor], None]
 
 
 def call_hook(hook: OnQuery | None, query: Tensor) -> None:
-    """Tell of q, if anybody wants to know."""
+    """Call ``hook`` with q, if it is given."""
     if hook is not None:
         hook(query)
 
@@ -128,7 +128,7 @@ class Slice:
             returns (q, k, v, *context), or (logits,) from the last slice. Equal slices share one graph.
         weights: checkpoint names of its weights, in the graph's input order.
         constants: names of the ``SplitModel.constants`` it uses, in the graph's input order.
-        linears_before_q: linear layers run until q exists, and in all: what sending q first can gain.
+        linears_before_q: (linear layers run until q exists, all linear layers): what sending q first can gain.
     """
 
     index: int
@@ -170,7 +170,7 @@ class SplitModel:
         sinks: for each attention the checkpoint name of its sink logits [Hq], or None.
         weights: shape and element type of every weight that slices or sinks use, by checkpoint name.
         ties: other names under which a checkpoint may hold a weight -> the name used here.
-        constants: values that are in no checkpoint (inv_freq), on the CPU.
+        constants: values that checkpoints do not hold (inv_freq), on the CPU.
     """
 
     config: "PretrainedConfig"

@@ -1,8 +1,8 @@
-"""Which layers are alike: a record of the operators a model runs between one attention and the next.
+"""Finds equal layers by recording the operators a model runs between one attention and the next.
 
-A deep model repeats a few layers. Exporting all of them takes minutes, recording what they do takes milliseconds: a
-dispatch mode writes down every operator with its arguments, where a tensor is named by what produced it, relative to
-the stretch that uses it. Stretches with equal records compute the same function of their inputs.
+A deep model repeats a few kinds of layers. Capturing all of them takes minutes; recording takes milliseconds: a
+dispatch mode records every operator with its arguments. A tensor is named by what produced it, relative to the stretch
+(the operators between two attentions) that uses it. Stretches with equal records compute the same function.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +17,7 @@ from lamina.splitter.attention import OPERATOR
 from lamina.splitter.names import relative
 
 Record = Hashable
-_Name = Callable[[int], Hashable]  # from the stretch that uses a tensor to what it is called there
+_Name = Callable[[int], Hashable]  # index of the stretch that uses a tensor -> its name there
 
 
 def _weight(name: str) -> _Name:
@@ -33,9 +33,9 @@ def _value(stretch: int, place: Hashable) -> _Name:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside it. Enter it with ``model`` on the innermost fake tensor mode.
+    """Records the operators that run inside it. Enter it inside the fake tensor mode of ``model``.
 
-    ``writes_in_place`` tells whether any operator did so.
+    ``writes_in_place`` is True once an operator has written a tensor in place.
 
     Tensors that depend on the model's inputs alone (positions, cos, sin) have the same name everywhere and are not
     recorded by themselves: a model may compute them once or in every layer.
@@ -46,8 +46,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes_in_place = False
         self._stretches: list[list[Hashable]] = [[]]
         self._names: dict[int, _Name] = {}
-        self._global: dict[Hashable, int] = {}  # what depends on inputs alone, numbered by how it is computed
-        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._global: dict[Hashable, int] = {}  # values that depend on inputs alone, numbered by how they are computed
+        self._alive: list[Tensor] = []  # so that no id() is reused
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             self._assign(weight, _weight(name))
         for name, buffer in model.named_non_persistent_buffers():
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _unnamed(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What there is to say of a tensor of the model's code: its values, if it is one made of numbers."""
+    """Describe a tensor that the model's code created: with its values, unless it is a fake tensor."""
     if isinstance(tensor, FakeTensor):
         return tuple(tensor.shape), str(tensor.dtype)
     with unset_fake_temporarily():
@@ -111,7 +111,7 @@ def _unnamed(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def _depends_on_inputs_alone(entry: Hashable) -> bool:
-    """True if no weight and no recorded value is mentioned in an operator's description."""
+    """True if an operator's description contains no weight and no recorded value."""
     if not isinstance(entry, tuple):
         return True
     if entry and entry[0] in ("weight", "value"):
@@ -120,10 +120,10 @@ def _depends_on_inputs_alone(entry: Hashable) -> bool:
 
 
 def shortest_prefix(records: Sequence[Record]) -> int:
-    """How many layers have to be captured so that every slice of the whole model occurs among them.
+    """How many layers must be captured so that every slice of the whole model occurs among them.
 
-    What a slice holds depends on its own stretch and on the two beside it, because the cut moves nodes across
-    attentions. The prefix keeps the model's head: the last record follows whatever layer comes last.
+    A slice depends on its own stretch and the two neighbouring ones, because the cut moves nodes across attentions.
+    The shortened model keeps its head: the last record follows its last layer.
     """
     layers = len(records) - 1
     wanted = set(_triples(records))

@@ -1,4 +1,4 @@
-"""Invariants of each pass. A violation is a bug of the splitter or a model it must refuse; each check raises."""
+"""Checks the invariants of each pass. A violation is a bug in the splitter or a model that it must reject."""
 
 from collections import Counter
 
@@ -13,12 +13,12 @@ from lamina.splitter.split_model import Slice, SplitModel
 
 
 def verify_capture(captured: Capture) -> None:
-    """Every input of the graph is known by name, and its operators keep tokens apart between attentions."""
+    """Check that all inputs of the graph are known by name, and that tokens mix only in attentions."""
     known = {captured.ids.name, captured.positions.name, *captured.weights, *captured.constants}
     unknown = [n.name for n in captured.graph.nodes if n.op == "placeholder" and n.users and n.name not in known]
     _require(not unknown, f"the traced graph has inputs of unknown origin: {unknown}")
     foreign = [n.name for n in captured.graph.nodes if n.op not in ("placeholder", "call_function", "output")]
-    _require(not foreign, f"the traced graph holds nodes that are no operators: {foreign}")
+    _require(not foreign, f"the traced graph has nodes that are not operators: {foreign}")
     mixed = [f"{node.target}" for node in mixing(captured.graph)]
     _require(not mixed, f"tokens are mixed outside the attentions by {sorted(set(mixed))}: state besides the KV cache")
     missing = sorted(set(captured.weights.values()) - set(captured.shapes))
@@ -26,7 +26,7 @@ def verify_capture(captured: Capture) -> None:
 
 
 def verify_partition(captured: Capture, parts: Partition) -> None:
-    """Every node has one home, no slice depends on a later one, and whatever crosses a cut is sent across it."""
+    """Check that no slice depends on a later one, and that every value used across a cut is sent across it."""
     attentions = captured.attentions
     arrives = {attention: index + 1 for index, attention in enumerate(attentions)}
     for node in captured.graph.nodes:
@@ -51,10 +51,10 @@ def verify_partition(captured: Capture, parts: Partition) -> None:
 
 
 def verify(model: SplitModel) -> None:
-    """Check the slices of a whole model against each other. Raises UnsupportedModelError naming what is broken.
+    """Check the slices of a whole model against each other. Raises UnsupportedModelError naming the violation.
 
-    There is one attention and one cut between slices; each graph takes and gives exactly what its neighbours give and
-    take; every weight belongs to one slice, tied ones excepted.
+    There is one attention and one cut between slices; each graph takes and returns exactly what its neighbours return
+    and take; every weight belongs to one slice, except tied ones.
     """
     count = len(model.attentions)
     expected = model.config.get_text_config().num_hidden_layers

@@ -1,4 +1,4 @@
-"""Which room may import which, read from the source: also imports inside functions and under TYPE_CHECKING."""
+"""Which room may import which, read from the source, including imports inside functions and under TYPE_CHECKING."""
 
 import ast
 import fnmatch
@@ -37,6 +37,9 @@ ONLY_IN = {
     "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py", "transport/device/*.py"),
     "triton": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
 }
+
+# Usable, and testable, with the nouns alone.
+STAND_ALONE = ("splitter", "transport")
 
 # Absent on most machines: what imports one of these at its top is itself imported inside functions only.
 OPTIONAL = {"ray", "pyverbs", "cupy", "triton"}
@@ -188,6 +191,34 @@ def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:
     code = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize("alone", STAND_ALONE)
+def test_room_imports_without_other_rooms(alone: str) -> None:
+    modules = sorted(module for module in MODULES if room(module) == alone)
+    code = f"""
+import importlib, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        part, _, rest = name.partition(".")
+        if part == "lamina" and rest and rest.split(".")[0] not in {LEVELS[0] | {alone}!r}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("alone", STAND_ALONE)
+def test_rooms_tests_use_no_other_room(alone: str) -> None:
+    files = sorted((ROOT / "tests" / alone).glob("*.py"))
+    found = [item for file in files for item in read_imports(str(file.relative_to(ROOT)), file.read_text())]
+    strays = [
+        str(item) for item in found if (module := our_module(item.target)) and room(module) not in LEVELS[0] | {alone}
+    ]
+    assert files and not strays
 
 
 def test_the_reader_sees_every_kind_of_import() -> None:

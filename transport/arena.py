@@ -1,6 +1,6 @@
-"""Arenas of this process: anonymous files mapped into memory.
+"""Allocates this process's arenas: anonymous files (memfd) mapped into memory.
 
-They have no name, so nothing is left behind however processes end.
+Anonymous files vanish with their last user, so nothing is left behind however processes end.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ MEMFD_NAME = "lamina-arena"
 
 
 class MappedArena:
-    """Arena of this process. Views stay valid, and keep the memory, after the endpoint has closed."""
+    """An arena of this process. Views stay valid, and keep the memory, after the endpoint has closed."""
 
     def __init__(self, native: NativeArena) -> None:
         self.nbytes = native.nbytes
@@ -31,11 +31,11 @@ class MappedArena:
 
 @dataclass(frozen=True)
 class OwnArena:
-    """Memory of this process that endpoints let peers write into. Whoever allocated it closes it.
+    """Memory of this process that endpoints let peers write into. Its allocator closes it.
 
     Attributes:
-        fd: of its file; the mapping outlives it.
-        identity: drawn at random, so that a later arena in the same place is told apart.
+        fd: file descriptor of its file; the mapping outlives it.
+        identity: random, to distinguish it from a later arena with the same file descriptor or port.
     """
 
     fd: int
@@ -43,22 +43,22 @@ class OwnArena:
     native: NativeArena
 
     def close(self) -> None:
-        """Give back the file. Views keep their memory."""
+        """Close the file. Views keep their memory."""
         os.close(self.fd)
 
 
 def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
-    """A new arena, all zero.
+    """Allocate a zeroed arena for ``endpoint``, which errors name.
 
-    Raises ValueError for sizes that are not positive; TransportError if there is no memory, naming ``endpoint``.
+    Raises ValueError for sizes that are not positive; TransportError if memory cannot be mapped.
     """
     if nbytes <= 0 or doorbells <= 0:
-        raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
+        raise ValueError(f"an arena needs at least 1 byte and 1 doorbell; got {nbytes} bytes, {doorbells} doorbells")
     identity = secrets.randbits(64)
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, NativeArena.file_nbytes(nbytes, doorbells))
-        # Nobody can shrink it under another process's feet (SIGBUS).
+        # Sealed: shrinking it would crash processes that have it mapped (SIGBUS).
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return OwnArena(fd, identity, NativeArena.create(fd, nbytes, doorbells, identity))
     except (OSError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The transport contract. One conformance suite runs against every implementation.
+"""The interface that every transport implements (``Endpoint``), tested by one conformance suite.
 
 A worker owns one endpoint with one arena: memory that its peers may write into, with numbered doorbells. A doorbell
 holds the sequence number of the last message it announces; sequence numbers only grow. ``ring`` publishes everything
@@ -73,34 +73,34 @@ class Endpoint(Protocol):
         ...
 
     def descriptor(self) -> bytes:
-        """What a peer needs to connect to this endpoint's arena; opaque, sent over the control plane."""
+        """What a peer needs to connect to this endpoint's arena: opaque bytes, sent over the control plane."""
         ...
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """Open a peer's arena for writing. Raises TransportError if it cannot be opened by the deadline."""
+        """Open a peer's arena for writing. Raises TransportError if that fails or takes longer than ``timeout_s``."""
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; its death no longer ends waits."""
+        """Forget a peer; from now on its loss does not interrupt waits."""
         ...
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``.
 
-        Raises ValueError outside the arena; PeerLostError once the peer is known to be gone (``wait`` finds it out,
-        a write alone may not).
+        Raises ValueError outside the arena; PeerLostError once the peer is known to have exited (``wait`` detects
+        that, a write alone may not).
         """
         ...
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter.
 
-        A doorbell has one ringer. Raises like ``write``.
+        Only one peer may ring a doorbell. Raises like ``write``.
         """
         ...
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """Send a message in one call: the parts one after another into [offset, offset + nbytes), then the doorbell.
+        """Send a message in one call: write the parts consecutively into [offset, offset + nbytes), then ring.
 
         Raises ValueError, before anything is written, if the parts are larger than ``nbytes``; else like ``write``.
         """
@@ -118,17 +118,17 @@ class Endpoint(Protocol):
         ...
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence.
+        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence).
 
-        Returns the index into ``targets`` (the first that is ready, round-robin fair across calls is not promised).
-        Raises DeadlineError after ``timeout_s``; PeerLostError when a connected peer has closed its endpoint or its
-        process has ended, and nothing is ready, each time until that peer is disconnected. A timeout of 0 or less
-        only looks. Spins briefly, then sleeps; releases the GIL.
+        Returns the index of the first target that is ready; there is no fairness across calls. Raises DeadlineError
+        after ``timeout_s``; PeerLostError if nothing is ready and a connected peer has closed its endpoint or exited,
+        in every call until that peer is disconnected. With a timeout of 0 or less it only checks. Spins briefly, then
+        sleeps; releases the GIL.
         """
         ...
 
     def close(self) -> None:
-        """Give back all memory and handles. Idempotent."""
+        """Release all memory and handles. Idempotent."""
         ...
 
 
@@ -148,7 +148,7 @@ def check_range(offset: int, nbytes: int, arena_nbytes: int) -> None:
 
 
 def check_doorbell(doorbell: int, doorbells: int) -> None:
-    """Raise ValueError unless the arena has such a doorbell."""
+    """Raise ValueError unless the arena has this doorbell."""
     if not 0 <= doorbell < doorbells:
         raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")
 
@@ -156,6 +156,6 @@ def check_doorbell(doorbell: int, doorbells: int) -> None:
 def deadline_error(
     name: str, targets: Sequence[tuple[int, int]], reached: Sequence[int], timeout_s: float
 ) -> DeadlineError:
-    """What ``wait`` of endpoint ``name`` raises, given where the doorbells of its targets stand."""
+    """The error that ``wait`` of endpoint ``name`` raises; ``reached`` are the current values of its targets."""
     states = ", ".join(f"{bell} is at {at} of {goal}" for (bell, goal), at in zip(targets, reached, strict=True))
     return DeadlineError(f"{name} waited {timeout_s:g} s for a message (doorbell {states})")

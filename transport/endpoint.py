@@ -1,4 +1,4 @@
-"""What the endpoints of real transports have in common: an arena of this process, peers, and how both are found."""
+"""Base classes of the real transports' endpoints: arena, peers, descriptors and options."""
 
 import abc
 from collections import Counter
@@ -13,28 +13,28 @@ from lamina.transport.base import Peer
 from lamina.transport.handshake import PROTOCOL, check_secret
 from lamina.transport.listener import Admit, Descriptor, Listener
 
-SPIN_S = 20e-6  # about what it costs to be woken: at most twice the time of the better choice of spinning and sleeping
-OWN_CORES_SPIN_S = 2e-3  # where nobody else wants the core: who waits longer than this loses a fiftieth by being woken
+SPIN_S = 20e-6  # about the cost of a wake-up, so a wait costs at most twice that of the better of spinning and sleeping
+OWN_CORES_SPIN_S = 2e-3  # if no core is shared: after such a wait, a wake-up adds about 2%
 SILENCE_S = 10.0
 STALL_S = 60.0
 
 
 def spin_s(workers: Collection[frozenset[int]]) -> float:
-    """How long waits look for messages before they sleep, given the cores of every worker: longer if none is shared."""
+    """How long waits spin before they sleep, given the cores of each worker: longer if workers share none."""
     return OWN_CORES_SPIN_S if sum(map(len, workers)) == len(frozenset.union(*workers)) else SPIN_S
 
 
 class Options(TypedDict, total=False):
-    """What may be said of an endpoint that peers reach at a host and a port.
+    """Options of an endpoint that peers reach at a host and a port.
 
     Attributes:
-        secret: what only the workers of one cluster know, at least 16 bytes.
-        host: address of this machine that peers can reach, the port is the system's choice; None: the transport's own.
-        spin_s: seconds a wait looks for messages before it sleeps. Spin longer only if a core is free for it. The
-            endpoint's attribute of this name may be changed between waits.
-        silence_s: seconds without a sign of life after which a connection counts as lost; and, where it can be made
-            again, as long again to do so before the peer counts as lost.
-        stall_s: seconds that a living peer may take in nothing of a message that is being sent to it.
+        secret: shared by the workers of one cluster, at least 16 bytes.
+        host: address of this machine that peers can reach (the system picks the port); None: the transport's default.
+        spin_s: seconds a wait spins before it sleeps. Spin longer only if a core is free for it. The endpoint's
+            attribute of this name may be changed between waits.
+        silence_s: seconds without a sign of life after which a connection counts as lost; a transport that reconnects
+            then tries for as long again before the peer counts as lost.
+        stall_s: seconds for which a live peer may accept none of a message that is being sent to it.
     """
 
     secret: Required[bytes]
@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
 
 
 class Own(Protocol):
-    """What an endpoint has from ``register`` to ``close``."""
+    """What an endpoint holds from ``register`` to ``close``."""
 
     @property
     def arena(self) -> OwnArena:
@@ -54,11 +54,11 @@ class Own(Protocol):
 
 
 class ListeningOwn(Own, Protocol):
-    """The same, of an endpoint that lets peers in at a port."""
+    """What an endpoint that listens on a port holds from ``register`` to ``close``."""
 
     @property
     def listener(self) -> Listener:
-        """Who lets them in."""
+        """Accepts peers' connections."""
         ...
 
 
@@ -68,7 +68,7 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
-    """Half of ``transport.base.Endpoint``: arenas and peers. A closed endpoint may register again."""
+    """The part of ``transport.base.Endpoint`` that holds the arena and peers. A closed endpoint may register again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
         self._peers: list[PeerT] = []
 
     def register(self, nbytes: int, doorbells: int) -> MappedArena:
-        """Allocate the arena (once per endpoint), all doorbells 0, and let peers in from now on."""
+        """Allocate the arena (once per endpoint), all doorbells 0, and accept peers from now on."""
         self._check_unregistered()
         arena = allocate(self.name, nbytes, doorbells)
         try:
@@ -89,12 +89,12 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
         return MappedArena(arena.native)
 
     def adopt(self, arena: OwnArena) -> None:
-        """Let peers into an arena that several endpoints of this process share; it must stay open until ``close``."""
+        """Use an arena that several endpoints of this process share; it must stay open until ``close``."""
         self._check_unregistered()
         self._own = self._open(arena)
 
     def close(self) -> None:
-        """Leave, then give back all memory and handles. Idempotent. Views keep their memory."""
+        """Tell peers, then release all memory and handles. Idempotent. Views keep their memory."""
         own, self._own = self._own, None
         if own is None:
             return
@@ -106,28 +106,28 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
 
     @abc.abstractmethod
     def _open(self, arena: OwnArena) -> OwnT:
-        """Everything that peers need to write into the arena."""
+        """Make what peers need to write into the arena."""
 
     @abc.abstractmethod
     def _leave(self, own: OwnT) -> None:
-        """Give back what ``_open`` made, and the peers."""
+        """Release what ``_open`` made, and the peers."""
 
     def _check_unregistered(self) -> None:
         if self._own is not None:
             nbytes = self._own.arena.native.nbytes
-            raise TransportError(f"endpoint {self.name} has an arena of {nbytes} bytes already")
+            raise TransportError(f"endpoint {self.name} already has an arena of {nbytes} bytes")
 
     def _registered(self) -> OwnT:
         if self._own is None:
-            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
+            raise TransportError(f"endpoint {self.name} has no arena: call register() first, and nothing after close()")
         return self._own
 
 
 class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
-    """An endpoint that peers reach at a host and a port, where both sides prove that they know the cluster's secret.
+    """An endpoint that peers reach at a host and a port, and where both sides prove that they know the cluster secret.
 
     Args:
-        name: how peers call this endpoint in their errors.
+        name: this endpoint's name in peers' errors.
         options: see ``Options``.
     """
 
@@ -152,7 +152,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
 
     @property
     def refused(self) -> Counter[str]:
-        """Connections turned away so far, by kind."""
+        """Connections rejected so far, by kind."""
         return Counter(self._registered().listener.refusals.by_kind)
 
     def _listen(self, arena: OwnArena, host: str, admit: Admit) -> Listener:

@@ -1,4 +1,4 @@
-"""How a connection between two endpoints begins: each side proves that it knows the cluster's secret.
+"""Mutual authentication at the start of a connection: each endpoint proves that it knows the cluster secret.
 
 ::
 
@@ -8,9 +8,9 @@
     HMAC(secret, "connect", all of the above)     ->
                                                   <-    verdict, answer, HMAC(secret, "answer", all of the above)
 
-``identity`` is the listening endpoint's: a number it drew at random, so that a later endpoint behind the same port is
-told apart. Fresh nonces make every proof worthless the next time. ``request`` and ``answer`` are the transport's own;
-the answer is made, and sent, only after the other side's proof. A verdict other than ACCEPTED ends the handshake.
+``identity`` is a random number of the listening endpoint, which distinguishes it from a later one on the same port.
+Fresh nonces prevent replay. ``request`` and ``answer`` are defined by the transport; the answer is made, and sent, only
+after the other side's proof. A verdict other than ACCEPTED ends the handshake.
 
 Both sides are generators that do no I/O: they yield (bytes to send, how many bytes they want next).
 """
@@ -40,7 +40,7 @@ Step = tuple[bytes, int]
 
 
 class Verdict(enum.IntEnum):
-    """What the listening side makes of a connection."""
+    """The listening side's reply to a connection."""
 
     ACCEPTED = 0
     GARBAGE = 1
@@ -54,49 +54,49 @@ _REASONS = {
     Verdict.GARBAGE: "it does not speak this protocol",
     Verdict.PROTOCOL: f"it speaks another version of the protocol, this process {PROTOCOL}; "
     "run the same release of lamina in all workers",
-    Verdict.ENDPOINT: "another endpoint has its port by now",
+    Verdict.ENDPOINT: "another endpoint now listens on its port",
     Verdict.SECRET: "it has another cluster secret; give all workers of a cluster the same",
-    Verdict.REQUEST: "the request is not one it can grant",
+    Verdict.REQUEST: "it cannot grant the request",
 }
 
 
 def check_secret(secret: bytes) -> None:
-    """Raise ValueError for a secret that could be guessed."""
+    """Raise ValueError for a secret short enough to be guessed."""
     if len(secret) < MIN_SECRET_NBYTES:
         raise ValueError(f"a cluster secret has at least {MIN_SECRET_NBYTES} bytes; this one has {len(secret)}")
 
 
 def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, bytes, bytes]:
-    """The connecting side; returns the answer. Raises RefusedError with the other side's verdict or one's own."""
+    """The connecting side; returns the answer. Raises RefusedError if either side rejects the other."""
     if len(request) > MAX_NBYTES:
         raise ValueError(f"a request has at most {MAX_NBYTES} bytes; this one has {len(request)}")
     nonce = secrets.token_bytes(_NONCE_NBYTES)
     hello = _VERSION.pack(MAGIC, PROTOCOL) + _HELLO.pack(identity, nonce, len(request)) + request
     challenge = yield hello, _CHALLENGE.size
     _check_verdict(challenge[0])
-    said = hello + challenge
-    answer_head = yield _proof(secret, b"connect", said), _ANSWER.size
+    transcript = hello + challenge
+    answer_head = yield _proof(secret, b"connect", transcript), _ANSWER.size
     verdict, nbytes = _ANSWER.unpack(answer_head)
     _check_verdict(verdict)
     if nbytes > MAX_NBYTES:
         raise RefusedError(Verdict.GARBAGE.name, _REASONS[Verdict.GARBAGE])
     answer = yield b"", nbytes
     proof = yield b"", _PROOF_NBYTES
-    if not hmac.compare_digest(proof, _proof(secret, b"answer", said + answer_head + answer)):
+    if not hmac.compare_digest(proof, _proof(secret, b"answer", transcript + answer_head + answer)):
         raise RefusedError(Verdict.SECRET.name, "it does not know the cluster's secret")
     return answer
 
 
 def listening(secret: bytes, identity: int, grant: Callable[[bytes], bytes]) -> Generator[Step, bytes, None]:
-    """The listening side. ``grant`` makes the answer to a request from a peer that has proved itself.
+    """The listening side. ``grant`` makes the answer to the request of an authenticated peer.
 
-    Raises RefusedError, having yielded what is to be sent, for everything that is not a peer's request;
-    ``grant`` raises TransportError if it cannot be granted.
+    Raises RefusedError, after yielding the verdict to send, for anything but a valid request. ``grant`` raises
+    TransportError for a request that cannot be granted.
     """
     version = yield b"", _VERSION.size
     magic, protocol = _VERSION.unpack(version)
     if magic != MAGIC:
-        raise RefusedError(Verdict.GARBAGE.name, "what it sent is no handshake")
+        raise RefusedError(Verdict.GARBAGE.name, "it sent something other than a handshake")
     if protocol != PROTOCOL:
         yield from _refuse(Verdict.PROTOCOL, f"it speaks version {protocol} of the protocol, this process {PROTOCOL}")
     hello = yield b"", _HELLO.size
@@ -105,22 +105,22 @@ def listening(secret: bytes, identity: int, grant: Callable[[bytes], bytes]) -> 
         yield from _refuse(Verdict.REQUEST, f"its request of {nbytes} bytes is larger than {MAX_NBYTES}")
     request = yield b"", nbytes
     if wanted != identity:
-        yield from _refuse(Verdict.ENDPOINT, "it is looking for another endpoint")
+        yield from _refuse(Verdict.ENDPOINT, "it wants another endpoint")
     challenge = _CHALLENGE.pack(Verdict.ACCEPTED, secrets.token_bytes(_NONCE_NBYTES))
-    said = version + hello + request + challenge
+    transcript = version + hello + request + challenge
     proof = yield challenge, _PROOF_NBYTES
-    if not hmac.compare_digest(proof, _proof(secret, b"connect", said)):
+    if not hmac.compare_digest(proof, _proof(secret, b"connect", transcript)):
         yield from _refuse(Verdict.SECRET, "it does not know the cluster's secret", _ANSWER.size)
     try:
         answer = grant(request)
     except TransportError as error:
         yield from _refuse(Verdict.REQUEST, str(error), _ANSWER.size)
     head = _ANSWER.pack(Verdict.ACCEPTED, len(answer))
-    yield head + answer + _proof(secret, b"answer", said + head + answer), 0
+    yield head + answer + _proof(secret, b"answer", transcript + head + answer), 0
 
 
-def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, side + said, hashlib.sha256)
+def _proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, side + transcript, hashlib.sha256)
 
 
 def _check_verdict(number: int) -> None:

@@ -1,6 +1,6 @@
-"""Connections between endpoints: one thread that lets peers in, and the call that asks to be let in.
+"""Authenticated TCP connections between endpoints: a thread that accepts peers, and the call that connects to one.
 
-For transports that peers reach at a host and a port: tcp, and rdma, which agrees on its queue pairs this way.
+For transports that peers reach at a host and a port: tcp, and rdma, which exchanges its queue pairs this way.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from lamina.transport.refusals import Refusals
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.01
-HANDSHAKE_S = 5.0  # for a peer to prove itself
-MAX_WAITING = 256  # connections that have not proved themselves yet
+HANDSHAKE_S = 5.0  # for a peer to authenticate
+MAX_WAITING = 256  # unauthenticated connections
 
-# Makes the answer to a request, or raises TransportError; and says who takes the connection over after that.
+# Returns the answer to a request and the function that then takes over the connection; or raises TransportError.
 Admit = Callable[[bytes], tuple[bytes, Callable[[socket.socket], None]]]
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):
-    """Where an arena is found. ``identity`` is random and tells an endpoint from a later one behind its port."""
+    """Where to connect to an arena. The random ``identity`` tells an endpoint from a later one on the same port."""
 
     transport: str
     protocol: int
@@ -39,13 +39,13 @@ class Descriptor(msgspec.Struct, array_like=True, frozen=True):
 
 
 def decode(descriptor: bytes, transport: str) -> Descriptor:
-    """Where an endpoint of this transport is found. Raises TransportError for any other descriptor."""
+    """Decode a descriptor of ``transport``. Raises TransportError for any other bytes."""
     try:
         where = msgspec.msgpack.decode(descriptor, type=Descriptor)
     except msgspec.DecodeError as error:
         raise TransportError(f"not the descriptor of a {transport} endpoint: {error}") from error
     if where.transport != transport:
-        raise TransportError(f"not the descriptor of a {transport} endpoint but of a {where.transport} one")
+        raise TransportError(f"descriptor of a {where.transport} endpoint, not of a {transport} one")
     if where.protocol != PROTOCOL:
         raise TransportError(
             f"{where.name} speaks version {where.protocol} of the protocol, this process {PROTOCOL}; "
@@ -55,7 +55,7 @@ def decode(descriptor: bytes, transport: str) -> Descriptor:
 
 
 def _tune(connection: socket.socket, silence_s: float) -> None:
-    """Send at once, and give up on a peer whose machine has not answered for about ``silence_s`` seconds."""
+    """Send without delay, and drop a peer whose machine has not answered for about ``silence_s`` seconds."""
     quarter_s = max(1, round(silence_s / 4))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -68,16 +68,17 @@ def _tune(connection: socket.socket, silence_s: float) -> None:
 def connect(
     name: str, where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
-    """A first connection of endpoint ``name`` to another, trying until the deadline, and the answer to its request.
+    """Connect endpoint ``name`` to another one, retrying until the deadline.
 
-    Raises PeerLostError if that endpoint is gone, RefusedError if it turns the request down, else TransportError.
+    Returns the connection and the answer to the request. Raises PeerLostError if that endpoint no longer exists,
+    RefusedError if it rejects the request, otherwise TransportError.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return attempt(where, secret, request, deadline - time.monotonic(), silence_s)
         except ConnectionRefusedError as error:
-            raise PeerLostError(where.name, f"nobody listens on {where.host} port {where.port}") from error
+            raise PeerLostError(where.name, f"nothing listens on {where.host} port {where.port}") from error
         except RefusedError as error:
             if error.verdict == Verdict.ENDPOINT.name:
                 raise PeerLostError(where.name, str(error)) from error
@@ -85,7 +86,7 @@ def connect(
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise TransportError(
-                    f"{name} found no way to {where.name} at {where.host} port {where.port} within "
+                    f"{name} could not connect to {where.name} at {where.host} port {where.port} within "
                     f"{timeout_s:g} s: {error}; let workers reach each other on all ports"
                 ) from error
         time.sleep(RETRY_S)
@@ -94,10 +95,10 @@ def connect(
 def attempt(
     where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
-    """A connection to a listening endpoint, and its answer to the request.
+    """Connect once; returns the connection and the endpoint's answer to the request.
 
-    Raises RefusedError if it turns the request down; OSError if there is no connection in time, of which
-    ConnectionRefusedError says that nobody listens there.
+    Raises RefusedError if it rejects the request; ConnectionRefusedError if nothing listens there; another OSError if
+    there is no connection in time.
     """
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((where.host, where.port), timeout=max(timeout_s, 1e-3))
@@ -129,7 +130,7 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 class _Waiting:
-    """A connection that has not proved itself yet."""
+    """A connection that has not authenticated yet."""
 
     def __init__(self, connection: socket.socket, secret: bytes, identity: int, admit: Admit) -> None:
         self.connection = connection
@@ -145,18 +146,18 @@ class _Waiting:
 
 
 class Listener:
-    """Listens on a port of its own, in a thread of its own, and lets in peers that know the secret.
+    """Listens on a port of its own, in a thread of its own, and accepts peers that know the secret.
 
     Args:
         host: address of this machine to listen on.
         silence_s: see ``_tune``.
-        admit: decides about the request of a peer that has proved itself. Called, like what it returns, in the
-            listener's thread; what it returns may raise TransportError, having taken the connection over.
+        admit: decides about the request of an authenticated peer. It and the function that it returns are called in
+            the listener's thread; the latter may raise TransportError and owns the connection even then.
 
     Attributes:
         host, port: where it listens.
-        refusals: connections turned away, by verdict; those let in that then sent what cannot be count as FRAME, and
-            those for which the system has no room as SYSTEM.
+        refusals: rejected connections, by verdict. FRAME: accepted, then closed for an invalid frame. SYSTEM: the
+            system had no resources for it.
     """
 
     def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:
@@ -178,7 +179,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close every connection that has not been let in."""
+        """End the thread and close every connection that has not been accepted."""
         self._end.close()
         self._thread.join()
 
@@ -201,24 +202,24 @@ class Listener:
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # it went away
+        except (BlockingIOError, ConnectionError):  # closed by the peer
             return
         except OSError as error:
-            self.refusals.add("SYSTEM", f"it cannot be let in: {error}; see how many files it may open (ulimit -n)")
-            time.sleep(RETRY_S)  # it waits in the kernel's queue
+            self.refusals.add("SYSTEM", f"cannot accept it: {error}; check the limit of open files (ulimit -n)")
+            time.sleep(RETRY_S)  # the connection stays in the kernel's queue
             return
-        with contextlib.suppress(OSError):  # it went away
+        with contextlib.suppress(OSError):  # closed by the peer
             connection.setblocking(False)
             _tune(connection, self._silence_s)
             if len(self._waiting) >= MAX_WAITING:
-                self.refusals.add("BUSY", f"{MAX_WAITING} connections have not proved themselves yet")
+                self.refusals.add("BUSY", f"{MAX_WAITING} connections have not authenticated yet")
                 connection.close()
                 return
             self._waiting[connection] = _Waiting(connection, self._secret, self._identity, self._admit)
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _advance(self, waiting: _Waiting) -> None:
-        """Take the handshake as far as what has arrived allows."""
+        """Continue the handshake with the bytes that have arrived."""
         connection = waiting.connection
         try:
             some = connection.recv(waiting.wanted - len(waiting.received))
@@ -228,15 +229,15 @@ class Listener:
             while len(waiting.received) == waiting.wanted:
                 received, waiting.received = waiting.received, b""
                 output, waiting.wanted = waiting.handshake.send(received)
-                connection.sendall(output)  # less than a new connection's buffer
+                connection.sendall(output)  # fits a new connection's buffer
         except StopIteration:
             self._forget(waiting)
             try:
                 waiting.take(connection)
             except TransportError as error:
                 self.refusals.add("TLS", str(error))
-            except RuntimeError as error:  # native code's: no file or no thread is to be had
-                self.refusals.add("SYSTEM", f"it cannot be served: {error}; see how many files it may open (ulimit -n)")
+            except RuntimeError as error:  # from native code: no file or no thread available
+                self.refusals.add("SYSTEM", f"cannot serve it: {error}; check the limit of open files (ulimit -n)")
         except BlockingIOError:
             return
         except (RefusedError, OSError) as error:
@@ -252,7 +253,7 @@ class Listener:
         now = time.monotonic()
         for waiting in [waiting for waiting in self._waiting.values() if waiting.deadline < now]:
             self._forget(waiting)
-            self.refusals.add("LATE", f"it did not prove itself within {HANDSHAKE_S:g} s")
+            self.refusals.add("LATE", f"it did not authenticate within {HANDSHAKE_S:g} s")
             waiting.connection.close()
 
 

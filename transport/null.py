@@ -1,6 +1,6 @@
-"""Endpoints inside one process that drop, hold back, reorder and corrupt on command: what fault tests use.
+"""An in-process transport for fault tests: it drops, delays, reorders and corrupts messages on command.
 
-Nothing is random: a test plans every fault. To its peers a closed endpoint is a dead one.
+Nothing is random: a test schedules every fault. To its peers, a closed endpoint is an exited process.
 """
 
 import enum
@@ -20,22 +20,22 @@ from lamina.transport.base import Buffer, Fetch, Part, Peer, check_doorbell, che
 
 
 class Operation(enum.Enum):
-    """What an endpoint sends to a peer. ``post`` is one WRITE of all its parts and one RING."""
+    """An operation on a peer's arena. ``post`` is one WRITE of all its parts and one RING."""
 
     WRITE = enum.auto()
     RING = enum.auto()
 
 
 class Fault(enum.Enum):
-    """What may become of an operation on its way."""
+    """What happens to an operation between sender and arena."""
 
     DROP = enum.auto()  # it never arrives
-    HOLD = enum.auto()  # it arrives when the test says so: a delay, or with others another order
+    HOLD = enum.auto()  # it arrives when the test releases it: delays and reorders
     CORRUPT = enum.auto()  # a write arrives with one bit of its middle byte flipped
 
 
 @dataclass
-class _Plan:
+class _Scheduled:
     fault: Fault
     operation: Operation
     skip: int
@@ -68,28 +68,28 @@ class Faults:
     ::
 
         faults.plan(Fault.DROP, Operation.RING)             # the next ring is lost
-        faults.plan(Fault.HOLD, Operation.WRITE, count=2)   # two writes are kept back ...
-        faults.release(1, 0)                                # ... and arrive in the other order
+        faults.plan(Fault.HOLD, Operation.WRITE, count=2)   # two writes are delayed ...
+        faults.release(1, 0)                                # ... and arrive in reverse order
     """
 
     held: list[_Sent] = field(default_factory=list)
-    _plans: list[_Plan] = field(default_factory=list)
+    _schedule: list[_Scheduled] = field(default_factory=list)
 
     def plan(self, fault: Fault, operation: Operation, *, skip: int = 0, count: int = 1) -> None:
-        """Let ``skip`` operations of this kind pass, then treat ``count`` of them so. The earliest plan goes first."""
+        """Apply ``fault`` to ``count`` operations of this kind after the next ``skip``; calls take effect in order."""
         if fault is Fault.CORRUPT and operation is Operation.RING:
-            raise ValueError("only a WRITE can be corrupted; a RING carries nothing but its number")
-        self._plans.append(_Plan(fault, operation, skip, count))
+            raise ValueError("only a WRITE can be corrupted; a RING carries only its sequence number")
+        self._schedule.append(_Scheduled(fault, operation, skip, count))
 
     def release(self, *order: int) -> None:
-        """Deliver held operations in this order of their indices in ``held``; all, oldest first, if none is given."""
-        chosen = [self.held[index] for index in (order or range(len(self.held)))]
-        self.held = [sent for sent in self.held if not any(sent is other for other in chosen)]
-        for sent in chosen:
+        """Deliver held operations by their indices in ``held``, in this order; without indices all, oldest first."""
+        released = [self.held[index] for index in (order or range(len(self.held)))]
+        self.held = [sent for sent in self.held if not any(sent is other for other in released)]
+        for sent in released:
             sent.arrive()
 
-    def pass_on(self, sent: _Sent) -> None:
-        """Take an operation to its arena, by way of the fault planned for it."""
+    def send(self, sent: _Sent) -> None:
+        """Deliver an operation, or apply the fault scheduled for it."""
         match self._next(sent.operation):
             case None:
                 sent.arrive()
@@ -103,16 +103,16 @@ class Faults:
                 _Sent(sent.operation, sent.arena, sent.place, damaged, sent.sequence).arrive()
 
     def _next(self, operation: Operation) -> Fault | None:
-        plan = next((plan for plan in self._plans if plan.operation is operation), None)
-        if plan is None:
+        scheduled = next((entry for entry in self._schedule if entry.operation is operation), None)
+        if scheduled is None:
             return None
-        if plan.skip > 0:
-            plan.skip -= 1
+        if scheduled.skip > 0:
+            scheduled.skip -= 1
             return None
-        plan.count -= 1
-        if plan.count == 0:
-            self._plans.remove(plan)
-        return plan.fault
+        scheduled.count -= 1
+        if scheduled.count == 0:
+            self._schedule.remove(scheduled)
+        return scheduled.fault
 
 
 class NullArena:
@@ -147,7 +147,7 @@ class _Descriptor(msgspec.Struct, array_like=True, frozen=True):
     number: int
 
 
-# All endpoints of this process share one lock, and wake together: they are for tests, not for speed.
+# One lock and one condition for all endpoints of the process: simple, and fast enough for tests.
 _changed = threading.Condition()
 _arenas: "weakref.WeakValueDictionary[int, NullArena]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -157,8 +157,8 @@ class NullEndpoint:
     """One end of an in-process data plane. Implements ``transport.base.Endpoint``.
 
     Args:
-        name: how peers call this endpoint in their errors.
-        faults: what happens to everything this endpoint sends; by default nothing.
+        name: this endpoint's name in peers' errors.
+        faults: applied to everything this endpoint sends; none by default.
     """
 
     def __init__(self, name: str, faults: Faults | None = None) -> None:
@@ -171,9 +171,11 @@ class NullEndpoint:
     def register(self, nbytes: int, doorbells: int) -> NullArena:
         """Allocate the arena (once per endpoint), all doorbells 0."""
         if self._arena is not None:
-            raise TransportError(f"endpoint {self.name} has an arena of {self._arena.nbytes} bytes already")
+            raise TransportError(f"endpoint {self.name} already has an arena of {self._arena.nbytes} bytes")
         if nbytes <= 0 or doorbells <= 0:
-            raise ValueError(f"an arena needs bytes and doorbells; {nbytes} and {doorbells} were asked for")
+            raise ValueError(
+                f"an arena needs at least 1 byte and 1 doorbell; got {nbytes} bytes, {doorbells} doorbells"
+            )
         self._arena = _arenas[self._number] = NullArena(nbytes, doorbells)
         return self._arena
 
@@ -183,7 +185,7 @@ class NullEndpoint:
         return msgspec.msgpack.encode(_Descriptor(self.name, os.getpid(), self._number))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> NullPeer:
-        """Find a peer's arena; needs no time. Raises TransportError, PeerLostError."""
+        """Find a peer's arena; does not block. Raises TransportError, PeerLostError."""
         self._registered()
         try:
             where = msgspec.msgpack.decode(descriptor, type=_Descriptor)
@@ -191,7 +193,7 @@ class NullEndpoint:
             raise TransportError(f"not the descriptor of a null endpoint: {error}") from error
         if where.pid != os.getpid():
             raise TransportError(
-                f"{where.name} lives in process {where.pid}; null endpoints join threads of one process"
+                f"{where.name} is in process {where.pid}; null endpoints connect only within one process"
             )
         arena = _arenas.get(where.number)
         if arena is None or arena.gone:
@@ -201,19 +203,19 @@ class NullEndpoint:
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; its death no longer ends waits."""
+        """Forget a peer; from now on its loss does not interrupt waits."""
         self._peers.remove(self._connected(peer))
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         content = _content(data)
         check_range(offset, len(content), peer.nbytes)
-        self.faults.pass_on(_Sent(Operation.WRITE, self._living(peer), offset, content, 0))
+        self.faults.send(_Sent(Operation.WRITE, self._living(peer), offset, content, 0))
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
         check_doorbell(doorbell, peer.doorbells)
-        self.faults.pass_on(_Sent(Operation.RING, self._living(peer), doorbell, b"", sequence))
+        self.faults.send(_Sent(Operation.RING, self._living(peer), doorbell, b"", sequence))
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
@@ -234,7 +236,7 @@ class NullEndpoint:
         self.faults.pass_on(_Sent(Operation.RING, own, fetch.doorbell, b"", fetch.sequence))
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
         arena = self._registered()
         if not targets:
             raise ValueError("a wait needs at least one doorbell")
@@ -260,7 +262,7 @@ class NullEndpoint:
         raise deadline_error(self.name, targets, reached, timeout_s)
 
     def close(self) -> None:
-        """Tell peers, then give back all memory. Idempotent. Views keep their memory."""
+        """Tell peers, then release all memory. Idempotent. Views keep their memory."""
         if self._arena is None:
             return
         with _changed:
@@ -272,7 +274,7 @@ class NullEndpoint:
 
     def _registered(self) -> NullArena:
         if self._arena is None:
-            raise TransportError(f"endpoint {self.name} has no arena: register() comes first, close() last")
+            raise TransportError(f"endpoint {self.name} has no arena: call register() first, and nothing after close()")
         return self._arena
 
     def _connected(self, peer: Peer) -> NullPeer:

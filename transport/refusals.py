@@ -1,4 +1,4 @@
-"""What was turned away at a door: counted by kind, and the first of each kind logged."""
+"""Counts rejected connections by kind, and logs the first of each kind."""
 
 import logging
 from collections import Counter
@@ -7,14 +7,14 @@ logger = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Refusals of one listener. One thread counts a kind; any may read ``by_kind``."""
+    """Rejected connections of one listener. Each kind is counted by one thread; any thread may read ``by_kind``."""
 
     def __init__(self, name: str) -> None:
         self.by_kind: Counter[str] = Counter()
         self._name = name
 
     def add(self, kind: str, reason: str) -> None:
-        """Count one more."""
+        """Count a rejected connection."""
         self.by_kind[kind] += 1
         if self.by_kind[kind] == 1:
-            logger.warning("%s turned somebody away: %s (more of this kind are counted only)", self._name, reason)
+            logger.warning("%s rejected a connection: %s (more of this kind are only counted)", self._name, reason)

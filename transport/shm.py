@@ -1,4 +1,4 @@
-"""Shared memory between processes of one machine.
+"""The shared-memory transport between processes of one machine. Implements ``transport.base.Endpoint``.
 
 An arena is an anonymous file that peers open through ``/proc/<pid>/fd/<n>``. Layout, doorbells and the wait are
 native (``native/transport``).
@@ -22,10 +22,10 @@ PROTOCOL = 1
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):
-    """Where an arena is found.
+    """Where to find an arena.
 
-    Numbers are used again: ``start_time`` (clock ticks since boot) tells a process from a later one of its id, and the
-    random ``identity`` an arena from a later one behind the same file descriptor.
+    Process ids and file descriptors are reused: ``start_time`` (clock ticks since boot) tells a process from a later
+    one with its id, and the random ``identity`` an arena from a later one with its file descriptor.
     """
 
     protocol: int
@@ -43,7 +43,7 @@ def _start_time(pid: int) -> int:
 
 
 def host() -> str:
-    """The same for processes that may open each other's arenas: one boot of one machine, one PID namespace."""
+    """Equal for processes that can open each other's arenas: same boot of a machine, same PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -67,10 +67,10 @@ class _Own:
 
 
 class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
-    """One worker's end of the data plane in shared memory. Implements ``transport.base.Endpoint``.
+    """One worker's end of the data plane in shared memory.
 
     Args:
-        name: how peers call this endpoint in their errors.
+        name: this endpoint's name in peers' errors.
         spin_s: see ``Options``.
     """
 
@@ -85,7 +85,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), arena.fd, arena.identity))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
-        """Open a peer's arena for writing; needs no time. Raises TransportError, PeerLostError."""
+        """Open a peer's arena for writing; does not block. Raises TransportError, PeerLostError."""
         own = self._registered()
         try:
             where = msgspec.msgpack.decode(descriptor, type=Descriptor)
@@ -102,7 +102,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; its death no longer ends waits."""
+        """Forget a peer; from now on its loss does not interrupt waits."""
         known = self._connected(peer)
         index = self._peers.index(known)
         self._registered().waiter.forget(index)
@@ -136,7 +136,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
 
-        This thread copies, and is done when it returns.
+        The calling thread copies; the doorbell has rung when it returns.
         """
         own, theirs = self._registered().arena.native, self._connected(peer).native
         check_fetch(fetch, theirs, own)
@@ -146,15 +146,15 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         own.ring(fetch.doorbell, fetch.sequence)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
         own = self._registered()
         try:
             return own.waiter.wait(targets, timeout_s, self.spin_s)
         except TimeoutError:
             reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None
-        except ConnectionResetError as gone:
-            raise _lost(self._peers[gone.args[0]]) from None
+        except ConnectionResetError as error:
+            raise _lost(self._peers[error.args[0]]) from None
 
     def _open(self, arena: OwnArena) -> _Own:
         return _Own(arena, ShmWaiter(arena.native))
@@ -172,26 +172,26 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
 
 
 def _open(where: Descriptor) -> ShmPeer:
-    """Map the arena of another process, having made sure that it is the process meant."""
+    """Map the arena of another process, after checking that the process id has not been reused."""
     try:
         pidfd = os.pidfd_open(where.pid)
     except ProcessLookupError as error:
         raise PeerLostError(
             where.name,
-            f"process {where.pid} is not visible here ({error.strerror}); shared memory joins workers of one machine "
-            "and one PID namespace",
+            f"process {where.pid} is not visible here ({error.strerror}); shared memory needs workers on one machine, "
+            "in one PID namespace",
         ) from error
     except OSError as error:
-        raise TransportError(f"cannot watch over {where.name} in process {where.pid}: {error}") from error
+        raise TransportError(f"cannot monitor {where.name} in process {where.pid}: {error}") from error
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, pidfd)
         try:
-            # After pidfd_open: if the id was that of the right process here, the handle is on that process.
+            # Checked after pidfd_open: if the id belongs to the right process now, the pidfd refers to that process.
             if _start_time(where.pid) != where.start_time:
-                raise PeerLostError(where.name, f"process {where.pid} is another one now")
+                raise PeerLostError(where.name, f"process id {where.pid} now belongs to another process")
             native = _map(where)
         except (FileNotFoundError, ProcessLookupError, ValueError) as error:
-            raise PeerLostError(where.name, f"process {where.pid} has ended or closed its endpoint") from error
+            raise PeerLostError(where.name, f"process {where.pid} has exited or closed its endpoint") from error
         except (OSError, MemoryError) as error:
             raise TransportError(f"cannot open the arena of {where.name} in process {where.pid}: {error}") from error
         undo.pop_all()
@@ -200,8 +200,8 @@ def _open(where: Descriptor) -> ShmPeer:
 
 def _map(where: Descriptor) -> NativeArena:
     path = f"/proc/{where.pid}/fd/{where.fd}"
-    if f"memfd:{MEMFD_NAME}" not in os.readlink(path):  # opening whatever else it may be now could have effects
-        raise ValueError(f"{path} is no arena")
+    if f"memfd:{MEMFD_NAME}" not in os.readlink(path):  # opening another kind of file could have side effects
+        raise ValueError(f"{path} is not an arena")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return NativeArena.open(fd, where.identity)
@@ -211,4 +211,4 @@ def _map(where: Descriptor) -> NativeArena:
 
 def _lost(peer: Peer) -> PeerLostError:
     pid = f"process {peer.pid}" if isinstance(peer, ShmPeer) else "its process"
-    return PeerLostError(peer.name, f"{pid} has ended or closed its endpoint")
+    return PeerLostError(peer.name, f"{pid} has exited or closed its endpoint")

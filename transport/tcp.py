@@ -1,10 +1,10 @@
-"""TCP between machines. Implements ``transport.base.Endpoint``.
+"""The TCP transport between machines. Implements ``transport.base.Endpoint``.
 
-Frames, streams and the wait are native (``native/transport/tcp.cpp``); this file makes connections: it proves both
-sides to each other (``transport.handshake``), and makes them again when they are lost while the peer lives on.
+Frames, streams and the wait are native (``native/transport/tcp.cpp``). This file makes and authenticates connections
+(``transport.handshake``), and reconnects when a connection is lost while the peer still runs.
 
-The owner's thread receives, inside ``wait`` and whenever a ``post`` finds no room; a thread of the listener lets peers
-in meanwhile. A message is handed to the kernel before ``post`` returns.
+The owner's thread receives, inside ``wait`` and whenever ``post`` finds the send window full; the listener's thread
+accepts peers meanwhile. A message is handed to the kernel before ``post`` returns.
 """
 
 import enum
@@ -30,11 +30,11 @@ from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Des
 
 logger = logging.getLogger(__name__)
 
-ATTEMPT_S = 1.0  # for one connection to be made again
-MIN_ATTEMPT_S = 0.1  # also when a wait has no time left: to know whether the peer is gone
+ATTEMPT_S = 1.0  # for one attempt to reconnect
+MIN_ATTEMPT_S = 0.1  # even when a wait has no time left, to learn whether the peer still listens
 
 _REQUEST = struct.Struct("<QQB?")  # stream, identity of the sender, purpose, whether TLS follows
-_ANSWER = struct.Struct("<Q")  # the byte of the stream that the receiver wants next
+_ANSWER = struct.Struct("<Q")  # position in the stream of the next byte that the receiver needs
 
 
 class _Purpose(enum.IntEnum):
@@ -56,7 +56,7 @@ class TcpPeer:
         self.stream = stream
         self.sender = sender
         self.broken_since: float | None = None
-        self.lost = ""  # why; empty while it is not
+        self.lost = ""  # the reason; empty while the peer is connected
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class _Own:
     listener: Listener
 
     def refuse(self, reason: str) -> None:
-        """A stream was closed for a frame that cannot be."""
+        """Count a stream that was closed for an invalid frame."""
         self.listener.refusals.add("FRAME", reason)
 
 
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
-    """One worker's end of the data plane over TCP; it listens on this machine alone unless it is given a host.
+    """One worker's end of the data plane over TCP; without a host it listens on the loopback address only.
 
-    What a lost connection took is sent again while this end waits, or sends to that peer.
+    Bytes lost with a connection are sent again while this endpoint waits, or sends to that peer.
 
-    With ``tls`` all that follows the mutual proof is encrypted, by a key that comes from the cluster's secret, and
-    peers without it are refused.
+    With ``tls``, everything after the handshake is encrypted with a key derived from the cluster secret, and peers
+    without TLS are rejected.
     """
 
     transport = "tcp"
@@ -110,7 +110,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             left_s = max(deadline - time.monotonic(), 0.0)
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; its death no longer ends waits."""
+        """Forget a peer; from now on its loss does not interrupt waits."""
         known = self._connected(peer)
         self._registered().streams.disconnect(known.sender)
         self._peers.remove(known)
@@ -119,7 +119,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         known = self._connected(peer)
         try:
-            self._registered().streams.write(known.sender, offset, data, self._stall_s, self._mend)
+            self._registered().streams.write(known.sender, offset, data, self._stall_s, self._reconnect)
         except TimeoutError:
             raise self._stalled(known) from None
 
@@ -127,7 +127,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
         known = self._connected(peer)
         try:
-            self._registered().streams.ring(known.sender, doorbell, sequence, self._stall_s, self._mend)
+            self._registered().streams.ring(known.sender, doorbell, sequence, self._stall_s, self._reconnect)
         except TimeoutError:
             raise self._stalled(known) from None
 
@@ -136,7 +136,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         known = self._connected(peer)
         try:
             self._registered().streams.post(
-                known.sender, offset, nbytes, parts, doorbell, sequence, self._stall_s, self._mend
+                known.sender, offset, nbytes, parts, doorbell, sequence, self._stall_s, self._reconnect
             )
         except TimeoutError:
             raise self._stalled(known) from None
@@ -150,10 +150,10 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         own.fetch(known.sender, fetch.offset, fetch.nbytes, fetch.to, fetch.doorbell, fetch.sequence)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
         own = self._registered()
         try:
-            return own.streams.wait(targets, timeout_s, self.spin_s, self._mend, own.refuse)
+            return own.streams.wait(targets, timeout_s, self.spin_s, self._reconnect, own.refuse)
         except TimeoutError:
             reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None
@@ -177,8 +177,8 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
         return peer
 
-    def _mend(self, sender: TcpSender, seconds: float) -> None:
-        """Try once to make a connection that is missing. Raises PeerLostError once that is hopeless."""
+    def _reconnect(self, sender: TcpSender, seconds: float) -> None:
+        """Try once to make a missing connection. Raises PeerLostError once the peer counts as lost."""
         peer = next(peer for peer in self._peers if peer.sender is sender)
         if peer.lost:
             raise PeerLostError(peer.name, peer.lost)
@@ -204,7 +204,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
                 sender.reopen(opened, position)
                 logger.warning("%s resumed its connection to %s", self.name, peer.name)
         except ConnectionRefusedError:
-            return self._lose(peer, f"nobody listens on {peer.where.host} port {peer.where.port} any more")
+            return self._lose(peer, f"nothing listens on {peer.where.host} port {peer.where.port} any more")
         except (RefusedError, ValueError) as error:
             return self._lose(peer, f"its connection was lost and cannot be resumed: {error}")
         except (OSError, TransportError) as error:
@@ -216,33 +216,33 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         return None
 
     def _lose(self, peer: TcpPeer, reason: str) -> None:
-        """What it sent before still counts: native code goes on until that is taken in, and calls ``_mend`` again."""
+        """Mark a peer as lost. Native code first delivers what it sent before, then calls ``_reconnect`` again."""
         peer.lost = reason
         peer.sender.lose()
 
     def _stalled(self, peer: TcpPeer) -> PeerLostError:
-        self._lose(peer, f"it has taken in nothing of a message for {self._stall_s:g} s")
+        self._lose(peer, f"it has accepted no bytes for {self._stall_s:g} s")
         return PeerLostError(peer.name, peer.lost)
 
 
 class _Opener:
-    """Makes connections of connected sockets: plain, or under TLS if there is a key."""
+    """Wraps connected sockets as native connections: plain, or with TLS if there is a key."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
 
     @property
     def encrypts(self) -> bool:
-        """True if connections are under TLS."""
+        """True if connections use TLS."""
         return self._key is not None
 
     def check(self) -> None:
-        """Raise TransportError if connections cannot be made so here."""
+        """Raise TransportError if TLS is requested but unavailable here."""
         if self.encrypts and (obstacle := tls_obstacle()):
-            raise TransportError(f"tcp cannot be encrypted here: {obstacle}")
+            raise TransportError(f"TLS is not available for tcp here: {obstacle}")
 
     def open(self, connection: socket.socket, *, listens: bool, timeout_s: float) -> Connection:
-        """Take over a socket. Raises TransportError if the two sides do not agree on TLS in time."""
+        """Take over a socket. Raises TransportError if the TLS handshake fails or takes too long."""
         if self._key is None:
             return Connection(connection.detach())
         try:
@@ -252,23 +252,23 @@ class _Opener:
 
 
 def _admit_to(streams: NativeEndpoint, opener: _Opener) -> Admit:
-    """Lets peers open streams, resume them, and read the arena."""
+    """The listener's ``admit``: peers open streams, resume them, and read the arena."""
 
     def open_(accepted: socket.socket) -> Connection:
         return opener.open(accepted, listens=True, timeout_s=HANDSHAKE_S)
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         if len(request) != _REQUEST.size:
-            raise TransportError(f"a request has {_REQUEST.size} bytes, this one {len(request)}")
+            raise TransportError(f"a request has {_REQUEST.size} bytes, this one has {len(request)}")
         stream, identity, purpose, encrypts = _REQUEST.unpack(request)
         if encrypts != opener.encrypts:
-            wanted, own = ("TLS", "plain") if encrypts else ("a plain connection", "under TLS")
-            raise TransportError(f"it wants {wanted}, and connections here are {own}; give all workers --tls, or none")
+            wanted, own = ("TLS", "plain TCP") if encrypts else ("plain TCP", "TLS")
+            raise TransportError(f"it wants {wanted}, this endpoint uses {own}; start all workers with --tls or none")
         if purpose == _Purpose.FETCHES:
             return _ANSWER.pack(0), lambda accepted: streams.serve(open_(accepted))
         expected = streams.expect(stream, identity, purpose == _Purpose.STREAM)
         if expected is None:
-            raise TransportError("this stream was refused for one of its frames, or has been forgotten")
+            raise TransportError("this stream does not exist: it sent an invalid frame, or was forgotten")
         position, number = expected
         return _ANSWER.pack(position), lambda accepted: streams.accept(stream, number, open_(accepted))
 

@@ -1,7 +1,7 @@
-"""Partial attention over segments of a KV slab, on this machine's processor.
+"""Partial attention over segments of a KV slab, and appending to it, with native kernels on the CPU.
 
 Arrays are C-contiguous numpy arrays; uint16 means bfloat16 bits. Shapes use R query rows, Hq query heads, Hkv
-key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module imports no torch.
+key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module does not import torch.
 """
 
 from typing import Any, TypedDict
@@ -40,23 +40,23 @@ def partial(
     *,
     path: Path = BEST_PATH,
 ) -> tuple[FloatArray, FloatArray]:
-    """Attention of every query row over its pair's segment, without sinks: those are applied by ``merge``.
+    """Attention of every query row over its pair's segment, without sinks, which ``merge`` applies.
 
-    Arrays of CuPy are attended to on their card (``lamina.kernels.gpu``), whatever ``threads`` and ``path`` say.
+    CuPy arrays are processed on their GPU (``lamina.kernels.gpu``); ``threads`` and ``path`` are then ignored.
 
     Args:
         q: [R, Hq, D] float32 or the element type of k; rounded to bfloat16 on ``Path.AVX512_BF16`` if k holds that.
         k: [slots, Hkv, D] float32, float16 or uint16. v: [slots, Hkv, Dv] likewise.
         spec: scale, window, chunk, softcap and alibi slopes; its head counts and sizes must be those of q, k and v.
         threads: threads to use, this one included.
-        out, lse: written if given, else allocated.
+        out, lse: written if given, otherwise allocated.
         path: instruction set, one of ``lamina._native.attention_paths()``.
 
     Returns:
         out float32 [R, Hq, Dv] and natural-log lse float32 [R, Hq]; 0 and -inf for a row that sees nothing.
 
     Raises:
-        ValueError: a shape, an element type, an order or a slot that does not fit.
+        ValueError: a shape, an element type, a memory order or a slot is invalid.
     """
     if hasattr(q, "__cuda_array_interface__"):
         from lamina.kernels.gpu import cuda
@@ -83,11 +83,11 @@ def partial_tasks(
     adds: bool,
     path: Path = BEST_PATH,
 ) -> None:
-    """Tasks [first, last) of the ``count_tasks`` that ``partial`` consists of, for an attention in several calls.
+    """Run tasks [first, last) of the ``count_tasks`` tasks of ``partial``, for an attention in several calls.
 
-    Each task writes rows and heads of ``out`` and ``lse`` of its own. Calls for further tokens of the same rows merge
-    theirs into what is there (``adds``). What all calls leave is what ``partial`` of all tokens gives, up to rounding.
-    Raises ValueError as ``partial``, and for tasks that are not among those of this attention.
+    Each task writes its own rows and heads of ``out`` and ``lse``. With ``adds``, a call for further tokens of the same
+    rows merges its partials into those already there. Together the calls give the result of ``partial`` over all
+    tokens, up to rounding. Raises ValueError like ``partial``, and for tasks out of range.
     """
     _check_spec(q, k, v, spec)
     first, last = tasks
@@ -97,7 +97,7 @@ def partial_tasks(
 
 
 def count_tasks(query_offsets: IntArray, spec: AttentionSpec) -> int:
-    """Tasks of an attention of these query rows, see ``SegmentTable``: blocks of rows by key/value heads."""
+    """The number of tasks of an attention of these query rows (``SegmentTable``): blocks of rows x key/value heads."""
     return _native.attention_count_tasks(query_offsets, spec.query_heads, spec.kv_heads)
 
 
@@ -128,7 +128,7 @@ def append(k_slab: Array, v_slab: Array, k: Array, v: Array, slots: IntArray, th
     k and v hold float32, rounded to nearest even, or the slab's element type.
 
     Raises:
-        ValueError: a shape, an element type, an order or a slot that does not fit; nothing is written.
+        ValueError: a shape, an element type, a memory order or a slot is invalid; nothing has been written.
     """
     _check_values(v_slab, v, slots, k_slab)
     _native.attention_append(k_slab, k, slots, threads)
@@ -143,7 +143,7 @@ def _check_spec(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
 
 
 def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array) -> None:
-    """Refuses what appending v would, so that k is not written before; slots are checked with k."""
+    """Check v before k is written, so that an error leaves both unchanged; slots are checked with k."""
     if v_slab.ndim != 3 or len(v_slab) != len(k_slab) or v_slab.dtype != k_slab.dtype:
         raise ValueError(
             f"v_slab is {v_slab.dtype} of shape {v_slab.shape}; give it the slots and elements of k_slab, "

@@ -1,4 +1,4 @@
-"""Anonymous memory for KV slabs, and how fast it can be read."""
+"""Allocates huge-page memory for KV slabs and packed weights, and reads memory at full bandwidth for comparison."""
 
 import mmap
 from contextlib import suppress
@@ -14,16 +14,16 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
     """Zeroed memory of ``nbytes`` bytes, aligned to and advised for huge pages; unmapped with its last view.
 
-    Scattered reads of a slab on 4 KiB pages spend their time in page-table walks.
-    Pages are taken from the machine when they are first written. A kernel built without huge pages gives small ones.
+    With 4 KiB pages, scattered reads of a slab spend their time in page-table walks. Pages are allocated when they are
+    first written; a kernel built without huge pages provides small ones.
 
     Raises:
-        ValueError: nbytes is not positive. OSError: the system has no such address space.
+        ValueError: nbytes is not positive. OSError: the address space cannot be mapped.
     """
     if nbytes <= 0:
         raise ValueError(f"nbytes is {nbytes}; give a positive number of bytes")
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # advice only; EINVAL where the kernel has none
+    with suppress(OSError):  # only advice; EINVAL if the kernel has no huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(mapping, np.uint8)
     start = -buffer.ctypes.data % HUGE_PAGE_BYTES
@@ -31,7 +31,7 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def read(memory: npt.NDArray[np.uint8], threads: int) -> int:
-    """Reads all of ``memory`` as fast as the machine can: the yardstick of memory-bound kernels. Returns a checksum.
+    """Reads all of ``memory`` as fast as possible: the reference for memory-bound kernels. Returns a checksum.
 
     Raises:
         ValueError: threads is below 1.
@@ -40,11 +40,11 @@ def read(memory: npt.NDArray[np.uint8], threads: int) -> int:
 
 
 def read_rows(rows: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32], threads: int) -> int:
-    """Reads rows ``slots`` [N] of ``rows`` [slots, row bytes] in that order: the yardstick of reading a slab.
+    """Reads rows ``slots`` [N] of ``rows`` [slots, row bytes] in that order: the reference for reading a slab.
 
-    Asks for rows ahead. Returns a checksum, the sum of the rows' 8-byte words modulo 2**64.
+    Prefetches rows. Returns a checksum, the sum of the rows' 8-byte words modulo 2**64.
 
     Raises:
-        ValueError: rows are no multiple of 64 bytes, a slot is not there, or threads is below 1.
+        ValueError: rows are not a multiple of 64 bytes, a slot is out of range, or threads is below 1.
     """
     return _native.read_rows(rows, slots, threads)

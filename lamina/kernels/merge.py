@@ -1,4 +1,4 @@
-"""The algebra of partial attention results: merging is associative, so any split of the tokens gives the same."""
+"""Merges partial attention results; merging is associative, so every split of the tokens gives the same result."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def merge(
     lse: FloatArray | None = None,
     threads: int = 1,
 ) -> Array:
-    """Merges P partials of the same R rows, each over other tokens, into one.
+    """Merges P partials of the same R rows, over disjoint tokens, into one.
 
     Args:
         outs: P arrays float32 [R, Hq, Dv]. lses: P arrays float32 [R, Hq], natural log; -inf partials are neutral.
@@ -31,10 +31,10 @@ def merge(
         threads: threads to use at most, this one included.
 
     Returns:
-        out; 0 for a row that saw nothing in any partial.
+        out; 0 for a row that saw no token in any partial.
 
     Raises:
-        ValueError: no partials, or shapes, element types or orders that do not fit.
+        ValueError: no partials, or an invalid shape, element type or memory order.
     """
     out = np.empty_like(outs[0]) if out is None and len(outs) else out
     if out is None:

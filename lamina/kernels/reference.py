@@ -1,4 +1,4 @@
-"""The slow, obvious oracle: attention in float64, one row and head at a time. For tests."""
+"""Reference attention for tests: float64, one row and head at a time, slow and obvious."""
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def partial(
     out: FloatArray | None = None,
     lse: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Same arguments and results as ``lamina.kernels.attention.partial``; one thread whatever ``threads`` says."""
+    """Same arguments and results as ``lamina.kernels.attention.partial``; ``threads`` is ignored."""
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
     lse = np.empty(q.shape[:2], np.float32) if lse is None else lse
     queries, keys, values = widen(q), widen(k), widen(v)

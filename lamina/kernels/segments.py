@@ -1,4 +1,4 @@
-"""Which query rows of a step attend to which tokens of a slab: what every attention kernel is told."""
+"""The input of every attention kernel: which query rows of a step attend to which tokens of a slab."""
 
 from dataclasses import dataclass
 

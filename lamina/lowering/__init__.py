@@ -1,4 +1,4 @@
-"""Slices made fast on a device: fused kernels, packed weights, native programs, and how they are stored."""
+"""Makes slices fast on a device: fused kernels, packed weights and native programs; and stores the result."""
 
 from lamina.lowering.lowered import LoweredModel, LoweredSlice, lower
 from lamina.lowering.program import Room

@@ -1,6 +1,6 @@
-"""Norms, rotary embeddings, gated activations and the likeliest token: one native call each where torch needs several.
+"""Native kernels for norms, rotary embeddings, gated activations and argmax: one call each where torch needs several.
 
-Rounded as the operators they stand for; the kernels get addresses, so these functions answer for shapes and types.
+They round like the operators they replace. Kernels get bare addresses; these functions guarantee shapes and types.
 All tensors are on the CPU and of one element type: float32, float16 or bfloat16.
 """
 
@@ -90,9 +90,9 @@ def gate(x: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of each row of x [R, N], float32 [R], NaN if the row holds one, and its first place, int64 [R].
+    """The largest value of each row of x [R, N], float32 [R] (NaN if the row has one), and its first index, int64 [R].
 
-    What ``x.max(-1)`` gives, for wide rows in a third of its time.
+    The same as ``x.max(-1)``, in a third of its time for wide rows.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()

@@ -1,8 +1,8 @@
-"""Passes over lowered graphs that put one native call in the place of several operators, found by structure.
+"""Graph passes that replace groups of operators by one native call each, found by their structure.
 
-A pattern is searched backwards or forwards from an operator that only it has (rsqrt, neg, silu). What is replaced is
-then without users and removed; an inner value that something else uses stays. Nothing is replaced unless shapes and
-element types are known to be right.
+A pattern is matched backwards or forwards from its characteristic operator (rsqrt, neg, silu). Replaced nodes have no
+users left and are removed; an inner value that another node uses stays. Nothing is replaced unless shapes and element
+types are known to match.
 """
 
 import operator
@@ -37,7 +37,7 @@ def _value(node: Any) -> Tensor | None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether both are tensors of one shape and one element type that the kernels know."""
+    """Whether both are tensors of the same shape and the same element type, one that the kernels support."""
     x, y = _value(a), _value(b)
     return x is not None and y is not None and x.shape == y.shape and x.dtype == y.dtype and _known(x.dtype)
 
@@ -47,7 +47,7 @@ def _known(dtype: torch.dtype) -> bool:
 
 
 def _operands(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
-    """The two operands of a commutative operator in both orders; none if it is another operator."""
+    """The two operands of a commutative operator in both orders; empty for any other node."""
     if not _is(node, target) or node.kwargs or len(node.args) != 2:
         return ()
     a, b = node.args
@@ -193,12 +193,12 @@ def _match_rotation(root: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] 
 
 def _is_rotated_half(cat: fx.Node, negated: fx.Node, part: fx.Node, size: int) -> bool:
     """Whether ``cat``, which uses ``negated``, is cat([-upper half, lower half]) of ``part``."""
-    pieces: Any = cat.args[0]
+    halves: Any = cat.args[0]
     return (
-        len(pieces) == 2
+        len(halves) == 2
         and cat.args[1:] in ((-1,), (3,))
         and _is_slice(negated.args[0], part, size // 2, size)
-        and _is_slice(pieces[1], part, 0, size // 2)
+        and _is_slice(halves[1], part, 0, size // 2)
         and size % 2 == 0
     )
 
@@ -267,7 +267,7 @@ def _fuse_gates(graph: fx.Graph) -> None:
 
 
 def _join_views(graph: fx.Graph) -> None:
-    """Views that undo each other, and views of views."""
+    """Remove views that undo each other, and merge views of views."""
     for node in graph.nodes:
         if _is(node, aten.squeeze.dim, aten.transpose.int, aten.view.default):
             _join_view(graph, node)
@@ -286,7 +286,7 @@ def _join_view(graph: fx.Graph, node: fx.Node) -> None:
         elif _is(source, aten.view.default) and source.args[1][0] == 1:
             node.target, node.args = aten.view.default, (source.args[0], source.args[1][1:])
         elif _is(source, aten.transpose.int) and source.args[1:] == (1, 2):
-            # The same the other way round, so that the transposition may meet one that undoes it.
+            # Swap the two, so that the transposition may meet one that undoes it.
             with graph.inserting_before(node):
                 squeezed = graph.call_function(aten.squeeze.dim, (source.args[0], 0))
             node.target, node.args = aten.transpose.int, (squeezed, 0, 1)
@@ -305,7 +305,7 @@ FUNCTIONS = {aten.add.Tensor: operator.add, aten.mul.Tensor: operator.mul}
 
 
 def _call_directly(graph: fx.Graph) -> None:
-    """Operators that tensors have as methods: calling them so takes half as long as by their overload."""
+    """Call operators as tensor methods where these exist: that takes half as long as calling the overload."""
     for node in graph.nodes:
         if node.op != "call_function" or node.kwargs:
             continue

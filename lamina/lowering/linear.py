@@ -1,8 +1,8 @@
-"""Linear layers whose weight is packed once: Lamina's own product, or oneDNN's where that is the faster one.
+"""Linear layers with weights packed once: Lamina's own matrix product, or oneDNN's where that is faster.
 
-At the few rows of a decode step the time of a linear layer is that of reading its weight. The native product reads it
-once, in order; it takes 0.6 to 0.9 of the time that oneDNN takes, at 1 to 512 rows (``bench/kernels/slices.py``).
-oneDNN serves what it does not: other element types, processors without bfloat16 pairs, and those with matrix tiles.
+With the few rows of a decode step, a linear layer takes as long as reading its weight. The native product reads it
+once, in order; it takes 0.6 to 0.9 of oneDNN's time, at 1 to 512 rows (``bench/kernels/slices.py``). oneDNN is used for
+other element types, on processors without bfloat16 pair instructions, and on those with matrix tiles (AMX).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Packing:
     """One way to compute linear layers.
 
     Attributes:
-        pack: makes the weight [outputs, inputs] what ``linear`` takes; the weight can then be let go.
+        pack: converts a weight [outputs, inputs] to the form ``linear`` takes; the original can then be freed.
         linear: (x [..., inputs], packed weight, bias [outputs] or None, outputs) -> [..., outputs].
         inputs_multiple: only weights whose number of inputs is a multiple of it can be packed.
     """
@@ -33,7 +33,7 @@ class Packing:
 
 
 def packing(dtype: DType) -> Packing | None:
-    """The fastest one for ``dtype`` on this processor; None: torch's own linear is."""
+    """The fastest packing for ``dtype`` on this processor; None if torch's own linear is faster."""
     if dtype is DType.BFLOAT16 and _native.linear_available() and not torch.cpu._is_amx_tile_supported():
         return NATIVE
     return ONEDNN if _onednn_packs(dtype) else None
@@ -88,7 +88,7 @@ _POINTWISE: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
 
 
 def linear_onednn(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """The same by oneDNN, for what ``ONEDNN.pack`` made."""
+    """The same with oneDNN, for weights packed by ``ONEDNN.pack``."""
     out: Tensor = _POINTWISE(x, packed, bias, "none", [], "")
     return out
 

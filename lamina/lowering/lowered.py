@@ -1,10 +1,10 @@
 """Makes slices fast on a CPU without changing what they compute.
 
 Linear layers read weights that are packed once (``linear``; 1.5 to 2.5 times faster at few rows than repacking in every
-call). What depends on positions alone (rotary cosines and sines) is the same in every
-layer: it becomes a graph of its own, the prelude, whose results all slices of a step share. What lies between linear
-layers is fused into few native kernels (``fuse``). A slice that consists of these alone runs as one native call
-(``program``, ``translate``), any other one as a graph.
+call). Values that depend on positions alone (rotary cosines and sines) are the same in every layer: a graph of its own,
+the prelude, computes them once per step for all slices. Operators between linear layers are fused into few native
+kernels (``fuse``). A slice that consists of these alone runs as one native call (``program``, ``translate``), any other
+as a graph.
 """
 
 import copy
@@ -27,7 +27,7 @@ LINEAR = torch.ops.aten.linear.default
 
 @dataclass(frozen=True)
 class SliceGraphs:
-    """``main`` takes weights (those at ``packed`` places packed), what ``prelude`` gives, then rows as before."""
+    """``main`` takes weights (packed at the indices in ``packed``), the results of ``prelude``, then rows as before."""
 
     main: fx.GraphModule
     prelude: fx.GraphModule | None = None  # None: ``main`` takes the constants themselves
@@ -36,7 +36,7 @@ class SliceGraphs:
 
 @dataclass(frozen=True)
 class LoweredPart:
-    """A slice that lacks nothing but its weights. ``weights``, ``constants`` and ``last`` are those of ``Slice``."""
+    """A lowered slice without its weights. ``weights``, ``constants`` and ``last`` are those of ``Slice``."""
 
     graphs: SliceGraphs
     weights: tuple[str, ...]
@@ -48,7 +48,7 @@ class LoweredSlice:
     """A slice with its weights, as fast as this processor runs it. Computes what ``Slice.run`` computes.
 
     Attributes:
-        program: what it runs as; None if it is run as a graph.
+        program: the native program it runs as; None if it runs as a graph.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LoweredSlice:
         self.program = None if steps is None else SliceProgram(steps, self.weights)
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """What depends on positions [T] alone; the same for all slices with this ``prelude_key``."""
+        """The values that depend on positions [T] alone; the same for all slices with this ``prelude_key``."""
         return tuple(self._constants) if self._table is None else self._table.at(positions)
 
     def run(
@@ -89,8 +89,8 @@ class LoweredSlice:
     ) -> SliceOutput:
         """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions.
 
-        ``on_query`` gets q [T, Hq, D] as soon as it exists, which is before k and v where the model allows it. What is
-        returned may live in ``room``, if one is given, which is then for T rows.
+        ``on_query`` gets q [T, Hq, D] as soon as it exists: before k and v, if the model allows it. Results may live in
+        ``room``, if given, which must be for T rows.
         """
         arrived = context if attention is None else (attention, *context)
         if self.program is not None:
@@ -100,20 +100,20 @@ class LoweredSlice:
 
 
 class PositionTable:
-    """What a prelude gives for positions 0, 1, ...: computed once, then looked up.
+    """A prelude's results for positions 0, 1, ...: computed once, then looked up.
 
-    Every value of a slice belongs to one row, so a prelude's value for a position does not depend on other positions.
-    ``positions`` is how many the model knows: it may refuse the next one.
+    Every value of a slice belongs to one row, so a prelude's result for a position does not depend on other positions.
+    ``positions`` is the number that the model supports: later ones may raise.
     """
 
-    FIRST, MOST = 1 << 12, 1 << 17  # positions in the table to begin with, and in the end
+    FIRST, MOST = 1 << 12, 1 << 17  # positions in the first table, and in the largest
 
     def __init__(self, prelude: fx.GraphModule, constants: list[Tensor], positions: int) -> None:
         self._most = min(positions, self.MOST)
         self._prelude = prelude
         self._constants = constants
         shorter, longer = (self._compute(torch.arange(count)) for count in (2, 3))
-        # The dimension that is as long as there are positions, None where there is none.
+        # The dimension whose length is the number of positions; None for a result without one.
         self._dims = [
             next((d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n), None)
             for a, b in zip(shorter, longer, strict=True)
@@ -140,13 +140,13 @@ class PositionTable:
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """What running a split model takes, save for its weights.
+    """Everything needed to run a split model except its weights.
 
     Attributes:
         parts: one for each slice; equal slices share their graphs.
-        contexts: what crosses each cut.
+        contexts: the context of each cut.
         weights: names of all weights that slices or sinks use.
-        positions: how many the model knows; 0 if it does not say.
+        positions: the number that the model supports; 0 if its config does not say.
         dtype, attentions, sinks, constants: those of ``SplitModel``.
     """
 
@@ -162,7 +162,7 @@ class LoweredModel:
     def with_weights(self, tensors: Mapping[str, Tensor]) -> list[LoweredSlice]:
         """Executable slices; ``tensors`` holds all of ``weights``, on the CPU.
 
-        Packed weights are copies: let go of ``tensors`` to have their memory back.
+        Packed weights are copies: drop ``tensors`` to free their memory.
         """
         tables: dict[tuple[fx.GraphModule, tuple[str, ...]], PositionTable] = {}
 
@@ -186,7 +186,7 @@ class LoweredModel:
 
 
 def lower(model: SplitModel) -> LoweredModel:
-    """Graphs for this processor, from those of ``model``, which stay as they are."""
+    """Lower the graphs of ``model``, which is not changed, for this processor."""
     pack = packing(model.dtype)
     graphs: dict[fx.GraphModule, SliceGraphs] = {}
     for part in model.slices:
@@ -209,7 +209,7 @@ def lower(model: SplitModel) -> LoweredModel:
 
 
 def _announce_query(module: fx.GraphModule) -> None:
-    """Give the graph one more input, a function or None, that it calls with q as soon as q is there."""
+    """Add an input to the graph, a function or None, that the graph calls with q as soon as q exists."""
     graph = module.graph
     *_, last_input = (node for node in graph.nodes if node.op == "placeholder")
     query = cast(tuple[fx.Node, ...], graph.output_node().args[0])[0]
@@ -221,8 +221,9 @@ def _announce_query(module: fx.GraphModule) -> None:
 
 
 def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, frozenset[int]]:
-    """Let linear layers take packed weights, where a weight is of the model's ``dtype`` and serves nothing else; with
-    the places of those weights."""
+    """Make linear layers use packed weights, if a weight has the model's ``dtype`` and no other use.
+
+    Returns the graph and the indices of the packed weights."""
     module = copy.deepcopy(part.graph)
     weights = list(module.graph.nodes)[: len(part.weights)]
     packed = set()
@@ -248,7 +249,7 @@ def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, 
 
 
 def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGraphs:
-    """Move what needs only constants and positions into a prelude, whose results take the constants' place."""
+    """Move nodes that depend on constants and positions alone into a prelude, whose results replace the constants."""
     nodes = list(main.graph.nodes)
     constants = nodes[len(part.weights) : len(part.weights) + len(part.constants)]
     positions = next(node for node in nodes if node.name == "positions")

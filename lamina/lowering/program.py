@@ -1,7 +1,7 @@
-"""Slices as native programs: all steps of a slice in one call, without Python, allocation or the GIL in between.
+"""Runs a slice as a native program: all its steps in one call, without Python, allocation or the GIL in between.
 
-A program's values are matrices of bfloat16 with a row for each token; its steps are linear layers of one input, norms,
-rotations and gates. ``translate`` makes the steps from a slice's graph.
+A program's values are bfloat16 matrices with a row for each token; its steps are linear layers that share an input,
+norms, rotations and gates. ``translate`` makes the steps from a slice's graph.
 """
 
 import math
@@ -20,9 +20,9 @@ Program = _native.Program
 
 
 class Room:
-    """Memory of one step's slices: scratch, and results of two slices, so that the next may read while it writes.
+    """Memory for the slices of a step: scratch, and results of two slices, so that a slice can read the one before.
 
-    What a slice returned is overwritten by the next slice but one that is run in this room.
+    The second slice run after a slice overwrites its results.
     """
 
     def __init__(self, rows: int) -> None:
@@ -31,13 +31,13 @@ class Room:
         self._results: dict[tuple[tuple[int, ...], ...], list[_Results]] = {}
 
     def scratch(self, elements: int) -> int:
-        """Address of as many elements; whatever they held is lost when more are asked for than before."""
+        """Address of ``elements`` elements; a larger request than before discards their contents."""
         if elements > self._scratch.numel():
             self._scratch = torch.empty(elements, dtype=torch.bfloat16)
         return self._scratch.data_ptr()
 
     def results(self, shapes: tuple[tuple[int, ...], ...]) -> "_Results":
-        """Tensors of ``rows`` rows of these shapes, other ones than the last time."""
+        """Tensors of ``rows`` rows of these shapes, other ones than those of the previous call."""
         known = self._results.setdefault(shapes, [])
         known.insert(0, known.pop() if len(known) == 2 else _Results(self.rows, shapes))
         return known[0]
@@ -52,7 +52,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class Columns:
-    """A value: of each row of a matrix the elements from ``column`` on, as a tensor [*[1] * ones, rows, *shape]."""
+    """A value: the elements of each row of a matrix from ``column`` on, seen as [*[1] * ones, rows, *shape]."""
 
     matrix: int
     column: int
@@ -66,12 +66,12 @@ class Columns:
 
 
 NOWHERE = Columns(-1, 0, ())
-"""In place of an operand that a step does not have."""
+"""A missing operand of a step."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One of ``Program``'s methods ``add_...`` and its arguments, operands as ``Columns``."""
+    """One of ``Program``'s methods ``add_...`` and its arguments, with operands as ``Columns``."""
 
     add: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -79,14 +79,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """A slice as steps, for any order of its matrices.
+    """A slice as steps, before its matrices are numbered for the native program.
 
     Attributes:
         widths: of all matrices.
-        steps: in order. until_query: how many of them q needs.
+        steps: in order. until_query: the number of steps after which q exists.
         inputs: matrices that the slice takes: results of the prelude, attention, context, rows of the embedding.
         results: whole matrices that the slice returns.
-        embedding: weight [vocab, d] whose rows are the last of the inputs; None if none is.
+        embedding: weight [vocab, d] whose rows are the last input; None without one.
     """
 
     widths: list[int]
@@ -100,7 +100,7 @@ class Steps:
 class SliceProgram:
     """A slice that runs as a native program.
 
-    The native program knows the addresses of weights alone: ``weights`` are kept for as long as it lives.
+    The native program holds only the weights' addresses, so ``weights`` are kept alive with it.
     """
 
     def __init__(self, steps: Steps, weights: Sequence[Tensor]) -> None:
@@ -120,7 +120,7 @@ class SliceProgram:
         Args:
             ids: int64 [rows].
             inputs: bfloat16 [rows, ...]: what the prelude gave, attention, context.
-            on_query: called with q before what only k and v need is computed.
+            on_query: called with q before the steps that only k and v need.
 
         Raises ValueError for an input of another size or element type.
         """
@@ -151,9 +151,9 @@ def _address(tensor: Tensor, elements: int) -> int:
 
 
 def _join_products(steps: Sequence[Step], barrier: int) -> tuple[list[Step], int]:
-    """Products of one input in one step, where the first of them is; none moves across place ``barrier``.
+    """Join products of the same input into one step, at the first of them; none moves across index ``barrier``.
 
-    Returns the steps and where the barrier is among them.
+    Returns the steps and the index of the barrier among them.
     """
     joined: list[Step] = []
     place = 0
@@ -175,7 +175,7 @@ def _join_products(steps: Sequence[Step], barrier: int) -> tuple[list[Step], int
 
 
 def _assemble(steps: Steps, ordered: Sequence[Step]) -> _native.Program:
-    """Matrices that the caller gives come first in the native program: inputs, then results, then scratch."""
+    """Number the matrices for the native program: inputs, then results, then scratch."""
     results = [result.matrix for result in steps.results]
     given = [*steps.inputs, *results]
     order = [*given, *(matrix for matrix in range(len(steps.widths)) if matrix not in given)]

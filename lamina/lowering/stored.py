@@ -1,6 +1,6 @@
-"""Lowered models as plain records that can be written to a file, and back: names and numbers, no code.
+"""Converts lowered models to records that can be written to a file, and back: names and numbers, no code.
 
-A name that is read is looked up in lists of what lowered graphs may call, never evaluated or imported.
+A name that is read is looked up in lists of what lowered graphs may call; it is never evaluated or imported.
 """
 
 import importlib
@@ -30,12 +30,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _METHOD_NAMES = frozenset(METHODS.values())
-_GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"  # of experts, where torch's own does not take them
+_GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"  # for experts that torch's own does not support
 _TORCH_TYPES = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class NotStorableError(ValueError):
-    """A lowered model holds something that has no place in a record, or a record something that is none."""
+    """A lowered model contains something that records cannot represent, or a record is invalid."""
 
 
 class StoredNode(msgspec.Struct, array_like=True):
@@ -56,7 +56,7 @@ class StoredGraphs(msgspec.Struct):
 
 
 class StoredPart(msgspec.Struct):
-    """``LoweredPart``; ``graphs`` is the place of its graphs in the model's list."""
+    """``LoweredPart``; ``graphs`` is the index of its graphs in the model's list."""
 
     graphs: int
     weights: tuple[str, ...]
@@ -79,7 +79,7 @@ class StoredModel(msgspec.Struct):
 
 
 def store(model: LoweredModel) -> StoredModel:
-    """The record of ``model``. Raises NotStorableError: its graphs hold a target or an argument of an unknown kind."""
+    """The record of ``model``. Raises NotStorableError: its graphs have a target or an argument of an unknown kind."""
     places: dict[int, int] = {}
     graphs: list[StoredGraphs] = []
     for part in model.parts:
@@ -107,7 +107,7 @@ def store(model: LoweredModel) -> StoredModel:
 
 
 def restore(stored: StoredModel) -> LoweredModel:
-    """What ``store`` was given. Raises NotStorableError: a graph in it is none, or calls what it may not."""
+    """The model that ``store`` got. Raises NotStorableError: a graph is invalid or calls something not allowed."""
     graphs = [
         SliceGraphs(
             _restore_graph(graph.main, "Slice"),
@@ -116,7 +116,7 @@ def restore(stored: StoredModel) -> LoweredModel:
         )
         for graph in stored.graphs
     ]
-    _require(all(0 <= part.graphs < len(graphs) for part in stored.parts), "such number of graphs")
+    _require(all(0 <= part.graphs < len(graphs) for part in stored.parts), "graphs with such an index")
     return LoweredModel(
         dtype=stored.dtype,
         parts=tuple(LoweredPart(graphs[part.graphs], part.weights, part.constants, part.last) for part in stored.parts),
@@ -132,7 +132,7 @@ def restore(stored: StoredModel) -> LoweredModel:
 def encode_dtype(value: Any) -> str:
     """msgspec's ``enc_hook`` for records."""
     if not isinstance(value, torch.dtype):
-        raise NotStorableError(f"a record has no {type(value).__name__}")
+        raise NotStorableError(f"records cannot hold a {type(value).__name__}")
     return str(value).removeprefix("torch.")
 
 
@@ -178,7 +178,7 @@ def _target_name(node: fx.Node) -> str:
 
 
 def _target(node: StoredNode) -> Any:
-    """What a node calls, or its name if it is an input."""
+    """The function or method a node calls, or the name of an input."""
     match node.op:
         case "placeholder" | "output" if _is_name(node.target):
             return node.target
@@ -202,7 +202,7 @@ def _is_name(text: str) -> bool:
 
 
 def _encode(argument: Any, number: Mapping[fx.Node, int]) -> Any:
-    """Numbers, texts and None as they are; what else there is as a list that begins with its kind."""
+    """Numbers, strings and None unchanged; everything else as a list that begins with its kind."""
     if argument is None or type(argument) in (bool, int, float, str):
         return argument
     if isinstance(argument, fx.Node):

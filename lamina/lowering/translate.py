@@ -1,8 +1,8 @@
-"""From a lowered slice's graph to the steps of a native program, if a program can express it.
+"""Translates a lowered slice's graph to the steps of a native program, if a program can express it.
 
-The rule: all linear layers are Lamina's own products, all other arithmetic is a fused norm, rotation or gate, and
-everything else is a view that keeps rows whole, or the embedding of ids. Llama-like slices are like that; those
-with routed experts, other norms or activations, or other element types are not, and are run as graphs.
+It can if all linear layers are Lamina's own products, all other arithmetic is a fused norm, rotation or gate, and
+everything else is a view that keeps rows whole, or the embedding of ids. That holds for Llama-like slices. Slices with
+routed experts, other norms or activations, or other element types run as graphs.
 """
 
 import math
@@ -33,8 +33,8 @@ def translate(
     """A lowered slice's graph as steps; None if a program cannot express it.
 
     Args:
-        weights: what the graph takes first, those of linear layers packed; contiguous.
-        hoisted: what it takes next, for two positions and for three.
+        weights: the graph's first inputs, contiguous; those of linear layers packed.
+        hoisted: its next inputs, for two positions and for three.
         arrivals: shapes of a row of attention (but for slice 0) and context.
     """
     translation = _Translation()
@@ -49,7 +49,7 @@ def translate(
 
 
 class _InexpressibleError(Exception):
-    """A program has nothing like it."""
+    """A native program cannot express this."""
 
 
 def _require(holds: bool) -> None:
@@ -58,9 +58,9 @@ def _require(holds: bool) -> None:
 
 
 class _Translation:
-    """What has been translated of one graph.
+    """The translation of one graph, node by node.
 
-    ``_values`` holds what its nodes stand for: ``Columns`` or several of them, tensors for weights, ``_IDS``.
+    ``_values`` maps nodes to what they are in the program: ``Columns`` or several of them, weights' tensors, ``_IDS``.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _Translation:
         hoisted: Sequence[tuple[Tensor, Tensor]],
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:
-        """Give the graph's inputs their values; positions and the hook have none."""
+        """Assign values to the graph's inputs, except positions and the hook."""
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._values.update(zip(inputs, weights, strict=False))
         self._values.update((node, _IDS) for node in inputs if node.target == "ids")
@@ -99,13 +99,13 @@ class _Translation:
             value = self._rows(node)
             _require(value.ones == 0)
             if not self._is_whole(value) or value.matrix in {*self._inputs, *(result.matrix for result in results)}:
-                _require(place > 0 or self._until_query == 0)  # who is told of q must find it
+                _require(place > 0 or self._until_query == 0)  # the hook must find q where it was computed
                 value = self._copy(value)
             results.append(value)
         return Steps(self._widths, self._steps, self._until_query, self._inputs, results, self._embedding)
 
     def call(self, node: fx.Node) -> None:
-        """Translate a call; what it uses has been translated."""
+        """Translate a call whose operands have been translated."""
         known = _CALLS.get(node.target)
         if known is None or node.kwargs:
             raise _InexpressibleError
@@ -131,7 +131,7 @@ class _Translation:
         return value.width == self._widths[value.matrix]
 
     def _embed(self, weight: Any, ids: Any, *_: Any) -> Columns:
-        """Rows of the embedding are one more input; padding matters to gradients alone."""
+        """Rows of the embedding are one more input; the padding argument only matters for gradients."""
         _require(self._embedding is None and self._values.get(ids) is _IDS)
         self._embedding = self._weight(weight)
         value = self._matrix(self._embedding.shape[1:], ones=1)
@@ -176,7 +176,7 @@ class _Translation:
         return out
 
     def _copy(self, value: Columns) -> Columns:
-        """A matrix of its own: rotated by nothing."""
+        """Copy to a new matrix: a rotation with no rotated elements."""
         out = self._matrix(value.shape)
         self._steps.append(Step(Program.add_rotation, (value, NOWHERE, NOWHERE, out, 1, value.width, 0)))
         return out
@@ -201,11 +201,11 @@ class _Translation:
         return value
 
     def _size(self, x: Any, dim: int) -> None:
-        """The number of rows, which is that of ids; nothing needs it but views."""
+        """The number of rows, which is that of ids; only views use it."""
         _require(isinstance(x, fx.Node) and x.target in ("ids", "positions") and dim == 0)
 
     def _view(self, x: Any, sizes: Sequence[Any]) -> Columns:
-        """Ones, then rows, then what a row is cut into."""
+        """Sizes are leading ones, then rows, then the shape of a row."""
         value = self._rows(x)
         ones = next((place for place, size in enumerate(sizes) if size != 1), len(sizes))
         _require(ones < len(sizes))
@@ -218,7 +218,7 @@ class _Translation:
 
     def _unsqueeze(self, x: Any, dim: int) -> Any:
         if self._values.get(x) is _IDS:
-            return _IDS  # for the embedding alone
+            return _IDS  # only the embedding uses it
         value = self._rows(x)
         _require(dim == 0)
         return Columns(value.matrix, value.column, value.shape, value.ones + 1)

@@ -1,4 +1,4 @@
-"""Chat templates: messages to a prompt, rendered as transformers renders them, in a sandbox."""
+"""Renders chat messages to a prompt with the model's template, as transformers does, in a sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-"""Used when a model brings no template: one ``role: content`` line per message, then ``assistant:``."""
+"""Used when a model has no template: one ``role: content`` line per message, then ``assistant:``."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant text for training; here it is what it encloses."""
+    """``{% generation %}`` marks assistant text for training; here it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type jinja2 declares
 
@@ -43,7 +43,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise RequestError(
-                f"the model's chat template is not valid Jinja: {error}. Use completions, or mend chat_template.jinja"
+                f"the model's chat template is not valid Jinja: {error}. Use completions, or fix chat_template.jinja"
             ) from error
         self._special_tokens = dict(special_tokens)
 
@@ -51,7 +51,7 @@ class ChatTemplate:
         """The prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
         Raises:
-            RequestError: a message is malformed, or the template refuses it.
+            RequestError: a message is malformed, or the template rejects it.
         """
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not plain:
@@ -87,7 +87,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined_text(parts: Sequence[Any]) -> str:
-    """The text of OpenAI style text parts, joined by line breaks. Raises RequestError if one is none."""
+    """The text of OpenAI style text parts, joined by line breaks. Raises RequestError for any other part."""
     return "\n".join(map(_text_of, parts))
 
 

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint's safetensors files hold, read from their headers alone."""
+"""Lists a checkpoint's tensors from the headers of its safetensors files, and checks the files for damage."""
 
 import json
 import math
@@ -30,8 +30,8 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
     """Entries of every tensor in the model directory ``path``, by name.
 
     Raises:
-        ModelError: no safetensors, a shard missing or truncated, a header that is none, an index that promises a
-            tensor its shard does not hold.
+        ModelError: no safetensors files, a missing or truncated shard, an invalid header, or an index that lists a
+            tensor its shard does not contain.
     """
     if (path / WEIGHTS).is_file():
         return _read_header(path / WEIGHTS)
@@ -52,7 +52,7 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
     if lost:
         raise ModelError(
             f"{path}: {INDEX} names {len(lost)} tensors that its shards do not hold, {some(lost)}. "
-            "Index and shards are of different checkpoints: copy the directory again"
+            "Index and shards are from different checkpoints: copy the directory again"
         )
     return entries
 
@@ -121,7 +121,7 @@ def _no_weights(path: Path) -> str:
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """The first of ``names``, and how many more there are, for a message."""
+    """The first of ``names`` and the number of others, for a message."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

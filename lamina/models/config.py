@@ -1,4 +1,4 @@
-"""The transformers side of a config: which model it describes, its weights' names and shapes, its element type."""
+"""Reads a model's configuration with transformers: its family, weights' names and shapes, and element type."""
 
 from typing import Literal, cast
 
@@ -17,8 +17,8 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
     """The directory's config as transformers reads it, from local files only and without running code from there.
 
     Raises:
-        UnsupportedModelError: transformers does not know the family, or it has no causal language model.
-        ModelError: a value in config.json is not valid for its family.
+        UnsupportedModelError: transformers does not know the family, or the family has no causal language model.
+        ModelError: a value in config.json is invalid for its family.
     """
     file = directory.path if directory.path.is_file() else directory.path / CONFIG
     family = directory.config.get("model_type")
@@ -26,7 +26,7 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
         raise ModelError(f"{file} has no model_type: copy the whole config.json of the model")
     try:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and its validators raise many types
+    except Exception as error:  # transformers and its validators raise any type
         if "does not recognize" in str(error) or "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{directory.path}: transformers does not know the family {family!r}, and Lamina runs no code from a "
@@ -35,7 +35,7 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
         raise ModelError(f"{file} is not valid for the family {family!r}: {error}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
-            f"{directory.path}: {family!r} is no causal language model in transformers; give a decoder-only model"
+            f"{directory.path}: {family!r} is not a causal language model in transformers; give a decoder-only model"
         )
     text = config.get_text_config()
     for name in _SIZES:
@@ -46,10 +46,10 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
 
 
 def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) -> DType:
-    """``requested``, or for "auto" the config's own element type; float32 where it states none.
+    """``requested``, or for "auto" the config's element type; float32 if it does not give one.
 
     Raises:
-        UnsupportedModelError: the config's own type is none of DType's.
+        UnsupportedModelError: the config's element type is not a DType.
     """
     if requested != "auto":
         return requested
@@ -63,7 +63,7 @@ def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) 
 
 
 def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
-    """The model without its weights: names, shapes, element types and ties of every parameter, no memory.
+    """The model without weights, on the meta device: names, shapes, element types and ties of every parameter.
 
     Raises:
         UnsupportedModelError: transformers cannot build this model.

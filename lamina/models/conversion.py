@@ -1,8 +1,8 @@
-"""From the names a checkpoint stores to the names a model has.
+"""Maps the tensors of a checkpoint to those of a model, with transformers' conversions.
 
-A checkpoint may store experts one by one where the model stacks them, may have been saved without the prefix of its
-base model, or use names of an older release. transformers knows these conversions, family by family; this module
-applies them to chosen tensors instead of to a whole model.
+A checkpoint may store experts one by one where the model stacks them, may lack the prefix of its base model, or may use
+names of an older release. transformers defines these conversions per family; this module applies them to selected
+tensors instead of to a whole model.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Reci
     found: dict[str, Recipe] = {}
     for name in sorted(checkpoint, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-        if target not in expected and name in expected:  # a converted name that an old rule happens to match
+        if target not in expected and name in expected:  # a new name that an old rule also matches
             target, pattern = name, None
         if target not in expected:
             continue
@@ -49,7 +49,7 @@ def _convert(original: WeightConverter, model: PreTrainedModel, recipe: Recipe, 
 
 
 def _outputs(first: str, converter: WeightConverter | None) -> list[str]:
-    """All names that a converter makes, given the one for its first target pattern."""
+    """All names that a converter makes, given the name for its first target pattern."""
     if converter is None:
         return [first]
     patterns = converter.target_patterns

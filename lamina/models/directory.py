@@ -1,4 +1,4 @@
-"""A Hugging Face model directory: found, checked, and described without torch or transformers."""
+"""Finds and checks a Hugging Face model directory, without torch or transformers."""
 
 import json
 import os
@@ -21,12 +21,12 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """What a model directory says about its model. The dicts are the parsed JSON files; nobody changes them.
+    """The contents of a model directory. The mappings are the parsed JSON files; do not change them.
 
     Attributes:
-        path: the directory. name: what clients call the model.
-        config: config.json. generation_config: generation_config.json, empty if there is none.
-        tensors: every tensor of the checkpoint by its name there; empty when it was found without weights.
+        path: the directory. name: the model's name for clients.
+        config: config.json. generation_config: generation_config.json, empty without that file.
+        tensors: every tensor of the checkpoint by name; empty if weights were not requested.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class ModelDirectory:
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding, or None where the config does not say."""
+        """Rows of the embedding, or None if the config does not say."""
         size = self.text_config.get("vocab_size", self.config.get("vocab_size"))
         return size if isinstance(size, int) else None
 
@@ -70,7 +70,7 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
         tokenizer: require tokenizer.json.
 
     Raises:
-        ModelError: there is no such directory, or a file in it is missing, truncated or not what its name says.
+        ModelError: the directory does not exist, or a file in it is missing, truncated or invalid.
         UnsupportedModelError: the weights are quantised.
     """
     path = BUNDLED if model is None else Path(model).expanduser()
@@ -92,10 +92,10 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
 
 
 def find_config(model: str | Path | None) -> ModelDirectory:
-    """As ``find``, by the configuration alone: ``model`` may also be a JSON file of any name, which is then ``path``.
+    """Like ``find``, for the configuration alone: ``model`` may also be a JSON file of any name (``path``).
 
     Raises:
-        ModelError: there is no such directory or file, or it holds no configuration.
+        ModelError: the directory or file does not exist, or has no configuration.
     """
     path = None if model is None else Path(model).expanduser()
     if path is None or not path.is_file():
@@ -104,9 +104,9 @@ def find_config(model: str | Path | None) -> ModelDirectory:
 
 
 def max_model_len(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence, in tokens, that a config.json allows; None when it states no limit (ALiBi models).
+    """The longest sequence, in tokens, that a config.json allows; None if it gives no limit (ALiBi models).
 
-    YaRN configs whose max_position_embeddings is still that of the training get the length YaRN extends them to.
+    YaRN configs whose max_position_embeddings is still that of training get the length that YaRN extends them to.
     """
     nested = config.get("text_config")
     config = nested if isinstance(nested, dict) else config
@@ -142,9 +142,9 @@ def _require_directory(path: Path) -> None:
             f"{path} is a file. Give the directory that holds {CONFIG}, safetensors weights and {TOKENIZER}"
         )
     raise ModelError(
-        f"there is no directory {path}. Lamina downloads nothing: give the path of a Hugging Face model directory, "
-        "made with `hf download NAME --local-dir DIR` where there is a network or with save_pretrained, or leave the "
-        "model out to use the one that comes with Lamina"
+        f"directory {path} does not exist. Lamina downloads nothing: give the path of a Hugging Face model directory, "
+        "made with `hf download NAME --local-dir DIR` or save_pretrained, or omit the model to use the one bundled "
+        "with Lamina"
     )
 
 

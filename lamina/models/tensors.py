@@ -1,6 +1,6 @@
-"""Tensors of chosen names: read from a checkpoint through memory maps, or made up for benchmarks.
+"""Loads selected tensors of a model: from a checkpoint through memory maps, or random ones for benchmarks.
 
-How they come about is given (``WeightPlan``), so that nothing here needs transformers.
+A ``WeightPlan`` says how they are made, so that this module does not need transformers.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from lamina.types import LoadFormat
 
 Progress = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]
-_DUMMY_STD = 0.02  # of dummy matrices: what most families are initialised with
+_DUMMY_STD = 0.02  # of dummy matrices: most families' initialisation
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
@@ -28,8 +28,8 @@ _READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL
 class Recipe:
     """How some of the model's tensors are made from some of the checkpoint's.
 
-    ``outputs`` are state-dict names. ``inputs`` are (source pattern, checkpoint name), in the order ``convert`` needs;
-    without it there is one output, which is the one input.
+    ``outputs`` are state-dict names. ``inputs`` are (source pattern, checkpoint name), in the order ``convert`` needs.
+    Without ``convert``, the single output is the single input.
     """
 
     outputs: list[str]
@@ -51,7 +51,7 @@ class WeightPlan:
         family: the model's type, for messages.
         expected: shape and element type of every name, as tensors on the meta device.
         ties: names that share another's tensor -> that name.
-        recipes: by the name of what they make; none for a model without a checkpoint.
+        recipes: by output name; empty for a model without a checkpoint.
     """
 
     family: str
@@ -68,20 +68,20 @@ def load(
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors ``names`` of a model, on the CPU, in memory of their own. Tied names share one tensor.
+    """Load the tensors ``names`` of a model on the CPU, in memory of their own. Tied names share one tensor.
 
     Args:
-        names: of ``plan.expected``. Only what they need is read.
+        names: of ``plan.expected``. Nothing else is read.
         load_format: "auto" reads the checkpoint; "dummy" draws weights that depend on ``seed`` and name alone.
-        on_progress: called with (bytes done, bytes in all) after every tensor.
+        on_progress: called with (bytes done, total bytes) after every tensor.
 
     Raises:
-        ModelError: the model has no such tensor, the checkpoint lacks one or holds it in another shape or an element
-            type that cannot be converted.
+        ModelError: the model does not have such a tensor, or the checkpoint lacks one or has it in another shape or in
+            an element type that cannot be converted.
     """
     unknown = sorted(set(names) - plan.expected.keys())
     if unknown:
-        raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} such names)")
+        raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} unknown names)")
     done = _Done(sum(plan.expected[name].nbytes for name in names), on_progress)
     if load_format == "dummy":
         return _dummy(names, plan.expected, plan.ties, seed, done)
@@ -110,7 +110,7 @@ class _Checkpoint:
         self._ties = plan.ties
 
     def read(self, names: Sequence[str], done: _Done) -> dict[str, torch.Tensor]:
-        """All of ``names``, each recipe made once."""
+        """Read all of ``names``, running each recipe once."""
         sources = {name: self._stored(name) for name in names}
         needed = set(sources.values())
         for name in sorted(needed):
@@ -138,20 +138,20 @@ class _Checkpoint:
         files = {entry.file.name for entry in self._directory.tensors.values()}
         raise ModelError(
             f"{self._directory.path}: no tensor for {name} among the {len(self._directory.tensors)} in {some(files)}. "
-            "The weights are not those of this config.json, or incomplete: copy the directory again"
+            "The weights do not belong to this config.json, or are incomplete: copy the directory again"
         )
 
     def _tied(self, name: str) -> list[str]:
-        """All names that share the tensor of ``name``, the one that the others are tied to first."""
+        """All names that share the tensor of ``name``; first the one that the others are tied to."""
         source = self._ties.get(name, name)
         return [source, *(tied for tied, to in self._ties.items() if to == source)]
 
     def _copies(self, source: str) -> list[str]:
-        """Names under which the checkpoint holds the tensor of ``source`` as well."""
+        """Other names under which the checkpoint holds the tensor of ``source``."""
         return [name for name in self._tied(source) if name in self._recipes and name != source]
 
     def _check_tie(self, source: str, tensor: torch.Tensor, other: str, copy: torch.Tensor) -> None:
-        # transformers loads both then, as if config.json did not tie them; the slices are cut for one.
+        # transformers would load both, as if config.json did not tie them; the slices expect one.
         if not torch.equal(tensor, copy):
             raise ModelError(
                 f"{self._directory.path}: config.json ties {other} to {source}, but the checkpoint holds both and they "
@@ -159,7 +159,7 @@ class _Checkpoint:
             )
 
     def _check_inputs(self, name: str) -> None:
-        """Refuses what the headers already show to be wrong, before any data is read."""
+        """Check the headers before any data is read."""
         recipe = self._recipes[name]
         for _, key in recipe.inputs:
             entry = self._directory.tensors[key]
@@ -178,7 +178,7 @@ class _Checkpoint:
             made_of = f"{first} and {len(recipe.inputs) - 1} more" if len(recipe.inputs) > 1 else first
             raise ModelError(
                 f"{self._directory.tensors[first].file}: {name} (from {made_of}) has shape {list(found)}, but "
-                f"config.json asks for {list(wanted)}. Weights and config.json are of different models"
+                f"config.json requires {list(wanted)}. Weights and config.json are from different models"
             )
 
     def _make(self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack) -> dict[str, torch.Tensor]:
@@ -200,7 +200,7 @@ class _Checkpoint:
             outputs = recipe.make(read)
         except (RuntimeError, ValueError) as error:
             raise ModelError(
-                f"{self._directory.path}: {recipe.outputs[0]} cannot be made of {recipe.inputs[0][1]} and "
+                f"{self._directory.path}: {recipe.outputs[0]} cannot be made from {recipe.inputs[0][1]} and "
                 f"{len(recipe.inputs) - 1} more tensors: {error}. The checkpoint is incomplete: copy it again"
             ) from error
         for name, tensor in outputs.items():
@@ -209,7 +209,7 @@ class _Checkpoint:
 
 
 def _own(tensor: torch.Tensor, mapped: set[int]) -> torch.Tensor:
-    """A contiguous tensor with memory of its own: a view of the map shares the file's fate and its poor alignment."""
+    """A contiguous tensor with its own memory; a view of the memory map would depend on the file and be unaligned."""
     if tensor.is_contiguous() and tensor.untyped_storage().data_ptr() not in mapped:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -230,7 +230,7 @@ def _dummy(
 
 
 def _dummy_tensor(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Matrices are drawn, biases and integers are 0, other vectors (norms, mostly) are 1."""
+    """Matrices are random, biases and integers are 0, other vectors (mostly norms) are 1."""
     if not like.is_floating_point() or name.endswith("bias"):
         return torch.zeros(like.shape, dtype=like.dtype)
     if like.ndim < 2:

@@ -1,5 +1,7 @@
-"""How many bytes of text one token can stand for, by the parts of a tokenizer: long texts are refused before they are
-tokenised, which takes a second and 100 MB per megabyte."""
+"""Bounds the bytes of text that one token can represent, so that long texts can be rejected before tokenization.
+
+Tokenizing takes a second and 100 MB per megabyte of text.
+"""
 
 import json
 from collections.abc import Iterable
@@ -8,19 +10,19 @@ from typing import Any
 import tokenizers
 
 _NFC_SHRINKS = 9
-"""A text has at most 9 times the bytes of its NFC: its NFD at most 3 times those of the NFC (Unicode's FAQ on
-normalization, UTF-8), and a character at most 3 times those of its NFD (U+212A, 3 bytes, is K)."""
+"""A text has at most 9 times the bytes of its NFC: its NFD has at most 3 times those of the NFC (Unicode's FAQ on
+normalization, UTF-8), and a character at most 3 times those of its NFD (U+212A, 3 bytes, becomes K)."""
 
 _KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
 _BYTES = 256
 
 
 def most_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most UTF-8 bytes of text that become a single token; None if there is no such bound.
+    """The most UTF-8 bytes of text that become a single token; None if they are unbounded.
 
-    A bound needs every byte of the text to be part of some token. So there is none where text is dropped (whitespace
-    by a pre-tokenizer, accents by a normalizer, unknown characters by a model without tokens for all 256 bytes), or
-    where an added token takes the blanks around it with it. Parts that are not known here count as dropping text.
+    A bound exists only if every byte of the text is part of a token: not if text is dropped (whitespace by a
+    pre-tokenizer, accents by a normalizer, unknown characters by a model without tokens for all 256 bytes), or if an
+    added token strips the whitespace around it. Unknown components count as dropping text.
     """
     shrinks = _shrinks_by(_state(tokenizer.normalizer))
     parts = list(_parts(_state(tokenizer.pre_tokenizer), "pretokenizers"))
@@ -30,10 +32,10 @@ def most_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     model = tokenizer.model
     if not isinstance(model, tokenizers.models.BPE | tokenizers.models.Unigram):
-        return None  # others replace a whole unknown word by one token
+        return None  # other models replace a whole unknown word by one token
     byte_level = any(part["type"] == "ByteLevel" for part in parts)
     if byte_level and set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys():
-        longest = max(map(len, vocabulary))  # a character stands for a byte
+        longest = max(map(len, vocabulary))  # each character represents a byte
     elif _falls_back_to_bytes(model) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(_BYTES)):
         longest = max(len(token.encode()) for token in vocabulary)
     else:
@@ -42,7 +44,7 @@ def most_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _state(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as tokenizer.json writes it; one made in Python cannot be written."""
+    """A normalizer or pre-tokenizer as in tokenizer.json; one implemented in Python cannot be serialized."""
     try:
         return None if part is None else json.loads(part.__getstate__())
     except Exception:  # the library raises plain Exception
@@ -60,7 +62,7 @@ def _parts(state: Any, key: str) -> Iterable[dict[str, Any]]:
 
 
 def _shrinks_by(normalizer: Any) -> int | None:
-    """How many times fewer bytes a text may have once it is normalized; None if there is no bound."""
+    """The factor by which normalization may at most reduce a text's bytes; None if it is unbounded."""
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "NFC":
@@ -84,4 +86,4 @@ def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
 def _falls_back_to_bytes(model: Any) -> bool:
     if isinstance(model, tokenizers.models.BPE):
         return bool(model.byte_fallback)
-    return bool(json.loads(model.__getstate__())["byte_fallback"])  # Unigram has no attribute for it
+    return bool(json.loads(model.__getstate__())["byte_fallback"])  # Unigram does not expose it as an attribute

@@ -1,4 +1,7 @@
-"""Text to tokens and back, from a model directory's tokenizer.json. Imports neither torch nor transformers."""
+"""Encodes text to tokens and decodes it incrementally, with a model directory's tokenizer.json.
+
+Imports neither torch nor transformers.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,9 +18,9 @@ if TYPE_CHECKING:
     from lamina.models.chat import ChatTemplate
 
 CHAT_TEMPLATE = "chat_template.jinja"
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no complete character
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
 _PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
-_CHARACTER_BYTES = 4  # UTF-8's most
+_CHARACTER_BYTES = 4  # the maximum in UTF-8
 
 
 class Tokenizer:
@@ -52,15 +55,15 @@ class Tokenizer:
         self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. A prompt made by ``apply_chat_template`` brings its special tokens: add none.
+        """Token ids of ``text``. A prompt made by ``apply_chat_template`` already has its special tokens.
 
-        Other threads run meanwhile. It takes about a second and 100 MB per megabyte of text.
+        Releases the GIL. It takes about a second and 100 MB per megabyte of text.
 
         Raises:
             RequestError: the text is not valid Unicode.
         """
         check_unicode(text)
-        # For a single text too: only batches are encoded without Python's lock, and "fast" keeps no offsets.
+        # A batch of one: only batches are encoded without the GIL, and "fast" omits offsets.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -69,7 +72,7 @@ class Tokenizer:
         """Text of ``ids``; ids beyond the vocabulary have none.
 
         Raises:
-            RequestError: an id is negative or no integer.
+            RequestError: an id is negative or not an integer.
         """
         try:
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -82,18 +85,18 @@ class Tokenizer:
         return token_id not in self._special_token_ids and self._tokenizer.id_to_token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
-        """The byte that a byte-fallback token such as ``<0xE2>`` stands for; None for any other token."""
+        """The byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""
         return self._bytes.get(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special tokens included; kept, since reported logprobs ask again and again."""
+        """Text of one token by itself, special tokens included; cached, since logprobs need the same tokens often."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of ``prompt`` that have text: all that the text of what follows can depend on."""
+        """The last tokens of ``prompt`` that have text: all that the text of the following tokens can depend on."""
         found: list[int] = []
         for token in reversed(prompt):
             if self.has_text(token):
@@ -114,57 +117,56 @@ class Tokenizer:
         """The prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
 
         Raises:
-            RequestError: the template is broken, a message is malformed, or the template refuses it.
+            RequestError: the template is invalid, a message is malformed, or the template rejects it.
         """
         return self._chat_template.render(messages, add_generation_prompt)
 
     @cached_property
     def most_bytes_per_token(self) -> int | None:
-        """The most UTF-8 bytes of text that become one token; None if this tokenizer has no such bound."""
+        """The most UTF-8 bytes of text that become one token; None if they are unbounded."""
         from lamina.models.token_bytes import most_bytes_per_token
 
         return most_bytes_per_token(self._tokenizer)
 
     @cached_property
     def _chat_template(self) -> "ChatTemplate":
-        from lamina.models.chat import DEFAULT_TEMPLATE, ChatTemplate  # a fifth of the time to import the SDK
+        from lamina.models.chat import DEFAULT_TEMPLATE, ChatTemplate  # saves 20% of the time to import the SDK
 
         return ChatTemplate(self._template_source or DEFAULT_TEMPLATE, self._special_tokens)
 
 
 class IncrementalDetokenizer:
-    """Text of a growing sequence, piece by piece, at a constant cost per token: the pieces joined are the text of the
-    whole.
+    """Decodes a growing sequence incrementally, at a constant cost per token; the concatenated increments are its text.
 
-    A token may be part of a character, and what a token decodes to may depend on the token before it (a leading
-    space, for one). So each step decodes a short window of the last tokens and hands out what is new in it, holding
-    back an incomplete character. Special tokens have no text.
+    A token may be part of a character, and its text may depend on the token before it (a leading space, for one). So
+    each step decodes a short window of the last tokens and returns the new part, holding back an incomplete character.
+    Special tokens have no text.
 
     Byte-fallback decoders write one replacement character for every byte of a run of byte tokens that is not valid
-    UTF-8 as a whole, valid characters before the fault included. Here characters are handed out once they are complete
-    and stay; from the first invalid byte on, every byte of the run is a replacement character.
+    UTF-8 as a whole, even for valid characters before the error. Here, complete characters are returned and final; from
+    the first invalid byte on, every byte of the run becomes a replacement character.
 
     Args:
-        prompt_token_ids: what stands before the first generated token; only the end of it is decoded.
+        prompt_token_ids: the tokens before the first generated one; only the last ones are decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._run = _ByteRun()
         self._window = tokenizer.context(prompt_token_ids)
-        self._context = 0  # leading tokens of the window that were handed out when the window last moved
+        self._context = 0  # leading tokens of the window whose text had been returned when the window last moved
         text = tokenizer.decode(self._window)
-        self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that were handed out
+        self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that have been returned
         bytes_ = itertools.takewhile(lambda token: tokenizer.byte_of(token) is not None, reversed(self._window))
         for token in reversed(list(bytes_)):
             self._next(token)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that ``token_ids`` complete; empty while a character is incomplete."""
+        """The text that ``token_ids`` add; empty while a character is incomplete."""
         return "".join(self._next(token) for token in token_ids if self._tokenizer.has_text(token))
 
     def flush(self) -> str:
-        """What was held back: the replacement characters of bytes that no token completed."""
+        """The rest of the text: replacement characters for the bytes of an incomplete character."""
         text = self._tokenizer.decode(self._window)
         new = text[self._sent :]
         self._sent = len(text)
@@ -174,14 +176,14 @@ class IncrementalDetokenizer:
         byte = self._tokenizer.byte_of(token)
         if byte is None:
             return self._run.end() + self._decode(token)
-        self._window, self._context = [token], 1  # in case an ordinary token follows: something stands before it
+        self._window, self._context = [token], 1  # an ordinary token that follows is not at the beginning of the text
         self._sent = len(self._tokenizer.decode(self._window))
         return self._run.append(byte)
 
     def _decode(self, token: int) -> str:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
-        held = text.endswith(_REPLACEMENT)  # the bytes of an incomplete character are one, those before are final
+        held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
         complete = text[:-1] if held else text
         new = complete[self._sent :]
         if held:
@@ -193,19 +195,19 @@ class IncrementalDetokenizer:
             self._context = len(self._window)
             self._sent = len(self._tokenizer.decode(self._window))
         elif len(self._window) - self._context > 2 * _CHARACTER_BYTES:
-            self._window.pop()  # tokens that add nothing do not make the window longer for ever
+            self._window.pop()  # tokens without text must not grow the window without bound
         return new
 
     def _cut_window(self) -> None:
-        """Keep as many tokens as a character has bytes. The text of those may begin with half a character, but its end
-        is the same: the first byte of a character is never taken for part of the one before."""
+        """Keep as many tokens as a character can have bytes. Their text may begin with an incomplete character, but its
+        end is the same: the first byte of a character is never mistaken for a continuation of the one before."""
         del self._window[:-_CHARACTER_BYTES]
         self._context = 0
         self._sent = len(self._tokenizer.decode(self._window)) - 1
 
 
 class _ByteRun:
-    """Characters of a run of byte-fallback tokens."""
+    """Decodes a run of byte-fallback tokens."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -227,14 +229,14 @@ class _ByteRun:
         return text
 
     def end(self) -> str:
-        """The run is over: one replacement character for each byte that completed nothing."""
+        """End the run; returns one replacement character for each byte of an incomplete character."""
         text = _REPLACEMENT * len(self._pending)
         self._pending, self._broken = b"", False
         return text
 
 
 def check_unicode(text: str) -> int:
-    """The bytes of ``text`` in UTF-8. Raises RequestError if it holds a lone surrogate, which no encoding has."""
+    """The length of ``text`` in UTF-8 bytes. Raises RequestError for a lone surrogate, which cannot be encoded."""
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
@@ -245,7 +247,7 @@ def check_unicode(text: str) -> int:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... of tokenizer_config.json, whose values are strings or objects with a content."""
+    """bos_token, eos_token, ... of tokenizer_config.json, whose values are strings or objects with ``content``."""
     tokens = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The transformers side of weights: which tensors a model has, and how they are made from a checkpoint's."""
+"""Plans and loads a model's weights with transformers: its tensors, and how they are made from a checkpoint's."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from lamina.types import DType, LoadFormat
 
 
 def plan(directory: ModelDirectory, config: PretrainedConfig, dtype: DType) -> WeightPlan:
-    """How the tensors of the model that ``config`` describes are made from the checkpoint, of which no data is read.
+    """Plan how the tensors of the model that ``config`` describes are made from the checkpoint, without reading data.
 
-    Element types are those ``from_pretrained(dtype=...)`` gives: ``dtype``, save for the few tensors a family keeps in
+    Element types are those of ``from_pretrained(dtype=...)``: ``dtype``, except for tensors that a family keeps in
     float32.
     """
     model = meta_model(config, dtype)

@@ -1,4 +1,4 @@
-"""A batch of requests decoded together: when each of its tokens came, and how fast while all of them decoded."""
+"""Measures decoding of a batch of requests: when each token arrived, and the rate while all of them decoded."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from lamina.types import SamplingParams
 
 @dataclass(frozen=True)
 class Window:
-    """The time in which every request of a batch decoded, on the monotonic clock, and the tokens drawn in it."""
+    """The time in which all requests of a batch decoded, on the monotonic clock, and the tokens drawn in it."""
 
     begin_ns: int
     end_ns: int
@@ -26,17 +26,17 @@ class Window:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens drawn per second, of all requests."""
+        """Tokens drawn per second by all requests."""
         return self.drawn / self.seconds
 
 
 def decode_batch(engine: Engine, prompts: Sequence[list[int]], tokens: int, timeout_s: float) -> list[list[int]]:
-    """Draw ``tokens`` for every prompt, greedily, all submitted at once.
+    """Generate ``tokens`` tokens for every prompt, greedily, all submitted at once.
 
-    Returns, by prompt, when each of its tokens was known: nanoseconds of the monotonic clock, as spans have.
+    Returns, by prompt, the arrival time of each token: nanoseconds of the monotonic clock, like spans.
 
     Raises:
-        DeadlineError: not all of them ended within ``timeout_s``. LaminaError: one ended in an error.
+        DeadlineError: a request did not end within ``timeout_s``. LaminaError: a request ended in an error.
     """
     arrivals: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
@@ -68,10 +68,10 @@ def decode_batch(engine: Engine, prompts: Sequence[list[int]], tokens: int, time
 
 
 def decode_window(arrivals: Sequence[Sequence[int]]) -> Window:
-    """From the last prompt's first token to the first request's last. Raises LaminaError if that is no time at all."""
+    """From the last first token to the first last token of all requests. Raises LaminaError if that is empty."""
     begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     if end <= begin:
         raise LaminaError(
-            "the first request ended before the last prompt was done; give more tokens or a smaller batch"
+            "the first request ended before the last prompt was processed; give more tokens or a smaller batch"
         )
     return Window(begin, end, sum(begin < when <= end for times in arrivals for when in times))

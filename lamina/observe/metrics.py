@@ -1,4 +1,4 @@
-"""The engine's figures in Prometheus' words, read anew at every scrape."""
+"""Exports the engine's metrics in the Prometheus text format, read at every scrape."""
 
 import collections
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics:
-    """What is known of one engine."""
+    """The metrics of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -21,29 +21,31 @@ class Metrics:
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """All figures as a scraper takes them, of type ``CONTENT_TYPE``."""
+        """All metrics in the exposition format of ``CONTENT_TYPE``."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus' interface of a collector."""
+        """Implements Prometheus' collector interface."""
         stats = self._engine.stats()
         yield GaugeMetricFamily("lamina_up", "1 while the engine runs, 0 once it has stopped.", int(stats.dead is None))
-        yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not ended.", stats.running)
-        yield GaugeMetricFamily("lamina_requests_waiting", "Requests that wait to be admitted.", stats.waiting)
+        yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not finished.", stats.running)
+        yield GaugeMetricFamily("lamina_requests_waiting", "Requests waiting to be admitted.", stats.waiting)
         yield CounterMetricFamily(
-            "lamina_steps", "Steps completed, those that only release sequences included.", stats.steps
+            "lamina_steps", "Steps completed, including those that only release sequences.", stats.steps
         )
         yield CounterMetricFamily(
-            "lamina_sequences_moved", "Sequences that went from one memory worker to another to make room.", stats.moved
+            "lamina_sequences_moved", "Sequences moved between memory workers to make space.", stats.moved
         )
         used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use.", labels=["worker"])
-        slots = GaugeMetricFamily("lamina_kv_slots", "Token slots in all.", labels=["worker"])
+        slots = GaugeMetricFamily("lamina_kv_slots", "Token slots in total.", labels=["worker"])
         for worker, memory in stats.memory.items():
             used.add_metric([worker], memory.used)
             slots.add_metric([worker], memory.capacity)
         yield from (used, slots)
         links = GaugeMetricFamily(
-            "lamina_links", "Pairs of workers by the transport between them, and why.", labels=["transport", "reason"]
+            "lamina_links",
+            "Pairs of workers by transport and its reason.",
+            labels=["transport", "reason"],
         )
         choices = self._engine.cluster.links.values()
         for choice, pairs in collections.Counter(choices).items():

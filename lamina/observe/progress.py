@@ -1,4 +1,4 @@
-"""Progress bars on standard error; nothing is drawn when it is not a terminal."""
+"""Draws progress bars on standard error if it is a terminal."""
 
 import threading
 import time
@@ -25,9 +25,9 @@ REPORT_S = 30.0
 
 @contextmanager
 def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
-    """One line per worker that loads weights, while it does; yields the callback for ``launch``.
+    """One line per worker while it loads weights; yields the callback for ``launch``.
 
-    Where standard error is not a terminal: a line every ``REPORT_S`` about how far each is.
+    If standard error is not a terminal, prints every worker's progress in one line every ``REPORT_S`` seconds.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
@@ -56,7 +56,7 @@ def _reports(console: Console) -> Iterator[OnProgress]:
     def report() -> None:
         while not over.wait(REPORT_S):
             each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
-            waited = f"after {time.monotonic() - begin:.0f} s workers are still starting"
+            waited = f"after {time.monotonic() - begin:.0f} s, workers are still starting"
             console.print(": ".join([waited, *([", ".join(each)] if each else [])]), soft_wrap=True)
 
     reporter = threading.Thread(target=report, name="lamina-loading", daemon=True)
@@ -70,7 +70,7 @@ def _reports(console: Console) -> Iterator[OnProgress]:
 
 @contextmanager
 def counting_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over ``total`` things; yields what is told how many are done."""
+    """A bar over ``total`` items; yields a function that sets how many are done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -79,7 +79,7 @@ def counting_progress(description: str, total: int) -> Iterator[Callable[[int], 
 
 
 class BatchProgress:
-    """Requests finished and tokens per second of one offline batch."""
+    """A bar with the finished requests and tokens per second of one offline batch."""
 
     def __init__(self, requests: int, *, enabled: bool, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
@@ -97,7 +97,7 @@ class BatchProgress:
         self._total = 0
 
     def update(self, tokens: int, finished: bool) -> None:
-        """Take in that a request has drawn so many more tokens, and whether it has ended."""
+        """Count ``tokens`` more tokens of a request, and the request if it has ``finished``."""
         if self._progress.disable:
             return
         self._total += tokens

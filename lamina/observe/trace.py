@@ -1,4 +1,4 @@
-"""Where the time of steps went: a timeline for Perfetto or chrome://tracing, and shares by worker and stage."""
+"""Shows where steps spend their time: a trace for Perfetto or chrome://tracing, and shares by worker and stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from lamina.protocol.timeline import Span
 
 OTHER = "other"
 IDLE = {"wait", OTHER}
-"""Stages in which a worker does nothing for a step; all others are work."""
+"""Stages in which a worker is idle; all others are work."""
 
 
 def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
-    """Write spans by worker in Chrome's trace format: one process a worker, one row a lane, microseconds."""
+    """Write spans by worker in Chrome's trace format: a process per worker, a row per lane, in microseconds."""
     start = min((span.begin_ns for own in spans.values() for span in own), default=0)
     events: list[dict[str, object]] = []
     for pid, (worker, own) in enumerate(spans.items()):
@@ -38,7 +38,7 @@ def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """How long one worker spent in one stage: seconds, and share of the time looked at."""
+    """Time that one worker spent in one stage: in seconds, and as a share of the observed time."""
 
     worker: str
     stage: str
@@ -47,7 +47,7 @@ class Share:
 
 
 def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[Share]:
-    """Time of every stage inside [begin_ns, end_ns), longest first by worker; ``OTHER`` is what no span covers."""
+    """Time of every stage inside [begin_ns, end_ns), by worker, longest first; ``OTHER`` is time without a span."""
     total = (end_ns - begin_ns) / 1e9
     result = []
     for worker, own in spans.items():
@@ -63,14 +63,14 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
 
 
 def bottleneck(parts: Sequence[Share]) -> Share:
-    """The stage that takes most of the time: what would have to become faster first. Waiting is not work."""
+    """The work stage that takes the most time: the first one to make faster."""
     return max((part for part in parts if part.stage not in IDLE), key=lambda part: part.seconds)
 
 
 def turnarounds(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[int]:
-    """Nanoseconds from each draw inside [begin_ns, end_ns) to the next slice of its lane, on whichever worker.
+    """Nanoseconds from the end of each draw inside [begin_ns, end_ns) to the next slice of its lane, on any worker.
 
-    With one lane that is what planning and taking in the next step leave on the critical path; with several, other
+    With one lane, this is the cost of planning and starting the next step on the critical path; with several, other
     lanes run meanwhile.
     """
     own = sorted((span for each in spans.values() for span in each), key=lambda span: span.begin_ns)

@@ -226,4 +226,4 @@ def test_a_slow_start_is_told_without_a_terminal_too(monkeypatch: pytest.MonkeyP
         deadline = time.monotonic() + 20
         while "compute0" not in written.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert re.search(r"after \d+ s workers are still starting: compute0 weights 3 of 9\n", written.getvalue())
+    assert re.search(r"after \d+ s, workers are still starting: compute0 weights 3 of 9\n", written.getvalue())

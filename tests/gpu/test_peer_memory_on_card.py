@@ -1,4 +1,4 @@
-"""A card's memory as network cards reach it: a dma-buf of all of it, or a reason; and copies by way of the host."""
+"""A GPU's memory exported to NICs as a dma-buf, or the reason why it cannot be; and copies through host memory."""
 
 import os
 

@@ -93,7 +93,7 @@ def test_all_words_come_back():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="1000 words of page tables are no power of two; give 1024"):
+    with pytest.raises(ValueError, match="1000 words of page tables are not a power of two; give 1024"):
         Regions(1000)
     tables = PageTables(FIRST_REGION)
     tables.update(0, np.arange(FIRST_REGION, dtype=np.int32))

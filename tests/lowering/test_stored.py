@@ -1,4 +1,4 @@
-"""Lowered models survive being written and read bit for bit; a record can call nothing but what lowered graphs call."""
+"""Lowered models compute what split ones do, survive being stored and restored, and records cannot run other code."""
 
 import operator
 from typing import Any
@@ -20,6 +20,7 @@ from lamina.lowering.stored import (
 )
 from lamina.splitter import split
 from lamina.types import DType
+from tests.lowering.lowered_runner import LoweredRunner
 from tests.random_models import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from tests.splitter.oracle import Runner
 
@@ -30,18 +31,20 @@ def written_and_read(model: LoweredModel) -> LoweredModel:
 
 
 def assert_same(name: str, dtype: DType) -> None:
-    """The same logits of two sequences, prompts then decode, and the same facts about the model."""
+    """Restored and lowered models give the same logits, and in float32 those of the split model; and the same facts."""
     model = split(variant(name), dtype)
     torch.manual_seed(0)
     weights = {key: 0.25 * torch.randn(weight.shape).to(weight.dtype) for key, weight in model.weights.items()}
-    fresh, recalled = Runner(model, weights), Runner(model, weights)
     lowered = lower(model)
     restored = written_and_read(lowered)
-    recalled.lowered = restored.with_weights(weights)
+    fresh, recalled = LoweredRunner(model, weights, lowered), LoweredRunner(model, weights, restored)
+    as_split = Runner(model, weights)
     for batch in ({0: [5, 6, 7], 1: [3]}, {0: [9], 1: [8, 4]}, {0: [1], 1: [1]}):
         tokens = {sequence: torch.tensor(ids) % VOCABULARY for sequence, ids in batch.items()}
         expected = fresh.step(tokens, last_rows_only=True)
         assert torch.equal(recalled.step(tokens, last_rows_only=True), expected)
+        if dtype is DType.FLOAT32:
+            torch.testing.assert_close(as_split.step(tokens, last_rows_only=True), expected, rtol=1e-5, atol=1e-4)
     for fact in ("dtype", "contexts", "attentions", "sinks", "weights", "positions"):
         assert getattr(restored, fact) == getattr(lowered, fact)
     assert restored.constants.keys() == lowered.constants.keys()

@@ -1,4 +1,4 @@
-"""The model that comes with Lamina: small, whole, and trained on what its card says."""
+"""The bundled model: small, complete, and consistent with its model card."""
 
 import inspect
 import json

@@ -177,7 +177,7 @@ def test_wrong_shape(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
-    with pytest.raises(ModelError, match=r"shape \[64, 32\], but config.json asks for \[65, 32\]"):
+    with pytest.raises(ModelError, match=r"shape \[64, 32\], but config.json requires \[65, 32\]"):
         load(find(tmp_path, tokenizer=False), "model.embed_tokens.weight")
 
 
@@ -220,7 +220,7 @@ def write_config(path: Path, **values: Any) -> ModelDirectory:
     ("values", "error", "fact"),
     [
         ({"model_type": "warp9"}, UnsupportedModelError, "does not know the family 'warp9'"),
-        ({"model_type": "vit"}, UnsupportedModelError, "no causal language model"),
+        ({"model_type": "vit"}, UnsupportedModelError, "not a causal language model"),
         ({"hidden_size": 32}, ModelError, "no model_type"),
         ({"model_type": "llama", "hidden_size": "wide"}, ModelError, "not valid for the family 'llama'"),
         (

@@ -1,11 +1,10 @@
-"""Composed slices with a slow, obvious attention between them, in float64: what a split model must compute."""
+"""A reference runtime: slices composed with a slow, obvious attention in float64."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lamina.lowering import lower
 from lamina.splitter import SliceOutput, SplitModel
 from lamina.types import AttentionSpec
 
@@ -37,20 +36,15 @@ def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, sin
 
 
 class Runner:
-    """Runs a split model over several sequences, keeping K and V of each: the runtime in its simplest form."""
+    """Runs a split model over several sequences and keeps their K and V: the runtime in its simplest form."""
 
     def __init__(self, model: SplitModel, weights: Mapping[str, Tensor]) -> None:
         self.model = model
         self.weights = {**weights, **model.constants}
-        self.lowered = lower(model).with_weights(weights)
         self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, batch: Mapping[int, Tensor], last_rows_only: bool = False) -> Tensor:
-        """Append tokens to sequences (sequence -> [t] ids) and return logits of all rows, or of each one's last.
-
-        All rows: by the slices as split; last rows: by the lowered ones, as the runtime does.
-        """
-        run = self._run_lowered if last_rows_only else self._run
+        """Append tokens to sequences (sequence -> [t] ids); returns logits of all rows, or of each sequence's last."""
         lengths = [len(tokens) for tokens in batch.values()]
         past = [len(self.cache[sequence, 0][0]) if (sequence, 0) in self.cache else 0 for sequence in batch]
         ids = torch.cat(list(batch.values()))
@@ -58,7 +52,7 @@ class Runner:
         attention: Tensor | None = None
         context: tuple[Tensor, ...] = ()
         for part in self.model.slices[:-1]:
-            out = run(part.index, ids, positions, attention, context)
+            out = self.run(part.index, ids, positions, attention, context)
             assert len(out.results) >= 3
             rows = zip(batch, past, *(t.split(lengths) for t in (out.q, out.k, out.v)), strict=True)
             attention = torch.cat([self._attend(part.index, *row) for row in rows])
@@ -68,19 +62,14 @@ class Runner:
             chosen = torch.tensor(lengths).cumsum(0) - 1
             ids, positions, attention = ids[chosen], positions[chosen], attention[chosen]
             context = tuple(tensor[chosen] for tensor in context)
-        (logits,) = run(len(self.model.slices) - 1, ids, positions, attention, context).results
+        (logits,) = self.run(len(self.model.slices) - 1, ids, positions, attention, context).results
         return logits
 
-    def _run(
+    def run(
         self, index: int, ids: Tensor, positions: Tensor, attention: Tensor | None, context: tuple[Tensor, ...]
     ) -> SliceOutput:
+        """Compute one slice."""
         return self.model.slices[index].run(ids, positions, attention, context, self.weights)
-
-    def _run_lowered(
-        self, index: int, ids: Tensor, positions: Tensor, attention: Tensor | None, context: tuple[Tensor, ...]
-    ) -> SliceOutput:
-        part = self.lowered[index]
-        return part.run(ids, positions, attention, context, part.prepare(positions))
 
     def _attend(self, layer: int, sequence: int, past: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if past:

@@ -1,4 +1,4 @@
-"""The minimum cut against trying every way to place the undecided nodes."""
+"""The minimum cut, compared with a brute-force search over all placements of the free nodes."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def cost_of(users: Graph, before: set[int], costs: list[float]) -> float:
 
 
 def closed(users: Graph, before: set[int]) -> bool:
-    """Nothing before the cut depends on anything after it."""
+    """Whether nothing before the cut depends on anything after it."""
     return all(node in before for node in users for user in users[node] if user in before)
 
 

@@ -1,4 +1,4 @@
-"""What is written down computes what the model computes, for any number of tokens; what cannot be is refused."""
+"""Recorded graphs compute what the model computes, for any number of tokens; other models are rejected."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Operators that carry values from one token to another are found; those that do not are let through."""
+"""Operators that mix tokens are found; others are not reported."""
 
 from collections.abc import Callable
 
@@ -34,8 +34,9 @@ def mixed(function: Function) -> bool:
 
 
 def depends_on_other_rows(function: Function) -> bool:
-    """The truth: change one row after the other and see whether another changes, on several draws of rows: with one
-    alone, every fiftieth hides what a comparison or a maximum carries from row to row."""
+    """The ground truth: change each row in turn and see whether another row changes, on several random inputs.
+
+    With a single input, one case in fifty would hide what a comparison or a maximum carries from row to row."""
     generator = torch.Generator().manual_seed(0)
     return any(_changes_other_rows(function, torch.randn(1, 5, 8, generator=generator)) for _ in range(8))
 

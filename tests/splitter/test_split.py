@@ -1,4 +1,4 @@
-"""What a split model promises its users: names, sizes, order, shared graphs; and what is refused."""
+"""Guarantees of a split model: names, sizes, order, shared graphs; and which models are rejected."""
 
 import dataclasses
 from typing import Any

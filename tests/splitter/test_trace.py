@@ -1,4 +1,4 @@
-"""Which layers count as alike, on toy models whose layers differ in one respect only."""
+"""Which layers count as equal, on toy models whose layers differ in one respect only."""
 
 from collections.abc import Callable
 

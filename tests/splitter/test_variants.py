@@ -1,4 +1,4 @@
-"""Every supported family: slices composed with an obvious attention compute what transformers computes."""
+"""Every supported family: slices composed with a reference attention compute what transformers computes."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from lamina.models import weights
-from lamina.models.config import load_config, torch_dtype
-from lamina.models.directory import find
 from lamina.splitter import split
 from lamina.types import DType
 from tests.random_models import LIKE_ANOTHER, NAMES, VOCABULARY, random_model, variant, write_checkpoint
@@ -70,17 +67,16 @@ def test_layers_that_differ_by_a_number_in_their_code(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("name", "dtype"), [("ernie4_5_moe", DType.BFLOAT16), ("gpt_oss", DType.FLOAT16)])
 def test_tensors_that_a_family_keeps_in_float32(name: str, dtype: DType, tmp_path: Path) -> None:
-    """Routers and norms of a checkpoint that is loaded in low precision, as transformers loads it."""
+    """Routers and norms, as transformers loads them."""
     write_checkpoint(variant(name), tmp_path)
-    place = find(tmp_path, tokenizer=False)
-    config = load_config(place)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch_dtype(dtype), attn_implementation="eager")
-    kept = {key for key, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
-    part = split(config, dtype)
+    element = getattr(torch, dtype.value)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=element, attn_implementation="eager")
+    state = model.state_dict()
+    kept = {key for key, tensor in state.items() if tensor.dtype == torch.float32}
+    part = split(AutoConfig.from_pretrained(tmp_path), dtype)
     assert kept and {key for key, weight in part.weights.items() if weight.dtype == torch.float32} == kept
-    tensors = weights.load(place, sorted(part.weights), config, dtype)
     ids = torch.arange(3, 10)
     with torch.no_grad():
         expected = model(input_ids=ids[None]).logits[0, -1:].float()
-        actual = Runner(part, tensors).step({0: ids}, last_rows_only=True).float()
+        actual = Runner(part, state).step({0: ids}, last_rows_only=True).float()
     torch.testing.assert_close(actual, expected, rtol=0, atol=0.05 * float(expected.abs().max()))

@@ -1,4 +1,4 @@
-"""A pair of connected endpoints for every implementation: add one to PAIRS, and the suite covers it."""
+"""Fixtures: a pair of connected endpoints of every implementation. The suite covers every entry of PAIRS."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from tests.transport.tcp_tools import DOORBELLS as TCP_DOORBELLS
 from tests.transport.tcp_tools import NBYTES as TCP_NBYTES
 from tests.transport.tcp_tools import MakeProxy, MakeTcp, Proxy
 
-CONNECT_S = 120.0  # an emulated machine takes its time
+CONNECT_S = 120.0  # emulated machines are slow
 NBYTES = 1 << 20
 DOORBELLS = 64
 
@@ -44,7 +44,7 @@ class FarThread:
         return self.submit(action, *arguments).result(2 * CONNECT_S)
 
     def die(self) -> None:
-        """End the far side; in this process, closing its endpoint has to do."""
+        """Close the far side's endpoint: in this process, it cannot be killed."""
         self._far.endpoint.close()
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class FarThread:
 
 
 class FarProcess:
-    """The far side in a process of its own, used again by the next test unless it had to die."""
+    """The far side in a process of its own, reused by the next test unless it was killed."""
 
     _spare: ClassVar[list["FarProcess"]] = []
 
@@ -88,7 +88,7 @@ class FarProcess:
         return result
 
     def die(self) -> None:
-        """Kill without warning. Not reaped: to its peers a zombie is dead."""
+        """Kill without warning. It is not reaped: peers must also treat a zombie as dead."""
         self.process.kill()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class FarProcess:
         self._thread.shutdown()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe
-            with contextlib.suppress(BrokenPipeError):  # a request the dead process did not take
+            with contextlib.suppress(BrokenPipeError):  # a request that the dead process did not read
                 pipe.close()
 
 
@@ -133,7 +133,7 @@ PAIRS: dict[str, tuple[str, type[FarThread] | type[FarProcess]]] = {
     "tls": ("tls", FarThread),
     "tls-processes": ("tls", FarProcess),
 }
-if os.environ.get("LAMINA_TEST_RDMA"):  # there is a device: see tests/rdma
+if os.environ.get("LAMINA_TEST_RDMA"):  # this machine has an RDMA device: see tests/rdma
     PAIRS |= {"rdma": ("rdma", FarThread), "rdma-processes": ("rdma", FarProcess)}
 
 
@@ -149,7 +149,7 @@ def open_pair(name: str) -> Pair:
 
 @contextlib.contextmanager
 def files_left(count: int) -> Iterator[None]:
-    """This process can open so many files more."""
+    """This process can open only ``count`` more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))

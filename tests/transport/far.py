@@ -1,6 +1,6 @@
-"""The far side of the conformance suite: one endpoint that does what the near side asks.
+"""The far side of the conformance suite: one endpoint that runs the near side's commands.
 
-Run as a script, it takes pickled (action, arguments) from standard input, answers with (what went wrong, result).
+Run as a script, it reads pickled (action, arguments) from standard input and answers with (error, result).
 """
 
 import pickle
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from lamina.protocol.channel import Inbox, Layout, Outbox
 from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.null import NullEndpoint
 from lamina.transport.rdma.endpoint import RdmaEndpoint
@@ -62,7 +61,7 @@ class Far:
         self.endpoint.ring(self.peer, doorbell, sequence)
 
     def ring_up_to(self, doorbell: int, sequence: int) -> None:
-        """Ring every sequence number in turn, whether anybody waits or not."""
+        """Ring every sequence number in turn, even while nothing waits."""
         for number in range(1, sequence + 1):
             self.endpoint.ring(self.peer, doorbell, number)
 
@@ -70,38 +69,37 @@ class Far:
         return bytes(self.arena.view(offset, nbytes))
 
     def fill(self, offset: int, data: bytes) -> None:
-        """Write into one's own arena, for the near side to fetch."""
+        """Write into this side's arena, for the near side to fetch."""
         self.arena.view(offset, len(data))[:] = data
 
     def wait(self, targets: list[tuple[int, int]], timeout_s: float) -> int:
         return self.endpoint.wait(targets, timeout_s)
 
     def ring_many(self, doorbells: int, rounds: int) -> None:
-        """Ring every doorbell once a round, and wait for the near side's answer on one's own first doorbell."""
+        """Ring every doorbell once a round, and wait for the near side's answer on this side's first doorbell."""
         for round_ in range(1, rounds + 1):
             for doorbell in range(doorbells):
                 self.endpoint.ring(self.peer, doorbell, round_)
             self.endpoint.wait([(0, round_)], 30.0)
 
-    def echo(self, layout: Layout, messages: int) -> int:
-        """Answer requests of all lanes in turn with their own bytes; returns how many were torn."""
+    def echo(self, slots: int, nbytes: int, messages: int) -> int:
+        """Answer messages in ``slots`` slots in turn with their own bytes; returns how many were torn."""
         torn = 0
         for n in range(1, messages + 1):
-            inbox = Inbox(self.arena, layout.request(n % layout.lanes))
-            self.endpoint.wait([(inbox.doorbell, n)], 30.0)
-            request = bytes(inbox.view)
+            slot = n % slots
+            self.endpoint.wait([(slot, n)], 30.0)
+            request = bytes(self.arena.view(slot * nbytes, nbytes))
             torn += not whole(request)
-            Outbox(self.endpoint, self.peer, layout.reply(n % layout.lanes, 0)).send([request[:5], request[5:]], n)
+            self.endpoint.post(self.peer, slot * nbytes, nbytes, [request[:5], request[5:]], slot, n)
         return torn
 
-    def echo_one(self, layout: Layout, n: int) -> None:
-        """Answer message ``n`` of lane 0 with its own bytes."""
-        inbox = Inbox(self.arena, layout.request(0))
-        self.endpoint.wait([(inbox.doorbell, n)], 30.0)
-        Outbox(self.endpoint, self.peer, layout.reply(0, 0)).send([inbox.view], n)
+    def echo_one(self, nbytes: int, n: int) -> None:
+        """Answer message ``n`` in slot 0 with its own bytes."""
+        self.endpoint.wait([(0, n)], 30.0)
+        self.endpoint.post(self.peer, 0, nbytes, [self.arena.view(0, nbytes)], 0, n)
 
     def pour(self, messages: int, nbytes: int) -> None:
-        """Send stamped messages without end or credit into alternating slots, until killed."""
+        """Send stamped messages into alternating slots, until killed."""
         for n in range(1, messages + 1):
             self.endpoint.write(self.peer, n % 2 * nbytes, stamped(n, nbytes))
             self.endpoint.ring(self.peer, 0, n)

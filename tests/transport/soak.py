@@ -1,9 +1,9 @@
 """Millions of small messages and gigabytes of large ones between two processes: nothing lost, reordered or changed.
 
-    python tests/transport/soak.py [--transports tcp,shm] [--messages 10000000] [--gigabytes 100]
+    python -m tests.transport.soak [--transports tcp,shm] [--messages 10000000] [--gigabytes 100]
 
 Every message carries its number. Small ones end with a checksum over all of it; large ones are one of a few random
-blocks whose checksums both sides know. The receiver checks each before it gives its slot back.
+blocks whose checksums both sides know. The receiver checks each before it releases its slot.
 """
 
 import argparse
@@ -16,17 +16,12 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from lamina.profiling.transports import make_endpoint
-from lamina.protocol.choice import Transport
-from lamina.protocol.secret import Secret
 from lamina.transport.base import Arena, Endpoint, Peer
+from tests.transport.far import IMPLEMENTATIONS
 
-SECRET = Secret(b"a secret of the transport's soak.")
-HOST = "127.0.0.1"
-SPIN_S = 20e-6
-TIMEOUT_S = 300.0  # the machine may be busy with something else
+TIMEOUT_S = 300.0  # the machine may be busy with other work
 SLOTS = 64
-ACKNOWLEDGE = 16  # messages that are given back together
+ACKNOWLEDGE = 16  # messages whose slots are released together
 SMALL = struct.Struct("<QQQ32sI")  # number, its square, its complement, its repetition, checksum over these
 BULK_NBYTES = 1 << 20
 BLOCKS = [np.random.default_rng(seed).bytes(BULK_NBYTES - 8) for seed in range(8)]
@@ -36,14 +31,14 @@ MASK = 2**64 - 1
 
 @dataclass
 class Side:
-    """One end: doorbell 0 announces messages, doorbell 1 gives slots back."""
+    """One end: doorbell 0 announces messages, doorbell 1 releases slots."""
 
     endpoint: Endpoint
     arena: Arena
     peer: Peer
 
     def send(self, first: int, count: int, nbytes: int, bulk: bool) -> None:
-        """Messages number ``first`` on, never more than SLOTS ahead of the receiver."""
+        """Send ``count`` messages, numbered from ``first``, never more than SLOTS ahead of the receiver."""
         for n in range(first, first + count):
             if n - first >= SLOTS:
                 self.endpoint.wait([(1, n - SLOTS)], TIMEOUT_S)
@@ -52,7 +47,7 @@ class Side:
         self.endpoint.wait([(1, first + count - 1)], TIMEOUT_S)
 
     def receive(self, first: int, count: int, nbytes: int, bulk: bool) -> None:
-        """Check every message. Raises ValueError naming the first that is not what was sent."""
+        """Check every message. Raises ValueError naming the first that differs from what was sent."""
         views = [self.arena.view(slot * nbytes, nbytes) for slot in range(SLOTS)]
         last = first + count - 1
         for n in range(first, last + 1):
@@ -74,15 +69,15 @@ def small(n: int) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def open_side(transport: Transport, name: str, pipe: Connection) -> Side:
+def open_side(transport: str, name: str, pipe: Connection) -> Side:
     """An endpoint connected with the one at the other end of the pipe."""
-    endpoint = make_endpoint(transport, name, SPIN_S, SECRET, HOST)
+    endpoint = IMPLEMENTATIONS[transport](name)
     arena = endpoint.register(SLOTS * BULK_NBYTES, 2)
     pipe.send(endpoint.descriptor())
     return Side(endpoint, arena, endpoint.connect(pipe.recv(), TIMEOUT_S))
 
 
-def far(transport: Transport, pipe: Connection, messages: int, blocks: int) -> None:
+def far(transport: str, pipe: Connection, messages: int, blocks: int) -> None:
     """The receiving process."""
     side = open_side(transport, "far", pipe)
     side.receive(1, messages, SMALL.size, bulk=False)
@@ -92,7 +87,7 @@ def far(transport: Transport, pipe: Connection, messages: int, blocks: int) -> N
     side.endpoint.close()
 
 
-def soak(transport: Transport, messages: int, blocks: int) -> None:
+def soak(transport: str, messages: int, blocks: int) -> None:
     """Run one transport. Raises what the endpoints raise; RuntimeError if the receiver found something wrong."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -119,12 +114,12 @@ def soak(transport: Transport, messages: int, blocks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transports", default="tcp,shm")
+    parser.add_argument("--transports", default="tcp,shm", help="of tcp, tls, shm and rdma")
     parser.add_argument("--messages", type=int, default=10_000_000, help="small ones")
     parser.add_argument("--gigabytes", type=float, default=100.0, help="of large ones")
     args = parser.parse_args()
     for name in args.transports.split(","):
-        soak(Transport(name), args.messages, max(1, round(args.gigabytes * 1e9 / BULK_NBYTES)))
+        soak(name, args.messages, max(1, round(args.gigabytes * 1e9 / BULK_NBYTES)))
 
 
 if __name__ == "__main__":

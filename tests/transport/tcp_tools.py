@@ -1,4 +1,4 @@
-"""What tests of TCP share: frames as bytes, endpoints by the fixture ``make_tcp``, and raw connections to them."""
+"""Shared by the TCP tests: frames as bytes, types of the fixtures, raw connections, and a proxy that cuts them."""
 
 import select
 import socket
@@ -39,7 +39,7 @@ def port_of(endpoint: TcpEndpoint) -> int:
 
 
 def raw_stream(endpoint: TcpEndpoint, stream: int = 1, *, is_new: bool = True) -> tuple[socket.socket, int]:
-    """A connection that has proved itself, to send any bytes over, and the byte of its stream wanted next."""
+    """An authenticated raw connection, and the position of the next byte that the receiver needs."""
     where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
     request = struct.pack("<QQ??", stream, 77, is_new, False)
     connection, answer = listener.attempt(where, SECRET, request, TIMEOUT_S, TIMEOUT_S)
@@ -47,13 +47,13 @@ def raw_stream(endpoint: TcpEndpoint, stream: int = 1, *, is_new: bool = True) -
 
 
 def reset(connection: socket.socket) -> None:
-    """Close as a dead process's kernel may: without a farewell."""
+    """Reset the connection, as the kernel of a killed process may."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 class Proxy:
-    """Passes connections on to a port, and cuts each after the next of ``budgets`` bytes (None: never).
+    """Forwards connections to a port, and cuts each after the next of ``budgets`` bytes (None: never).
 
     ``seen`` is what has passed, both ways.
     """
@@ -92,7 +92,7 @@ class Proxy:
             for source in select.select([near, far], [], [], 0.05)[0]:
                 try:
                     data = source.recv(min(65536, int(min(left, 65536))))
-                    self.seen += data  # before it arrives: whoever waits for it looks here then
+                    self.seen += data  # before it is forwarded, so that the receiver's test can check it
                     (far if source is near else near).sendall(data)
                 except OSError:
                     data = b""

@@ -1,4 +1,4 @@
-"""The benchmarks of the transport run; what they measure in so short a time means nothing."""
+"""The benchmarks of the transport run. The figures of such short runs mean nothing."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The transport contract, held against every implementation."""
+"""The conformance suite of ``transport.base.Endpoint``, run against every implementation."""
 
 import contextlib
 import gc
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from lamina.errors import DeadlineError, PeerLostError, TransportError
-from lamina.protocol.channel import Inbox, Layout, Outbox
 from lamina.transport.base import Fetch
 from tests.transport.conftest import DOORBELLS, NBYTES, PAIRS, Pair, open_pair
 from tests.transport.far import IMPLEMENTATIONS, stamped, whole
@@ -138,21 +137,19 @@ def test_every_one_of_many_doorbells_is_heard(pair: Pair) -> None:
 
 @pytest.mark.parametrize("nbytes", [64, 5000, 200_000])
 def test_no_message_is_torn_under_load(pair: Pair, nbytes: int) -> None:
-    """Data comes before its doorbell, checked in both directions; three lanes are under way at once."""
-    layout = Layout(lanes=3, memories=1, request_nbytes=nbytes, reply_nbytes=nbytes)
-    outboxes = [Outbox(pair.near, pair.peer, layout.request(lane)) for lane in range(layout.lanes)]
-    inboxes = [Inbox(pair.arena, layout.reply(lane, 0)) for lane in range(layout.lanes)]
-    messages = 1000 if nbytes < 100_000 else 100
-    echoed = pair.far.submit("echo", layout, messages)
+    """Data arrives before its doorbell, checked in both directions, with three messages in flight."""
+    slots, messages = 3, 1000 if nbytes < 100_000 else 100
+    echoed = pair.far.submit("echo", slots, nbytes, messages)
     sent = [stamped(n, nbytes) for n in range(min(messages, 10))]
     for n in range(1, messages + 1):
-        lane = n % layout.lanes
-        if n > layout.lanes:
-            earlier = n - layout.lanes
-            pair.near.wait([(inboxes[lane].doorbell, earlier)], TIMEOUT_S)
-            assert inboxes[lane].view == sent[earlier % len(sent)]
+        slot = n % slots
+        if n > slots:
+            earlier = n - slots
+            pair.near.wait([(slot, earlier)], TIMEOUT_S)
+            assert pair.arena.view(slot * nbytes, nbytes) == sent[earlier % len(sent)]
         message = sent[n % len(sent)]
-        outboxes[lane].send([message[: nbytes // 3], message[nbytes // 3 :]], n)
+        parts = [message[: nbytes // 3], message[nbytes // 3 :]]
+        pair.near.post(pair.peer, slot * nbytes, nbytes, parts, slot, n)
     assert echoed.result(TIMEOUT_S) == 0
 
 
@@ -169,24 +166,22 @@ def test_what_is_fetched_lies_in_its_place_when_its_doorbell_rings(pair: Pair) -
 
 
 def test_fetches_arrive_in_order_beside_messages(pair: Pair) -> None:
-    """Pieces are fetched out of a buffer that the far side fills anew, and messages go both ways meanwhile."""
-    nbytes, pieces, half = 50_000, 4, NBYTES // 2
-    layout = Layout(lanes=1, memories=1, request_nbytes=5000, reply_nbytes=5000)
-    outbox, inbox = Outbox(pair.near, pair.peer, layout.request(0)), Inbox(pair.arena, layout.reply(0, 0))
+    """Blocks are fetched from a buffer that the far side refills, while messages go both ways."""
+    nbytes, blocks, half = 50_000, 4, NBYTES // 2
     for round_ in range(1, 21):
-        expected = stamped(round_, pieces * nbytes)
+        expected = stamped(round_, blocks * nbytes)
         pair.far.call("fill", half, expected)
-        echoed = pair.far.submit("echo_one", layout, round_)
-        for piece in range(pieces):
-            at = half + piece * nbytes
-            fetch = Fetch(offset=at, nbytes=nbytes, to=at, doorbell=10 + piece, sequence=round_)
+        echoed = pair.far.submit("echo_one", 5000, round_)
+        for block in range(blocks):
+            at = half + block * nbytes
+            fetch = Fetch(offset=at, nbytes=nbytes, to=at, doorbell=10 + block, sequence=round_)
             pair.near.fetch(pair.peer, fetch)
-        outbox.send([stamped(round_, 5000)], round_)
-        pair.near.wait([(inbox.doorbell, round_)], TIMEOUT_S)
-        assert inbox.view == stamped(round_, 5000)
-        pair.near.wait([(10 + pieces - 1, round_)], TIMEOUT_S)
-        pair.near.wait([(10, round_)], 0.0)  # the earlier ones came before
-        assert bytes(pair.arena.view(half, pieces * nbytes)) == expected
+        pair.near.post(pair.peer, 0, 5000, [stamped(round_, 5000)], 0, round_)
+        pair.near.wait([(0, round_)], TIMEOUT_S)
+        assert pair.arena.view(0, 5000) == stamped(round_, 5000)
+        pair.near.wait([(10 + blocks - 1, round_)], TIMEOUT_S)
+        pair.near.wait([(10, round_)], 0.0)  # earlier fetches arrived before
+        assert bytes(pair.arena.view(half, blocks * nbytes)) == expected
         echoed.result(TIMEOUT_S)
 
 
@@ -222,13 +217,13 @@ def test_a_kill_amid_fetches_leaves_only_whole_ones(process_pair: Pair, after_s:
             pair.near.wait([(1, fetched + 1)], TIMEOUT_S)
             fetched += 1
             assert bytes(pair.arena.view(0, nbytes)) == expected
-            with contextlib.suppress(DeadlineError):  # what is fetched in this process says nothing of its peer
+            with contextlib.suppress(DeadlineError):  # in-process fetches succeed whatever the state of the peer
                 pair.near.wait([(0, 1)], 0.0)
     killer.join()
 
 
 def test_a_wait_lets_other_python_threads_run(pair: Pair) -> None:
-    """Were the GIL held, this thread could not ring before the wait's deadline."""
+    """If the wait held the GIL, this thread could not ring before its deadline."""
     waits: list[int] = []
     begun = threading.Event()
 
@@ -251,7 +246,7 @@ def test_a_dead_peer_ends_the_wait(pair: Pair, moment: str) -> None:
     if moment == "after":
         pair.far.call("ring", 0, 1)
     pair.far.die()
-    if moment == "after":  # what it rang still counts
+    if moment == "after":  # what it rang before still counts
         assert pair.near.wait([(0, 1)], TIMEOUT_S) == 0
         assert bytes(pair.arena.view(0, 8)) == b"complete"
     with pytest.raises(PeerLostError, match="far") as lost:
@@ -331,11 +326,11 @@ def test_views_outlive_their_endpoint(pair: Pair) -> None:
 
 def test_misuse_is_named(pair: Pair) -> None:
     fresh = IMPLEMENTATIONS[pair.kind]("fresh")
-    with pytest.raises(TransportError, match=r"register\(\) comes first"):
+    with pytest.raises(TransportError, match=r"call register\(\) first"):
         fresh.descriptor()
-    with pytest.raises(ValueError, match="0 and 1"):
+    with pytest.raises(ValueError, match="got 0 bytes, 1 doorbells"):
         fresh.register(0, 1)
-    with pytest.raises(ValueError, match="64 and -1"):
+    with pytest.raises(ValueError, match="64 bytes, -1 doorbells"):
         fresh.register(64, -1)
     with pytest.raises(TransportError, match="has an arena of"):
         pair.near.register(64, 1)
@@ -346,7 +341,7 @@ def test_misuse_is_named(pair: Pair) -> None:
     fresh.close()
     with pytest.raises(PeerLostError, match="fresh"):
         pair.near.connect(descriptor, 1.0)
-    fresh.register(64, 1)  # a closed endpoint may start again
+    fresh.register(64, 1)  # a closed endpoint may register again
     fresh.close()
 
 
@@ -366,7 +361,7 @@ def test_nothing_is_left_behind(name: str) -> None:
             pair.near.wait([(0, 1)], TIMEOUT_S)
         pair.close()
 
-    one_life()  # whatever opens files once for ever has done so
+    one_life()  # afterwards, everything that opens files once per process has done so
     before = handles()
     assert ("rdma" in name) == (" qp " in before[2])
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Arenas in a device's memory: which way bytes take is a pure function, and the same calls serve both ways."""
+"""Arenas in device memory: a pure function decides the route, and the same calls work on both routes."""
 
 import errno
 import logging
@@ -21,7 +21,7 @@ NBYTES, OFFSET = 8192, 4096
 
 
 class Memory:
-    """A device's memory that is the host's, and says what was asked of it."""
+    """Device memory simulated in host memory; records the calls it gets."""
 
     name = "gpu7"
     nbytes = NBYTES
@@ -52,12 +52,12 @@ class Memory:
     ("obstacle", "refusal", "route", "words"),
     [
         ("", None, Route.DIRECT, "rxe0 registered the dma-buf of gpu7"),
-        ("too old a driver", None, Route.HOST, "gpu7 exports no dma-buf: too old a driver"),
+        ("too old a driver", None, Route.HOST, "gpu7 cannot export a dma-buf: too old a driver"),
         (
             "",
             Refusal(errno.EOPNOTSUPP, "no"),
             Route.HOST,
-            r"\(errno 95\): its driver registers no dma-buf; use",
+            r"\(errno 95\): its driver does not support dma-bufs; use",
         ),
         ("", Refusal(errno.EINVAL, "no"), Route.HOST, r"\(errno 22\): it cannot map .* PCIe"),
         ("", Refusal(errno.ENOMEM, "no"), Route.HOST, "ulimit -l unlimited"),
@@ -95,13 +95,13 @@ def test_the_same_calls_serve_both_routes(route: Route) -> None:
 
 
 class VerbsError(Exception):
-    """As pyverbs' own."""
+    """Like pyverbs' own."""
 
     error_code = errno.EOPNOTSUPP
 
 
 class Registered:
-    """A dma-buf as a card that can would register it; pyverbs takes these arguments."""
+    """A dma-buf registration as a NIC that supports it makes it, with pyverbs' arguments."""
 
     rkey, lkey = 17, 18
     open = 0

@@ -1,4 +1,4 @@
-"""Faults happen exactly as planned, and the channel meets each in a defined way."""
+"""Faults of the null transport happen exactly as scheduled."""
 
 from collections.abc import Iterator
 
@@ -109,5 +109,5 @@ def test_null_endpoints_stay_in_their_process(line: Line) -> None:
     import msgspec
 
     name, pid, number = msgspec.msgpack.decode(line.receiver.descriptor())
-    with pytest.raises(TransportError, match=f"lives in process {pid + 1}"):
+    with pytest.raises(TransportError, match=f"is in process {pid + 1}"):
         line.sender.connect(msgspec.msgpack.encode((name, pid + 1, number)), 1.0)

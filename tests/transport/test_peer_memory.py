@@ -1,4 +1,4 @@
-"""When network cards may write into a card's memory: what its driver says, and errors where there is no driver."""
+"""When NICs may write into GPU memory: how the driver's answers are read, and errors without a driver."""
 
 import ctypes
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_without_a_driver_the_error_says_what_to_install(monkeypatch: pytest.Mon
 
 
 def driver(values: dict[int, int]) -> SimpleNamespace:
-    """Answers as a driver does that has one card and knows these attributes."""
+    """A fake driver with one GPU and these attributes."""
 
     def attribute(value: Any, number: int, device: object) -> int:
         if number not in values:
@@ -66,5 +66,5 @@ def test_what_the_driver_answers_is_read_as_its_header_says(
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver(values))
     assert ability(0) == expected
-    with pytest.raises(TransportError, match=r"card 1 failed: unknown error \(CUDA error 101\)"):
+    with pytest.raises(TransportError, match=r"GPU 1 failed: unknown error \(CUDA error 101\)"):
         ability(1)

@@ -1,4 +1,4 @@
-"""The choice of an RDMA port, on inventories like those of real machines, and errors where there is none."""
+"""Selection of the RDMA port, on inventories like those of real machines, and errors without a usable port."""
 
 import ipaddress
 import sys
@@ -21,7 +21,7 @@ def gid(index: int, address: str, kind: str = ROCE_V2) -> Gid:
 
 
 def ethernet_gids(address: str, suffix: int) -> tuple[Gid, ...]:
-    """What the kernel gives a RoCE port with one IPv4 address: each address once per version of RoCE."""
+    """The GIDs that the kernel gives a RoCE port with one IPv4 address: each address once per version of RoCE."""
     link_local, mapped = f"fe80::{suffix:x}", f"::ffff:{address}"
     return (
         gid(0, link_local, ROCE_V1),
@@ -105,7 +105,7 @@ def test_the_choice_says_where_peers_find_it() -> None:
         ([DOWN], "", r"found mlx5_3:1 \(Ethernet, down, 4 addresses\)"),
         ([ONLY_V1], "", "use tcp"),
         ([SLOW], "mlx5_9", r"named mlx5_9: found mlx5_0:1 .* unset LAMINA_RDMA_DEVICE or name one of them"),
-        ([SLOW, DOWN], "mlx5_3", "bring a port up"),  # named, and never replaced in silence
+        ([SLOW, DOWN], "mlx5_3", "bring a port up"),  # named, and never silently replaced
         ([SLOW], "mlx5_0:2", "named mlx5_0:2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What only an RDMA device can show (``tests/rdma`` makes one): waits that sleep, and memory of another device."""
+"""Tests that need an RDMA device (``tests/rdma`` makes one): waits that sleep, and arenas in device memory."""
 
 import fcntl
 import mmap
@@ -59,7 +59,7 @@ def test_a_wait_sleeps_in_the_kernel(pair: Pair) -> None:
 
 
 def test_a_message_wakes_a_wait(pair: Pair, taken: list[Events]) -> None:
-    """Whether it comes before, while or after the wait lies down to sleep."""
+    """Whether the message arrives before, while or after the wait goes to sleep."""
     pair.near.spin_s = 0.0  # type: ignore[attr-defined]
     for round_ in range(1, 101):
         rung = pair.far.submit("ring", 0, round_)
@@ -70,7 +70,7 @@ def test_a_message_wakes_a_wait(pair: Pair, taken: list[Events]) -> None:
 
 @pytest.mark.usefixtures("taken")
 def test_what_is_fetched_wakes_a_wait(pair: Pair) -> None:
-    """Or is there before it sleeps: a read that ends without an event would hold the wait up to its deadline."""
+    """A read that completes before the wait sleeps must not be missed until its deadline."""
     pair.near.spin_s = 0.0  # type: ignore[attr-defined]
     pair.far.call("fill", 0, b"fetched")
     for round_ in range(1, 51):
@@ -80,7 +80,7 @@ def test_what_is_fetched_wakes_a_wait(pair: Pair) -> None:
 
 
 def test_both_sides_may_send_more_than_the_device_receives_for_before_they_wait(pair: Pair) -> None:
-    """Each hands receives back while it is held up by the other, which has none left."""
+    """Each refills its receive queue while it is blocked by the other, whose queue is empty."""
     rings = 2 * MESSAGES
     sent = pair.far.submit("ring_up_to", 0, rings)
     far = pair.far.submit("wait", [(1, rings)], TIMEOUT_S)
@@ -98,8 +98,8 @@ def test_a_write_that_the_peer_refuses_names_status_peer_and_remedy(pair: Pair) 
     with pytest.raises(PeerLostError) as lost:
         pair.near.wait([(0, 1)], TIMEOUT_S)
     assert lost.value.peer == "far"
-    assert "far is gone: a write to it failed with verbs status 10" in str(lost.value)
-    assert "the peer does not let this process write there: it has closed its arena" in str(lost.value)
+    assert "lost peer far: a write to it failed with verbs status 10" in str(lost.value)
+    assert "the peer no longer allows access to its arena: it has closed it" in str(lost.value)
 
 
 class Dumb:
@@ -137,7 +137,7 @@ class Dumb:
 
 
 def _open_vgem(card: Path) -> int | None:
-    """The card, if it is vgem's."""
+    """The device file, if it is vgem's."""
     fd, name = os.open(card, os.O_RDWR), mmap.mmap(-1, mmap.PAGESIZE)
     import ctypes
 
@@ -150,7 +150,7 @@ def _open_vgem(card: Path) -> int | None:
 
 
 def test_a_dma_buf_that_the_card_refuses_is_reached_by_way_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    """Soft-RoCE registers no dma-buf: the same arena, and the reason in the log."""
+    """Soft-RoCE cannot register dma-bufs: the arena uses host memory, and the reason is logged."""
     memory, far = Dumb(1 << 20), Far()
     near = RdmaEndpoint("near", secret=SECRET)
     try:
@@ -160,7 +160,7 @@ def test_a_dma_buf_that_the_card_refuses_is_reached_by_way_of_the_host(caplog: p
         (logged,) = [
             record.getMessage() for record in caplog.records if record.name == "lamina.transport.device.memory"
         ]
-        assert "errno 95" in logged and "of vgem" in logged and "by way of the host" in logged
+        assert "errno 95" in logged and "of vgem" in logged and "copied through host memory" in logged
         peer = near.connect(far.open("rdma", 1 << 20, 4), TIMEOUT_S)
         far.connect(near.descriptor())
         far.endpoint.post(far.peer, 5000, 8, [b"to", b" vgem!"], 1, 1)

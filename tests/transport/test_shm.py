@@ -1,4 +1,4 @@
-"""What is particular to shared memory: identity of processes and arenas, wakes, signals, traces left."""
+"""Shared memory: identity of processes and arenas, wake-ups, signals, and nothing left behind."""
 
 import os
 import shutil
@@ -33,11 +33,11 @@ def altered(endpoint: ShmEndpoint, **changes: int) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start_time": 1}, "is another one now"),
+        ({"start_time": 1}, "now belongs to another process"),
         ({"pid": 2**22 + 1}, "not visible here"),  # above the largest possible id
-        ({"fd": 100_000}, "ended or closed"),
-        ({"fd": 0}, "ended or closed"),
-        ({"identity": 1}, "ended or closed"),
+        ({"fd": 100_000}, "exited or closed"),
+        ({"fd": 0}, "exited or closed"),
+        ({"identity": 1}, "exited or closed"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -76,7 +76,7 @@ def test_more_memory_than_there_is_is_refused(endpoint: ShmEndpoint) -> None:
 
 
 def test_a_signal_handler_that_raises_ends_a_wait(endpoint: ShmEndpoint) -> None:
-    """As Ctrl-C does."""
+    """Like Ctrl-C."""
 
     class InterruptError(Exception):
         pass
@@ -114,7 +114,7 @@ def test_a_large_copy_arrives_whole(endpoint: ShmEndpoint) -> None:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_no_wake_is_lost(tmp_path: Path) -> None:
-    """Two processes; the sleeps have no bound but ten seconds, so that one lost wake shows."""
+    """Two processes. Each sleep may take ten seconds, so that a single lost wake-up is noticed."""
     program = tmp_path / "doorbell_stress"
     native = [ROOT / "native/transport" / name for name in ("arena.cpp", "doorbell.cpp", "shm.cpp")]
     sources = [ROOT / "tests/transport/doorbell_stress.cpp", *native]

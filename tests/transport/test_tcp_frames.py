@@ -1,4 +1,4 @@
-"""Frames of TCP streams: cut short, resumed in the middle, impossible, and any bytes at all."""
+"""Frames of TCP streams: truncated, resumed in the middle, invalid, and arbitrary bytes."""
 
 import itertools
 import logging
@@ -108,7 +108,7 @@ def test_a_bad_frame_closes_its_stream_alone(
 
 
 def decoded(stream: bytes, nbytes: int, doorbells: int) -> tuple[bytes, list[int], bool]:
-    """What a receiver makes of a stream: arena, doorbells, whether it was refused. Written for clarity."""
+    """A model of the receiver: arena, doorbells, and whether the stream was rejected. Written for clarity."""
     memory, rung, at = bytearray(nbytes), [0] * doorbells, 0
     while at + FRAME.size <= len(stream):
         offset, length, sequence, doorbell, magic = FRAME.unpack_from(stream, at)

@@ -1,4 +1,4 @@
-"""TCP streams that go on over new connections, until there are none to be had."""
+"""TCP streams that resume over new connections, until none can be made."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ from tests.transport.tcp_tools import (
 def test_streams_go_on_over_new_connections(
     make_tcp: MakeTcp, proxies: MakeProxy, nbytes: int, messages: int, most: int, tls: bool
 ) -> None:
-    """Every connection is cut after some random number of bytes: in frames, in headers, in handshakes."""
+    """Every connection is cut after a random number of bytes: in frames, in headers, in handshakes."""
     budgets = random.Random(1)
     near, far = make_tcp("near", 2 * nbytes, tls=tls), make_tcp("far", 2 * nbytes, tls=tls)
     arenas = {"near": memoryview(near._own.arena.native), "far": memoryview(far._own.arena.native)}  # type: ignore[union-attr]
@@ -51,7 +51,7 @@ def test_streams_go_on_over_new_connections(
         arrived[own.name].set()
         deadline = time.monotonic() + TIMEOUT_S
         while not arrived[other.name].is_set() and time.monotonic() < deadline:
-            with contextlib.suppress(DeadlineError):  # what the last cut took is sent again from here
+            with contextlib.suppress(DeadlineError):  # bytes lost with the last connection are sent again
                 own.wait([(1, 1)], 0.01)
 
     with ThreadPoolExecutor(2) as pool:
@@ -73,7 +73,7 @@ def test_a_peer_that_cannot_be_reached_again_is_lost(make_tcp: MakeTcp, proxies:
 
 
 def test_a_wait_ends_at_its_deadline_while_a_peer_cannot_be_reached(make_tcp: MakeTcp, proxies: MakeProxy) -> None:
-    """The way to it lets connections be made, and nothing through: each attempt takes as long as it may."""
+    """Connections can be made but carry no bytes: each attempt takes its full time."""
     near, far = make_tcp("near"), make_tcp("far")
     proxy = proxies(port_of(far), itertools.chain([2000], itertools.repeat(None)))
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -82,7 +82,7 @@ def test_a_wait_ends_at_its_deadline_while_a_peer_cannot_be_reached(make_tcp: Ma
             near.post(peer, 0, 1000, [bytes(1000)], 0, 1)
         port, peer.where = peer.where.port, replace(peer.where, port=silent.getsockname()[1])
         for timeout_s in (0.0, 0.5):
-            with pytest.raises(DeadlineError):  # not PeerLostError, once the peer has had its time to come back
+            with pytest.raises(DeadlineError):  # not PeerLostError: the peer still has time to come back
                 near.wait([(0, 1)], timeout_s)
         peer.where = replace(peer.where, port=port)
     near.ring(peer, 1, 1)

@@ -1,4 +1,4 @@
-"""Who and what is turned away at the port of a TCP endpoint."""
+"""Connections that a TCP endpoint rejects, and descriptors that lead nowhere."""
 
 import contextlib
 import logging
@@ -45,7 +45,7 @@ def test_strangers_are_turned_away_counted_and_logged_once(
                 assert silent.recv(1) == b""  # dropped at its deadline
     thief.close()
     assert near.refused == {"GARBAGE": 3, "SECRET": 3, "LATE": 3}
-    assert len([record for record in caplog.records if "near turned somebody away" in record.message]) == 3
+    assert len([record for record in caplog.records if "near rejected a connection" in record.message]) == 3
 
 
 def test_a_flood_of_silent_connections_is_bounded(make_tcp: MakeTcp, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_who_comes_while_no_file_can_be_opened_is_let_in_later(make_tcp: MakeTcp
 
 
 def test_who_cannot_be_served_for_want_of_files_is_served_later(make_tcp: MakeTcp) -> None:
-    """Its connection is there, but not what wakes the thread that serves it."""
+    """Its connection can be accepted, but the event that wakes its serving thread cannot be opened."""
     far, near = make_tcp("far"), make_tcp("near")
     peer = near.connect(far.descriptor(), TIMEOUT_S)
     memoryview(far._own.arena.native)[:4] = b"kept"  # type: ignore[union-attr]
@@ -96,10 +96,10 @@ def wait_for_refusal(endpoint: TcpEndpoint) -> None:
     ("changes", "error", "message"),
     [
         ({"protocol": PROTOCOL + 1}, TransportError, "far speaks version 2 .* this process 1; run the same release"),
-        ({"transport": "rdma"}, TransportError, "but of a rdma one"),
-        ({"identity": 5}, PeerLostError, "another endpoint has its port"),
-        ({"port": 1}, PeerLostError, "nobody listens on 127.0.0.1 port 1"),
-        ({"host": "no.such.host.invalid"}, TransportError, "no way to far at no.such.host.invalid .* within 0.2 s"),
+        ({"transport": "rdma"}, TransportError, "descriptor of a rdma endpoint, not of a tcp one"),
+        ({"identity": 5}, PeerLostError, "another endpoint now listens on its port"),
+        ({"port": 1}, PeerLostError, "nothing listens on 127.0.0.1 port 1"),
+        ({"host": "no.such.host.invalid"}, TransportError, "could not connect to far at no.such.host.invalid .* 0.2 s"),
     ],
     ids=["protocol", "transport", "identity", "port", "host"],
 )

@@ -1,4 +1,4 @@
-"""TCP under TLS: who is refused, and what a listener on the wire sees. The conformance suite runs over it too."""
+"""TCP with TLS: rejected peers, and what an eavesdropper sees. The conformance suite covers it too."""
 
 import itertools
 import socket
@@ -32,7 +32,7 @@ def test_one_side_alone_is_refused(make_tcp: MakeTcp, listens_with_tls: bool) ->
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_bytes_are_seen_on_the_wire_unless_encrypted(make_tcp: MakeTcp, proxies: MakeProxy, tls: bool) -> None:
-    """Messages and fetches; the plain case shows that the proxy would have seen them."""
+    """Messages and fetches; the case without TLS shows that the proxy would have seen them."""
     near, far = make_tcp("near", tls=tls), make_tcp("far", tls=tls)
     proxy = proxies(port_of(far), itertools.repeat(None))
     peer = near.connect(described(far, port=proxy.port), TIMEOUT_S)
@@ -47,7 +47,7 @@ def test_bytes_are_seen_on_the_wire_unless_encrypted(make_tcp: MakeTcp, proxies:
 
 
 def shake_hands(near_key: bytes, far_key: bytes) -> tuple[BaseException | None, BaseException | None]:
-    """What goes wrong on the connecting and on the listening side of TLS alone."""
+    """The errors of the connecting and of the listening side of a TLS handshake; None for a side that succeeds."""
     near, far = socket.socketpair()
     with ThreadPoolExecutor(2) as pool:
         listening = pool.submit(Connection.tls, far.detach(), far_key, True, TIMEOUT_S)
@@ -63,7 +63,7 @@ def test_another_key_is_refused_by_both_sides() -> None:
 
 
 def test_a_peer_that_shows_a_certificate_instead_of_the_key_is_refused(tmp_path: Path) -> None:
-    """Any impostor can make a certificate: TLS without the key must not be taken for TLS with it."""
+    """Anyone can make a certificate: a peer with TLS but without the key must be rejected."""
     files = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=impostor"]
     try:
@@ -92,5 +92,5 @@ def test_where_openssl_is_missing_tls_is_refused_with_the_remedy(
 ) -> None:
     assert _native.tls_obstacle() == ""
     monkeypatch.setattr("lamina.transport.tcp.tls_obstacle", lambda: "install it (Debian: apt-get install libssl3)")
-    with pytest.raises(TransportError, match=r"cannot be encrypted here: .*libssl3"):
+    with pytest.raises(TransportError, match=r"TLS is not available for tcp here: .*libssl3"):
         make_tcp("near", tls=True)

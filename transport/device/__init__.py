@@ -1,1 +1,1 @@
-"""Doorbells and memory of a GPU. Imports CuPy only when used."""
+"""Arenas in GPU memory and doorbells polled by a GPU. Imports CuPy only when used."""

@@ -1,8 +1,8 @@
-"""Arenas whose bytes lie in the memory of a device, a GPU: the network card reaches them itself, or the host between.
+"""Arenas in GPU memory: the NIC accesses them directly (GPUDirect RDMA) or through a copy in host memory.
 
-The card reaches them (GPUDirect) where the device's driver exports the memory as a dma-buf and the card's driver
-registers it. Everywhere else peers write into memory of the host, and the device copies from and to there. Which of
-the two it is, is decided by one try, and logged with its reason; doorbells lie in the host's memory in both.
+Direct access needs a GPU driver that exports the memory as a dma-buf and a NIC driver that registers it. Otherwise
+peers write into host memory, and the GPU copies from and to there. One attempt decides which route is used, and the
+reason is logged. Doorbells are in host memory either way. "Device" here is the GPU.
 """
 
 import enum
@@ -16,18 +16,18 @@ from lamina.transport.base import Buffer, check_range
 
 logger = logging.getLogger(__name__)
 
-# Why a card's driver refuses a dma-buf, by the errno of ibv_reg_dmabuf_mr, and what helps.
+# Cause and remedy when a NIC's driver rejects a dma-buf, by the errno of ibv_reg_dmabuf_mr.
 REFUSALS = {
-    errno.EOPNOTSUPP: "its driver registers no dma-buf; use a card whose driver does (mlx5 of Linux 5.12 or later)",
-    errno.EPROTONOSUPPORT: "the kernel registers no dma-buf; use Linux 5.12 or later",
-    errno.EBADF: "the device's driver exported no dma-buf",
-    errno.EINVAL: "it cannot map the device's memory: both must lie under PCIe bridges that let them reach each other",
-    errno.ENOMEM: "it has no room to map so much; raise the limit of locked memory (ulimit -l unlimited)",
+    errno.EOPNOTSUPP: "its driver does not support dma-bufs; use a NIC whose driver does (mlx5 of Linux 5.12 or later)",
+    errno.EPROTONOSUPPORT: "the kernel does not support dma-bufs for RDMA; use Linux 5.12 or later",
+    errno.EBADF: "the device's driver did not export a valid dma-buf",
+    errno.EINVAL: "it cannot map the device's memory: both must be behind PCIe bridges that allow peer-to-peer access",
+    errno.ENOMEM: "it cannot map that much memory; raise the limit of locked memory (ulimit -l unlimited)",
 }
 
 
 class Route(enum.Enum):
-    """How peers' bytes get into the device's memory."""
+    """How peers' bytes reach the device's memory."""
 
     DIRECT = "dma-buf"
     HOST = "host"
@@ -43,18 +43,18 @@ class Decision:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a card's driver said to a dma-buf: the errno, and pyverbs' words."""
+    """A NIC driver's error for a dma-buf: the errno and pyverbs' message."""
 
     number: int
-    words: str
+    message: str
 
     def __str__(self) -> str:
         why = REFUSALS.get(self.number, "the kernel's log may say more")
-        return f"{self.words} (errno {self.number}): {why}"
+        return f"{self.message} (errno {self.number}): {why}"
 
 
 class DmaBuf(NamedTuple):
-    """Device memory as a file that other drivers can map; whoever asked for it closes ``fd``. Offsets in bytes."""
+    """Device memory as a file that other drivers can map; the caller of ``export`` closes ``fd``. Offsets in bytes."""
 
     fd: int
     offset: int
@@ -62,7 +62,7 @@ class DmaBuf(NamedTuple):
 
 
 class DeviceMemory(Protocol):
-    """Memory of a device that an arena's bytes are to lie in, allocated and freed by its owner.
+    """Device memory to hold an arena's bytes, allocated and freed by its owner.
 
     Attributes:
         name: of the device, for errors and logs.
@@ -72,49 +72,49 @@ class DeviceMemory(Protocol):
     nbytes: int
 
     def export(self) -> DmaBuf:
-        """All of it as a dma-buf. Raises TransportError, which says why there is none."""
+        """Export all of it as a dma-buf. Raises TransportError with the reason if that is not possible."""
         ...
 
     def read(self, offset: int, into: Buffer) -> None:
-        """Copy [offset, offset + len(into)) to the host; it is there on return."""
+        """Copy [offset, offset + len(into)) to the host; complete on return."""
         ...
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Copy from the host to [offset, offset + len(data)); ``data`` may change on return."""
+        """Copy from the host to [offset, offset + len(data)); ``data`` may be reused on return."""
         ...
 
     def settle(self) -> None:
-        """Let what the device starts from now on see what network cards have written before."""
+        """Make what NICs have written so far visible to kernels that the device starts from now on."""
         ...
 
 
-def choose(device: str, card: str, obstacle: str, refusal: Refusal | None) -> Decision:
-    """The route of an arena in ``device``'s memory behind network card ``card``.
+def choose(device: str, nic: str, obstacle: str, refusal: Refusal | None) -> Decision:
+    """Decide the route into an arena in ``device``'s memory through ``nic``.
 
     Args:
-        obstacle: why the device's driver exports no dma-buf; empty if it does.
-        refusal: what the card's driver said to the dma-buf; None if it registered it, or was not asked.
+        obstacle: why the device's driver cannot export a dma-buf; empty if it did.
+        refusal: the NIC driver's error for the dma-buf; None if it registered it or did not get one.
     """
     if obstacle:
-        return Decision(Route.HOST, f"{device} exports no dma-buf: {obstacle}")
+        return Decision(Route.HOST, f"{device} cannot export a dma-buf: {obstacle}")
     if refusal is None:
-        return Decision(Route.DIRECT, f"{card} registered the dma-buf of {device}")
-    return Decision(Route.HOST, f"{card} refused the dma-buf of {device}: {refusal}")
+        return Decision(Route.DIRECT, f"{nic} registered the dma-buf of {device}")
+    return Decision(Route.HOST, f"{nic} rejected the dma-buf of {device}: {refusal}")
 
 
 def log(name: str, decision: Decision) -> None:
-    """Tell the operator of endpoint ``name`` which route was taken: a warning if it costs a copy."""
+    """Log the route of endpoint ``name``: as a warning if it costs a copy."""
     if decision.route is Route.DIRECT:
-        logger.info("%s: peers write into the device's memory; %s", name, decision.reason)
+        logger.info("%s: peers write directly into GPU memory; %s", name, decision.reason)
     else:
-        logger.warning("%s: peers' bytes go by way of the host's memory; %s", name, decision.reason)
+        logger.warning("%s: peers' bytes are copied through host memory; %s", name, decision.reason)
 
 
 class ArenaOnDevice:
-    """An arena in a device's memory. The same calls serve both routes.
+    """An arena in a device's memory, with the same calls for both routes.
 
     Attributes:
-        decision: the route, and why it was taken.
+        decision: the route and its reason.
     """
 
     def __init__(self, native: NativeArena, memory: DeviceMemory, decision: Decision) -> None:
@@ -125,7 +125,7 @@ class ArenaOnDevice:
         self._host = memoryview(native)
 
     def take_in(self, offset: int, nbytes: int) -> None:
-        """Let what the device starts from now on see a message that ``Endpoint.wait`` has seen, or what was fetched."""
+        """Make bytes that ``Endpoint.wait`` has announced visible to kernels that the device starts from now on."""
         check_range(offset, nbytes, self.nbytes)
         if self.decision.route is Route.DIRECT:
             self._memory.settle()
@@ -133,7 +133,7 @@ class ArenaOnDevice:
             self._memory.write(offset, self._host[offset : offset + nbytes])
 
     def give_out(self, offset: int, nbytes: int) -> None:
-        """Let peers fetch what the device has finished writing."""
+        """Make bytes that the device has finished writing available to peers' fetches."""
         check_range(offset, nbytes, self.nbytes)
         if self.decision.route is Route.HOST:
             self._memory.read(offset, self._host[offset : offset + nbytes])

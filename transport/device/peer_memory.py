@@ -1,4 +1,4 @@
-"""A card's memory that network cards write into and read from: exported as a dma-buf (GPUDirect RDMA).
+"""GPU memory that NICs write into and read from directly: exported as a dma-buf (GPUDirect RDMA).
 
 https://docs.nvidia.com/cuda/gpudirect-rdma and the driver's interface, https://docs.nvidia.com/cuda/cuda-driver-api
 """
@@ -21,7 +21,7 @@ FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 
 
 class Attribute(enum.IntEnum):
-    """Of the driver's CUdevice_attribute, those that matter here."""
+    """The members of the driver's CUdevice_attribute used here."""
 
     FLUSH_OPTIONS = 117
     WRITES_ORDERING = 118
@@ -30,11 +30,11 @@ class Attribute(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Ability:
-    """What a card's driver says of network cards that use its memory.
+    """What a GPU's driver supports for NICs that access its memory.
 
     Attributes:
-        exports: it makes dma-bufs. ordered: kernels launched later see what network cards have written.
-        flushes: the host can make sure that they do.
+        exports: it exports dma-bufs. ordered: kernels launched later see what NICs have written.
+        flushes: the host can flush NICs' writes, so that they do.
     """
 
     exports: bool
@@ -43,37 +43,37 @@ class Ability:
 
     @property
     def obstacle(self) -> str:
-        """Why network cards must not write into this card's memory, and the remedy; empty if they may."""
+        """Why NICs must not write into this GPU's memory, and the remedy; empty if they may."""
         if not self.exports:
             return (
-                "the driver says that it cannot (CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED is 0); use NVIDIA's open kernel "
+                "the driver does not support it (CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED is 0); use NVIDIA's open kernel "
                 "modules, version 515 or later, on Linux 5.12 or later"
             )
         if not (self.ordered or self.flushes):
-            return "the driver neither orders nor flushes what network cards write; use a later one"
+            return "the driver neither orders nor flushes NICs' writes; use a later one"
         return ""
 
 
 def ability(index: int) -> Ability:
-    """Of card ``index``. Initialises the driver in this process. Raises TransportError without such a card."""
+    """The ability of GPU ``index``. Initialises the driver in this process. Raises TransportError without that GPU."""
     driver, device = _driver(), ctypes.c_int()
     _check(driver.cuInit(0), "cuInit")
-    _check(driver.cuDeviceGet(ctypes.byref(device), index), f"cuDeviceGet of card {index}")
+    _check(driver.cuDeviceGet(ctypes.byref(device), index), f"cuDeviceGet of GPU {index}")
 
     def ask(attribute: Attribute) -> int:
         value = ctypes.c_int()
         answer = driver.cuDeviceGetAttribute(ctypes.byref(value), int(attribute), device)
-        return 0 if answer else value.value  # a driver that does not know it cannot do it
+        return 0 if answer else value.value  # a driver that does not know the attribute lacks the ability
 
     flushes = bool(ask(Attribute.FLUSH_OPTIONS) & FLUSH_BY_HOST)
     return Ability(bool(ask(Attribute.DMA_BUF_SUPPORTED)), ask(Attribute.WRITES_ORDERING) >= OWNER, flushes)
 
 
 class PeerMemory:
-    """Memory of the current card as ``transport.device.memory.DeviceMemory``, zeroed; freed with this object.
+    """Zeroed memory of the current GPU as a ``transport.device.memory.DeviceMemory``; freed with this object.
 
     Attributes:
-        bytes: CuPy's array of all of it.
+        bytes: all of it as a CuPy array.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -87,30 +87,30 @@ class PeerMemory:
         self._ability = ability(cupy.cuda.Device().id)
 
     def export(self) -> DmaBuf:
-        """All of it as a dma-buf, see ``DeviceMemory.export``."""
+        """Export all of it as a dma-buf, see ``DeviceMemory.export``."""
         if self._ability.obstacle:
             raise TransportError(self._ability.obstacle)
         driver, address = _driver(), ctypes.c_uint64(self._arena.address)
-        # Copies to and from it are then ordered with what network cards do.
+        # Orders copies to and from it with NICs' accesses.
         on = ctypes.c_uint(1)
         _check(driver.cuPointerSetAttribute(ctypes.byref(on), SYNC_MEMOPS, address), "cuPointerSetAttribute")
         fd, whole = ctypes.c_int(-1), ctypes.c_size_t(self._arena.bytes.nbytes)
-        asked = driver.cuMemGetHandleForAddressRange(ctypes.byref(fd), address, whole, DMA_BUF_FD, ctypes.c_uint64(0))
-        _check(asked, f"cuMemGetHandleForAddressRange of {whole.value} bytes")
+        result = driver.cuMemGetHandleForAddressRange(ctypes.byref(fd), address, whole, DMA_BUF_FD, ctypes.c_uint64(0))
+        _check(result, f"cuMemGetHandleForAddressRange of {whole.value} bytes")
         return DmaBuf(fd.value, 0, whole.value)
 
     def read(self, offset: int, into: Buffer) -> None:
-        """Copy to the host, after the current stream's work; it is there on return."""
+        """Copy to the host, after the current stream's work; complete on return."""
         check_range(offset, into.nbytes, self.nbytes)
         np.frombuffer(into, np.uint8)[:] = self.bytes[offset : offset + into.nbytes].get()
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Copy from the host; it is there on return."""
+        """Copy from the host; complete on return."""
         check_range(offset, data.nbytes, self.nbytes)
         self.bytes[offset : offset + data.nbytes].set(np.frombuffer(data, np.uint8))
 
     def settle(self) -> None:
-        """Let kernels launched from now on see what network cards have written before."""
+        """Make what NICs have written so far visible to kernels launched from now on."""
         if not self._ability.ordered:
             _check(_driver().cuFlushGPUDirectRDMAWrites(0, OWNER), "cuFlushGPUDirectRDMAWrites")
 
@@ -120,13 +120,13 @@ def _driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise TransportError(f"there is no NVIDIA driver ({error}); install it") from error
+        raise TransportError(f"the NVIDIA driver cannot be loaded ({error}); install it") from error
 
 
 def _check(result: int, call: str) -> None:
-    """Raise TransportError unless a call of the driver has succeeded."""
+    """Raise TransportError if a driver call failed."""
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
-        words = text.value.decode() if text.value else "unknown error"
-        raise TransportError(f"{call} failed: {words} (CUDA error {result})")
+        message = text.value.decode() if text.value else "unknown error"
+        raise TransportError(f"{call} failed: {message} (CUDA error {result})")

@@ -1,4 +1,4 @@
-"""Doorbells waited on and rung by a card in stream order: no launch and no host delays what follows a message."""
+"""Doorbells that a GPU waits on and rings in stream order, so that no launch and no host delays the next kernel."""
 
 import enum
 import time
@@ -13,15 +13,15 @@ import numpy as np
 from lamina.errors import DeadlineError, PeerLostError, TransportError
 
 SOURCE = Path(__file__).with_name("polling.cu")
-DRAIN_S = 5.0  # what kernels take at most to end after an abort
-WATCH_S = 0.001  # how often the host looks after a peer while the card waits
+DRAIN_S = 5.0  # for kernels to end after an abort
+WATCH_S = 0.001  # how often the host checks on a peer while the GPU waits
 BLOCK = 2 << 20
-"""Bytes: cudaMalloc gives multiples of it memory of their own, at a host page. Smaller requests share a block, which a
-handle for CUDA IPC opens as a whole (CUDA C++ Programming Guide, interprocess communication)."""
+"""Bytes. Requests to cudaMalloc in multiples of it get page-aligned memory of their own. Smaller ones share a block,
+which a CUDA IPC handle would open as a whole (CUDA C++ Programming Guide, interprocess communication)."""
 
 
 class Outcome(enum.IntEnum):
-    """How the waits of a stream have ended; anything but READY makes all later ones do nothing."""
+    """How the waits of a stream have ended; after anything but READY, all later ones do nothing."""
 
     READY = 0
     EXPIRED = 1
@@ -30,32 +30,32 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Doorbell:
-    """A 64-bit sequence number at a device address, and this side's count of it, in device memory."""
+    """A 64-bit sequence number at a device address, and this side's copy of its last value, in device memory."""
 
     address: int
     sequence: Any
 
 
 class Polling:
-    """Waits and rings on the current card, in CuPy's current stream; all of them can be captured in a graph.
+    """Waits and rings on the current GPU, in CuPy's current stream; both can be captured in a CUDA graph.
 
-    The host sees a failure when it asks (``check``): after one, nothing rings any more, so that no peer takes what
-    kernels made of a message that never came.
+    ``check`` reports a failure to the host. After one, rings do nothing, so that no peer uses results computed from a
+    message that never came.
     """
 
     def __init__(self, peer: str) -> None:
-        """``peer`` is named by errors. Raises ImportError without CuPy; ``kernels.gpu.device`` says what to do."""
+        """Errors name ``peer``. Raises ImportError without CuPy; ``kernels.gpu.device`` says what to install."""
         import cupy
 
         self._cupy = cupy
         self._peer = peer
         self._failed = cupy.zeros(1, np.uint32)
-        # The host writes the first word, abort, and the card the second, the outcome.
+        # The host writes the first word, abort; the GPU writes the second, the outcome.
         self._pinned = cupy.cuda.alloc_pinned_memory(8)
         self._words = np.frombuffer(self._pinned, np.uint32, 2)
         self._words[:] = 0
         runtime, device = cupy.cuda.runtime, cupy.cuda.Device().id
-        self._ticks_per_s = 1000 * runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, device)  # of kHz
+        self._ticks_per_s = 1000 * runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, device)  # from kHz
         self._timeout_s = 0.0
         for name in ("lamina_wait", "lamina_ring"):
             _kernel(name, device)  # compiled and loaded before anything waits
@@ -65,10 +65,10 @@ class Polling:
         return Doorbell(address, self._cupy.zeros(1, np.uint64))
 
     def wait(self, doorbell: Doorbell, timeout_s: float) -> None:
-        """Hold the stream until the next message is there.
+        """Block the stream until the next message has arrived.
 
-        The deadline counts the card's clock at its highest rate: on a card that runs slower it comes later by as much,
-        and never earlier.
+        The deadline is counted in clock cycles at the GPU's highest rate: at a lower rate it comes later, never
+        earlier.
         """
         self._timeout_s = timeout_s
         ticks = np.int64(timeout_s * self._ticks_per_s)
@@ -76,7 +76,7 @@ class Polling:
         _kernel("lamina_wait", self._cupy.cuda.Device().id)((1,), (1,), arguments)
 
     def ring(self, doorbell: Doorbell) -> None:
-        """Say that the next message is there: everything that the stream has written before."""
+        """Announce the next message: everything that the stream has written before."""
         arguments = np.uint64(doorbell.address), doorbell.sequence, self._failed
         _kernel("lamina_ring", self._cupy.cuda.Device().id)((1,), (1,), arguments)
 
@@ -85,7 +85,7 @@ class Polling:
         self._words[0] = 1
 
     def check(self) -> None:
-        """Raise what the waits that ended so far have met; asks no kernel to finish.
+        """Raise the first failure of the waits that have ended; does not synchronise.
 
         Raises:
             DeadlineError: a wait passed its deadline. PeerLostError: ``abort`` ended one.
@@ -93,19 +93,19 @@ class Polling:
         outcome = Outcome(int(self._words[1]))
         if outcome is Outcome.EXPIRED:
             raise DeadlineError(
-                f"nothing came from {self._peer} within {self._timeout_s:g} s of the card's clock; "
-                "see whether it still works, or allow more time"
+                f"no message from {self._peer} within {self._timeout_s:g} s of the GPU's clock; "
+                "check whether it still runs, or allow more time"
             )
         if outcome is Outcome.ABORTED:
-            raise PeerLostError(self._peer, "the card's wait for its message was ended")
+            raise PeerLostError(self._peer, "the GPU's wait for its message was aborted")
 
     def synchronize(self, alive: Callable[[], bool]) -> None:
-        """Wait for the stream on the host while looking after the peer: ``alive`` says whether its process is there.
+        """Wait for the stream on the host while checking on the peer: ``alive`` says whether its process still runs.
 
         Returns when the stream is empty, at the latest when the deadlines of its waits have passed.
 
         Raises:
-            As ``check``. TransportError: kernels run on after an abort.
+            As ``check``. TransportError: kernels still run after an abort.
         """
         done = self._cupy.cuda.Event(disable_timing=True)
         done.record()
@@ -115,12 +115,12 @@ class Polling:
                 self.abort()
                 aborted_at = time.monotonic()
             if aborted_at is not None and time.monotonic() - aborted_at > DRAIN_S:
-                raise TransportError(f"kernels run on {DRAIN_S:g} s after the wait for {self._peer} was aborted")
+                raise TransportError(f"kernels still run {DRAIN_S:g} s after the wait for {self._peer} was aborted")
             time.sleep(WATCH_S)
         self.check()
 
     def reset(self) -> None:
-        """Forget a failure, for the next peer. The stream must be empty."""
+        """Clear a failure, for the next peer. The stream must be empty."""
         self._words[:] = 0
         self._failed[...] = 0
 
@@ -129,16 +129,16 @@ class Polling:
 
 
 class DeviceArena:
-    """Memory on the current card that other processes can write into: plain, zeroed, in blocks of its own.
+    """Zeroed memory on the current GPU that other processes can open with CUDA IPC.
 
     Attributes:
-        bytes: CuPy's array of all of it, at least ``nbytes`` long: whole ``BLOCK``s.
+        bytes: all of it as a CuPy array, ``nbytes`` rounded up to whole ``BLOCK``s.
     """
 
     def __init__(self, nbytes: int) -> None:
         import cupy
 
-        memory = cupy.cuda.Memory(-(-nbytes // BLOCK) * BLOCK)  # not from CuPy's pool, which cuts what it allocates
+        memory = cupy.cuda.Memory(-(-nbytes // BLOCK) * BLOCK)  # not from CuPy's pool, which subdivides allocations
         self.bytes = cupy.ndarray((memory.size,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
         self.bytes[...] = 0
         cupy.cuda.get_current_stream().synchronize()  # a peer may write as soon as it has the handle
@@ -149,14 +149,14 @@ class DeviceArena:
         return int(self.bytes.data.ptr)
 
     def handle(self) -> bytes:
-        """What ``PeerArena`` in another process of this machine needs; good while this arena lives."""
+        """What ``PeerArena`` in another process of this machine needs; valid while this arena lives."""
         import cupy
 
         return bytes(cupy.cuda.runtime.ipcGetMemHandle(self.address))
 
 
 class PeerArena:
-    """Another process's DeviceArena on the same card, or one that this card reaches, mapped here until ``close``."""
+    """Another process's DeviceArena, on this GPU or one that it can access, mapped here until ``close``."""
 
     def __init__(self, handle: bytes) -> None:
         import cupy
@@ -172,14 +172,14 @@ class PeerArena:
 
 @cache
 def _kernel(name: str, device: int) -> Any:
-    """The compiled kernel for one card; CuPy compiles for the current one, which ``device`` is.
+    """The compiled kernel for one GPU, ``device``, which must be the current one.
 
-    Its code is loaded when this returns. A kernel that is loaded at its first launch may have to wait for running ones
-    to end: never, for one that the rest of the stream is to ring.
+    Its code is loaded when this returns. Loading a kernel at its first launch may wait for running kernels to end, a
+    deadlock if one of them waits for a doorbell that this stream rings.
     """
     import cupy
 
     kernel = cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(name)
-    # As attention has it (cuda.py): beside a wait with another division of a multiprocessor's memory it could not run.
+    # The same split as attention's (cuda.py): kernels with different splits cannot share a multiprocessor.
     kernel.preferred_shared_memory_carveout = 100
     return kernel

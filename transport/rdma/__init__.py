@@ -1,1 +1,1 @@
-"""RDMA verbs through pyverbs. The only place that imports it."""
+"""The RDMA transport. Only this package imports pyverbs."""

@@ -1,4 +1,4 @@
-"""Which RDMA device, port and address to use: read from sysfs, decided by a pure function."""
+"""Selects the RDMA device, port and address to use: reads sysfs and decides in a pure function, ``choose``."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class Port:
-    """One port of one device. ``numa_node`` is -1 where the machine has one node only or does not say."""
+    """One port of one device. ``numa_node`` is -1 where the machine has a single node or does not report one."""
 
     device: str
     number: int
@@ -43,8 +43,8 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The port to use, its address there, and why."""
+class SelectedPort:
+    """The port to use, its address, and why it was selected."""
 
     port: Port
     gid: Gid
@@ -52,13 +52,13 @@ class Choice:
 
     @property
     def host(self) -> str | None:
-        """The IPv4 address that the GID stands for, if it does."""
+        """The IPv4 address that the GID maps, if any."""
         mapped = self.gid.address.ipv4_mapped
         return str(mapped) if mapped else None
 
 
 def inventory(sysfs: Path = SYSFS) -> list[Port]:
-    """Every port of every RDMA device; nothing where the kernel knows none."""
+    """Every port of every RDMA device of this machine."""
     return [
         _read_port(device, port)
         for device in sorted(sysfs.glob("*"))
@@ -67,7 +67,7 @@ def inventory(sysfs: Path = SYSFS) -> list[Port]:
 
 
 def own_numa_node(cores: AbstractSet[int], nodes: Path = NODES) -> int:
-    """The NUMA node that all of a process's cores belong to, -1 if there is none or the kernel does not say."""
+    """The NUMA node that all of a process's cores belong to; -1 if they span several or the kernel reports none."""
     for node in nodes.glob("node[0-9]*"):
         ranges = [part.partition("-") for part in _read(node / "cpulist").split(",") if part]
         if cores <= {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}:
@@ -75,17 +75,17 @@ def own_numa_node(cores: AbstractSet[int], nodes: Path = NODES) -> int:
     return -1
 
 
-def choose(ports: Sequence[Port], *, wanted: str = "", numa_node: int = -1) -> Choice:
-    """The port and address to use.
+def choose(ports: Sequence[Port], *, wanted: str = "", numa_node: int = -1) -> SelectedPort:
+    """Select the port and address to use.
 
-    RoCE v2 with an IPv4 address comes first, for it crosses routers and needs no subnet manager; then InfiniBand, then
-    RoCE v2 with other addresses. Among equals, a port of this process's NUMA node, then the faster one, then by name.
+    RoCE v2 with an IPv4 address comes first because it crosses routers and needs no subnet manager; then InfiniBand,
+    then RoCE v2 with other addresses. Ties: a port of this process's NUMA node, then the faster one, then by name.
 
     Args:
-        wanted: a device, or device:port, that must be used; anything if empty.
-        numa_node: where this process runs, -1 if that does not matter.
+        wanted: the device, or device:port, to use; empty: any.
+        numa_node: the node this process runs on; -1: any.
 
-    Raises TransportError, saying what was found, if there is none.
+    Raises TransportError, which lists the ports found, if none is usable.
     """
     named = [port for port in ports if wanted in ("", port.device, f"{port.device}:{port.number}")]
     candidates = [
@@ -109,11 +109,11 @@ def choose(ports: Sequence[Port], *, wanted: str = "", numa_node: int = -1) -> C
         )
     *_, port, gid = min(candidates, key=lambda candidate: candidate[:-2])
     why = "named by LAMINA_RDMA_DEVICE" if wanted else f"best of {len({c[-2] for c in candidates})} usable ports"
-    return Choice(port, gid, f"{port.device}:{port.number} with {_describe(port, gid)}, {why}")
+    return SelectedPort(port, gid, f"{port.device}:{port.number} with {_describe(port, gid)}, {why}")
 
 
 def _rank(port: Port, gid: Gid) -> int | None:
-    """Lower is better; None for what is not used: RoCE v1 cannot leave its network segment."""
+    """Lower is better; None: not usable. RoCE v1 cannot leave its network segment."""
     if port.link_layer == INFINIBAND:
         return 1 if gid.index == 0 else None
     if gid.kind != ROCE_V2:
@@ -148,7 +148,7 @@ def _read_port(device: Path, port: Path) -> Port:
 
 
 def _read(file: Path) -> str:
-    """The file's text; nothing if it is not there, or empty in the kernel's way (EINVAL)."""
+    """The file's text; empty if it does not exist or cannot be read (the kernel reports empty entries as EINVAL)."""
     try:
         return file.read_text().strip()
     except OSError:

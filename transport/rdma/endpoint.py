@@ -1,11 +1,11 @@
-"""RDMA between machines, by pyverbs (rdma-core). Implements ``transport.base.Endpoint``.
+"""The RDMA transport between machines, with pyverbs (rdma-core). Implements ``transport.base.Endpoint``.
 
-Every connection is a reliable queue pair of its own, agreed on over an authenticated TCP connection
-(``transport.handshake``), which then stays open: its end tells that the peer's process has ended, and keys to the
-arena travel nowhere else. A message is one post of two writes, data then doorbell, which a reliable queue pair carries
-out in order. It is sent from registered memory that completions give back. The receiver's processor takes no part; a
-wait looks at the doorbells in its memory. One that has looked in vain sleeps: doorbells are written with immediate, so
-that they complete at the receiver too, which raises an event there if it is asked for (``transport.rdma.events``).
+Every connection is a reliable queue pair of its own. It is set up over an authenticated TCP connection
+(``transport.handshake``), the only one that carries keys to the arena. That connection stays open: when it closes, the
+peer has exited. A message is one post of two writes, data then doorbell, which a reliable queue pair executes in order.
+It is sent from registered memory, which is reused after its completion. The receiver's processor is not involved: a
+wait polls the doorbells in its memory, and sleeps if none is ready. Doorbells are written with immediate data, so that
+they complete at the receiver too and can raise an event there (``transport.rdma.events``).
 
 pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it is imported when an endpoint registers.
 """
@@ -35,19 +35,19 @@ from lamina.transport.device.memory import ArenaOnDevice, DeviceMemory, Refusal
 from lamina.transport.endpoint import ListeningEndpoint, Options
 from lamina.transport.listener import Descriptor, Listener
 from lamina.transport.rdma import events as rdma_events
-from lamina.transport.rdma.devices import Choice, choose, inventory, own_numa_node
+from lamina.transport.rdma.devices import SelectedPort, choose, inventory, own_numa_node
 from lamina.transport.rdma.events import Events
 from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, part_nbytes
 
-SLICE_S = 0.02  # between looks at whether peers are alive
-READ_SLICE_S = 100e-6  # between looks at whether a read is done, while awake
-SHORTEST_SLEEP_S = 1e-3  # what poll() can wait for; shorter waits nap
-WAITS = 64  # between looks at what has been received, where all waits end awake
-LAST_WORDS_S = 0.05  # for what a peer wrote before it ended
+SLICE_S = 0.02  # between checks whether peers are alive
+READ_SLICE_S = 100e-6  # between checks whether a read is done, while spinning
+SHORTEST_SLEEP_S = 1e-3  # resolution of poll(); shorter waits use the native nap
+WAITS = 64  # between collections of completions, if all waits end while spinning
+LAST_WORDS_S = 0.05  # for the arrival of what a peer wrote before it exited
 
 
 def _verbs() -> Any:
-    """The parts of pyverbs that are used here, in one namespace."""
+    """The modules of pyverbs used here, in one namespace."""
     try:
         from types import SimpleNamespace
 
@@ -55,7 +55,7 @@ def _verbs() -> Any:
     except ImportError as error:
         raise TransportError(
             f"rdma needs pyverbs, which cannot be imported: {error}. It comes with rdma-core (Debian: apt-get install "
-            "python3-pyverbs ibverbs-providers), for the distribution's own Python: make its directory visible to yours"
+            "python3-pyverbs ibverbs-providers), for the distribution's own Python: add its directory to sys.path"
         ) from error
     modules = {"addr": addr, "cq": cq, "device": device, "enums": enums, "mr": mr, "pd": pd, "qp": qp, "srq": srq}
     return SimpleNamespace(**modules, wr=wr, error=pyverbs_error.PyverbsError)
@@ -73,11 +73,11 @@ class RdmaPeer:
         self.sender = sender
         self.reader: Reader | None = None
         self.reader_connection: socket.socket | None = None
-        self.lost = ""  # why; empty while it is not
+        self.lost = ""  # the reason; empty while the peer is connected
         self.lost_at = 0.0
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Release all memory."""
         self.sender.close()
         self.connection.close()
         if self.reader is not None and self.reader_connection is not None:
@@ -96,8 +96,7 @@ class _Own:
 class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     """One worker's end of the data plane over RDMA; peers reach it at the RDMA port's own address by default.
 
-    A wait that has spun in vain sleeps in the kernel. ``register`` raises TransportError if there is no pyverbs, no
-    usable device or not enough memory that may be locked.
+    ``register`` raises TransportError without pyverbs, without a usable device, or if too little memory can be locked.
     """
 
     transport = "rdma"
@@ -108,17 +107,17 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     @property
     def device(self) -> str:
-        """The port in use, its address, and why it was chosen."""
-        return self._registered().device.choice.reason
+        """The port in use, its address, and why it was selected."""
+        return self._registered().device.selected.reason
 
     def register_on(self, memory: DeviceMemory, doorbells: int) -> ArenaOnDevice:
-        """``register`` an arena whose bytes lie in a device's memory, which must outlive the endpoint.
+        """``register`` an arena in a GPU's memory, which must outlive the endpoint.
 
-        The network card writes there itself, or peers' bytes go by way of the host (``ArenaOnDevice.decision``). What
-        this side sends comes from the host's memory all the same; peers fetch from the device's.
+        The NIC writes there directly, or peers' bytes go through host memory (``ArenaOnDevice.decision``). This side
+        always sends from host memory; peers fetch from the GPU's.
         """
         self._check_unregistered()
-        arena = allocate(self.name, memory.nbytes, doorbells)  # pages of the host that nobody touches cost nothing
+        arena = allocate(self.name, memory.nbytes, doorbells)  # untouched host pages cost nothing
         try:
             self._own = self._open(arena, memory)
         except BaseException:
@@ -143,7 +142,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def _join(
         self, where: Descriptor, timeout_s: float, undo: contextlib.ExitStack
     ) -> tuple[socket.socket, QueuePair, Granted]:
-        """Another queue pair to a peer, and the connection that stands for it."""
+        """Make another queue pair to a peer, and the TCP connection it is set up over."""
         pair = undo.enter_context(contextlib.closing(QueuePair(self._registered().device)))
         request = msgspec.msgpack.encode(pair.local)
         connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
@@ -153,7 +152,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return connection, pair, granted
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; its death no longer ends waits."""
+        """Forget a peer; from now on its loss does not interrupt waits."""
         known = self._connected(peer)
         self._peers.remove(known)
         known.close()
@@ -183,7 +182,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
 
-        One-sided, on a queue pair of its own, which the first fetch connects.
+        A one-sided read on a queue pair of its own, which the first fetch connects.
         """
         own, known = self._registered(), self._connected(peer)
         check_fetch(fetch, known, own.arena.native)
@@ -196,7 +195,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         known.reader.fetch(fetch, self._stall_s)
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until any own doorbell of ``targets`` = (doorbell, sequence) has reached its sequence."""
+        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
         own = self._registered()
         if not math.isfinite(timeout_s):
             raise ValueError("a wait needs a finite timeout")
@@ -209,7 +208,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         index = self._spin(native, targets, min(timeout_s, self.spin_s))
         while index is None:
             gone = self._find_gone(own)
-            index = native.watch(targets, 0.0, 0.0)  # after finding it gone: what it rang still counts
+            index = native.watch(targets, 0.0, 0.0)  # checked after the peer's exit: what it rang before still counts
             if index is not None:
                 break
             if gone is not None:
@@ -225,12 +224,12 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return index
 
     def _spin(self, native: NativeArena, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
-        """Look without a pause, for a moment only while reads are on their way."""
+        """Busy-wait on the doorbells; only ``READ_SLICE_S`` at a time while reads are in flight."""
         at_most = min(seconds, READ_SLICE_S) if self._reads() else seconds
         return native.watch(targets, at_most, at_most)
 
     def _sleep(self, own: _Own, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
-        """Sleep until a message comes or a read ends, for so long at most; what is ready then."""
+        """Sleep until a message arrives or a read completes, at most ``seconds``; returns the target then ready."""
         native = own.arena.native
         reads = self._reads()
         if seconds < SHORTEST_SLEEP_S:
@@ -238,7 +237,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         sources = [own.device.receiver.events, *reads]
         for source in sources:
             source.arm()
-        self._collect(own)  # what came before it was armed has raised no event
+        self._collect(own)  # completions from before arming raise no event
         index = native.watch(targets, 0.0, 0.0)
         if index is None:
             rdma_events.sleep(sources, seconds)
@@ -247,13 +246,13 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return index
 
     def _reads(self) -> list[Events]:
-        """Events of reads that are on their way."""
+        """Event sources of reads in flight."""
         return [
             peer.reader.events for peer in self._peers if peer.reader is not None and peer.reader.events is not None
         ]
 
     def _collect(self, own: _Own) -> None:
-        """Take in completions: of messages, and of reads, which ring."""
+        """Process completions of messages, and of reads, which ring doorbells."""
         own.device.receiver.collect()
         for peer in self._peers:
             if peer.reader is not None:
@@ -261,11 +260,11 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     def _open(self, arena: OwnArena, memory: DeviceMemory | None = None) -> _Own:
         node = own_numa_node(os.sched_getaffinity(0))
-        choice = choose(inventory(), wanted=environment().rdma_device, numa_node=node)
-        host = self._host or choice.host
+        selected = choose(inventory(), wanted=environment().rdma_device, numa_node=node)
+        host = self._host or selected.host
         if host is None:
-            raise TransportError(f"{choice.reason} has no IPv4 address for {self.name} to listen on; name a host")
-        device = Device(_verbs(), choice, arena.native, memory)
+            raise TransportError(f"{selected.reason} has no IPv4 address for {self.name} to listen on; give a host")
+        device = Device(_verbs(), selected, arena.native, memory)
         incoming: list[tuple[socket.socket, QueuePair]] = []
         try:
             return _Own(arena, device, self._listen(arena, host, _admit_to(device, incoming)), incoming)
@@ -294,7 +293,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return peer.sender
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
-        """A peer that has ended so long ago that all its writes are here. Gives back what ended peers held here."""
+        """A peer that exited long enough ago for all its writes to be here. Releases what exited peers held here."""
         ended = _ended([peer.connection for peer in self._peers] + [connection for connection, _ in own.incoming])
         for item in [item for item in own.incoming if item[0] in ended]:
             own.incoming.remove(item)
@@ -309,18 +308,18 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
                     peer.reader.collect()
                     peer.lost = peer.lost or peer.reader.failure
                 if peer.connection in ended:
-                    peer.lost = "its process has ended or closed its endpoint"
+                    peer.lost = "its process has exited or closed its endpoint"
                 peer.lost_at = now
         return next((peer for peer in self._peers if peer.lost and now - peer.lost_at > LAST_WORDS_S), None)
 
 
-def dma_buf_obstacle(choice: Choice) -> str:
-    """Why a port's driver registers no memory of devices (``transport.device.memory``); empty if it does.
+def dma_buf_obstacle(selected: SelectedPort) -> str:
+    """Why a port's driver cannot register GPU memory (``transport.device.memory``); empty if it can.
 
-    Asks it to register a file that is none: a driver that looks at the file can. Raises TransportError if the port
-    cannot be opened.
+    Asks it to register an invalid file descriptor: a driver that complains about the file (EBADF) supports dma-bufs.
+    Raises TransportError if the port cannot be opened.
     """
-    verbs, port = _verbs(), choice.port
+    verbs, port = _verbs(), selected.port
     access = verbs.enums.IBV_ACCESS_LOCAL_WRITE
     try:
         with (
@@ -338,13 +337,13 @@ def dma_buf_obstacle(choice: Choice) -> str:
 
 
 def _admit_to(device: Device, incoming: "list[tuple[socket.socket, QueuePair]]") -> listener.Admit:
-    """Gives every peer a queue pair of its own into the arena."""
+    """The listener's ``admit``: gives every peer a queue pair of its own into the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         try:
             other = msgspec.msgpack.decode(request, type=Pair)
         except msgspec.DecodeError as error:
-            raise TransportError(f"the request is no queue pair: {error}") from error
+            raise TransportError(f"invalid request, not a queue pair: {error}") from error
         data, doorbells = device.data, device.doorbells
         pair = QueuePair(device, accepted=True)
         try:
@@ -359,7 +358,7 @@ def _admit_to(device: Device, incoming: "list[tuple[socket.socket, QueuePair]]")
 
 
 def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:
-    """Connections whose other side is gone. Peers say nothing over them after the handshake."""
+    """Connections that the peer has closed. Peers send nothing over them after the handshake."""
     poller = select.poll()
     by_fd = {connection.fileno(): connection for connection in connections}
     for fd in by_fd:

@@ -1,7 +1,7 @@
-"""What wakes a wait that sleeps while RDMA works: completions that raise events. ``verbs`` are the modules of pyverbs.
+"""Completion events that wake a sleeping wait of the RDMA transport. ``verbs`` are the modules of pyverbs.
 
-A doorbell is written with immediate, so that it raises a completion at the receiving side as well. Who waits looks at
-doorbells in memory; only a wait that has looked in vain asks for an event, looks once more and sleeps until it comes.
+A doorbell is written with immediate data, so that it also raises a completion at the receiver. A wait polls doorbells
+in memory; only if none is ready does it arm an event, poll once more and sleep until the event comes.
 """
 
 import os
@@ -13,8 +13,8 @@ from typing import Any
 
 from lamina.errors import TransportError
 
-MESSAGES = 1024  # that may have arrived since this side last waited; senders of more are held up by the device
-REFILL = 64  # receives handed back to the device at once
+MESSAGES = 1024  # messages that may arrive between waits; the device holds up senders of more
+REFILL = 64  # receive requests handed back to the device at once
 OPEN_FILES = Path("/proc/self/fd")
 EVENT_FILE = "anon_inode:[infinibandevent]"
 
@@ -22,14 +22,18 @@ _opening = threading.Lock()
 
 
 class Events:
-    """A completion queue of ``depth`` and the file that says that completions have come since ``arm``."""
+    """A completion queue of ``depth`` entries, and a file that becomes readable at the first completion after ``arm``.
+
+    Attributes:
+        fd: file descriptor of that file.
+    """
 
     def __init__(self, verbs: Any, context: Any, depth: int) -> None:
-        """Raises TransportError if the device's file is not found, and pyverbs' errors."""
+        """Raises TransportError if the file cannot be identified, and pyverbs' errors."""
         with _opening:
             before = _event_files()
             self._channel = verbs.cq.CompChannel(context)
-            opened = _event_files() - before  # pyverbs does not tell
+            opened = _event_files() - before  # pyverbs does not expose it
         try:
             if len(opened) != 1:
                 raise TransportError(f"a completion channel opened {len(opened)} files {EVENT_FILE}; expected one")
@@ -41,32 +45,32 @@ class Events:
         self._armed = False
 
     def arm(self) -> None:
-        """Ask for an event at the next completion; what came before raises none."""
+        """Request an event at the next completion; earlier completions raise none."""
         if not self._armed:
             self.completions.req_notify()
             self._armed = True
 
     def take(self) -> None:
-        """Take in the event that has made the file readable."""
+        """Consume the event that made the file readable."""
         self._channel.get_cq_event(self.completions)
         self.completions.ack_events(1)
         self._armed = False
 
     def close(self) -> None:
-        """Give back the queue, which no queue pair may use any more, and the file."""
+        """Release the queue, which no queue pair may use any more, and the file."""
         self.completions.close()
         self._channel.close()
 
 
 class Receiver:
-    """Receives what tells of messages, from all peers, into no memory: the message is in the arena already.
+    """Receives the notifications of all peers' messages; they carry no data, the message itself is in the arena.
 
     Attributes:
-        events: of messages. queue: the shared receive queue that queue pairs of peers take receives from.
+        events: of messages. queue: the shared receive queue that peers' queue pairs take receive requests from.
     """
 
     def __init__(self, verbs: Any, context: Any, domain: Any, address: int, local_key: int) -> None:
-        """Nothing is written to ``address``, registered under ``local_key``. Raises pyverbs' errors."""
+        """Nothing is written to ``address``, which is registered under ``local_key``. Raises pyverbs' errors."""
         self.events = Events(verbs, context, MESSAGES)
         try:
             wanted = verbs.srq.SrqInitAttr(verbs.srq.SrqAttr(max_wr=MESSAGES, max_sge=1))
@@ -74,7 +78,7 @@ class Receiver:
         except BaseException:
             self.events.close()
             raise
-        nothing = [verbs.wr.SGE(address, 0, local_key)]  # pyverbs wants at least one element
+        nothing = [verbs.wr.SGE(address, 0, local_key)]  # pyverbs needs at least one element
         self._requests: list[Any] = []  # a chain: each names the one before as its next
         for _ in range(REFILL):
             before = self._requests[-1] if self._requests else None
@@ -87,7 +91,7 @@ class Receiver:
             raise
 
     def collect(self) -> None:
-        """Hand the receives of messages that have come back to the device."""
+        """Hand the receive requests that arrived messages used back to the device."""
         self._taken += self.events.completions.poll(MESSAGES)[0]
         self._refill()
 
@@ -97,13 +101,13 @@ class Receiver:
             self._taken -= REFILL
 
     def close(self) -> None:
-        """Give back the queues, which no queue pair may use any more."""
+        """Release the queues, which no queue pair may use any more."""
         self.queue.close()
         self.events.close()
 
 
 def sleep(sources: Iterable[Events], seconds: float) -> None:
-    """Sleep until one of the armed sources has an event, for so long at most. Releases the GIL."""
+    """Sleep until one of the armed sources has an event, at most ``seconds``. Releases the GIL."""
     by_fd = {source.fd: source for source in sources}
     poller = select.poll()
     for fd in by_fd:
@@ -119,6 +123,6 @@ def _event_files() -> set[int]:
         try:
             if os.readlink(OPEN_FILES / entry) == EVENT_FILE:
                 found.add(int(entry))
-        except FileNotFoundError:  # closed meanwhile, as the listing's own is
+        except FileNotFoundError:  # closed since, as listdir's own is
             continue
     return found

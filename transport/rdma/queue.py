@@ -1,4 +1,4 @@
-"""Queue pairs of an RDMA device, and the memory that messages are sent from. ``verbs`` are the modules of pyverbs."""
+"""Queue pairs of an RDMA device, and the memory they send from. ``verbs`` are the modules of pyverbs."""
 
 import contextlib
 import os
@@ -18,27 +18,27 @@ from lamina.transport.arena import allocate
 from lamina.transport.base import Fetch, Part
 from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import Decision, DeviceMemory, Refusal, Route
-from lamina.transport.rdma.devices import INFINIBAND, Choice
+from lamina.transport.rdma.devices import INFINIBAND, SelectedPort
 from lamina.transport.rdma.events import Events, Receiver
 
-STAGING_NBYTES = 4 << 20  # of messages that may be on their way to one peer
+STAGING_NBYTES = 4 << 20  # bytes that may be in flight to one peer
 CHUNK_NBYTES = STAGING_NBYTES // 4
-QUEUE_DEPTH = 256  # writes, or reads, that may be on their way to one peer
-READS = 4  # of those that a queue pair carries out at once; every device can
+QUEUE_DEPTH = 256  # writes, or reads, that may be in flight to one peer
+READS = 4  # reads that a queue pair executes at once; every device supports that many
 NUMBER = 8  # bytes of a sequence number
 
-# Ways a write can fail, by ibv_wc_status: what it means for the one who runs the cluster.
+# Likely cause of a failed request for the operator, by ibv_wc_status.
 REMEDIES = {
     5: "an earlier failure of the same connection stopped it",
-    10: "the peer does not let this process write there: it has closed its arena",
+    10: "the peer no longer allows access to its arena: it has closed it",
     12: "the peer does not answer: check that both ports are up, that the network lets UDP port 4791 pass (RoCE v2), "
-    "and that the MTU is the same along the way",
-    13: "the peer has taken in no message for long: see whether its process still works",
+    "and that the MTU is the same along the path",
+    13: "the peer has not received messages for too long: check whether its process still runs",
 }
 
 
 class Pair(msgspec.Struct, array_like=True, frozen=True):
-    """What the other side must know of a queue pair to join it."""
+    """What the other side needs to connect its queue pair to this one."""
 
     number: int
     first_packet: int
@@ -48,7 +48,7 @@ class Pair(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to a queue pair: its other end, and the way into the arena."""
+    """The answer to a queue pair: its other end, and the keys and addresses of the arena."""
 
     pair: Pair
     data_key: int
@@ -58,7 +58,7 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Region(NamedTuple):
-    """Registered memory: keys for peers and for this process, and the address of its first byte, for the device."""
+    """Registered memory: keys for peers and for this process, and its address as the RDMA device sees it."""
 
     key: int
     local_key: int
@@ -66,27 +66,29 @@ class Region(NamedTuple):
 
 
 class Device:
-    """An open port, its protection domain, this process's arena registered there, and what tells of messages.
+    """An open port, its protection domain, this process's registered arena, and the receiver of notifications.
 
     Attributes:
         data, doorbells: of the arena. decision: how peers reach the memory that holds the arena's bytes.
     """
 
-    def __init__(self, verbs: Any, choice: Choice, arena: NativeArena, memory: DeviceMemory | None = None) -> None:
+    def __init__(
+        self, verbs: Any, selected: SelectedPort, arena: NativeArena, memory: DeviceMemory | None = None
+    ) -> None:
         self.verbs = verbs
-        self.choice = choice
+        self.selected = selected
         self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack, self.translated(f"cannot open {choice.port}"):
-            self.context = stack.enter_context(contextlib.closing(verbs.device.Context(name=choice.port.device)))
-            self.mtu: int = self.context.query_port(choice.port.number).active_mtu
-            self.gid: str = self.context.query_gid(choice.port.number, choice.gid.index).gid
+        with contextlib.ExitStack() as stack, self.translated(f"cannot open {selected.port}"):
+            self.context = stack.enter_context(contextlib.closing(verbs.device.Context(name=selected.port.device)))
+            self.mtu: int = self.context.query_port(selected.port.number).active_mtu
+            self.gid: str = self.context.query_gid(selected.port.number, selected.gid.index).gid
             self.domain = stack.enter_context(contextlib.closing(verbs.pd.PD(self.context)))
             enums = verbs.enums
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
             mapped: Region | None = None
             self.decision = Decision(Route.HOST, "the arena is in the host's memory")
             if memory is not None:
-                mapped, self.decision = map_memory(verbs, self.domain, choice.port.device, memory, access, stack)
+                mapped, self.decision = map_memory(verbs, self.domain, selected.port.device, memory, access, stack)
             nbytes = arena.data_address - arena.doorbells_address + (0 if mapped else arena.nbytes)
             host = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
             self.doorbells = Region(host.rkey, host.lkey, arena.doorbells_address)
@@ -96,53 +98,53 @@ class Device:
             self._stack = stack.pop_all()
 
     def registered(self, address: int, nbytes: int, access: int) -> Any:
-        """A memory region that the device may use, to be closed."""
+        """Register memory with the device; the caller closes the region."""
         try:
             return self.verbs.mr.MR(self.domain, nbytes, access, address=address)
         except self.verbs.error as error:
             raise TransportError(
-                f"{self.choice.port.device} cannot register {nbytes} bytes: {error}; raise the limit of locked memory "
-                "(ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file)"
+                f"{self.selected.port.device} cannot register {nbytes} bytes: {error}; raise the limit of locked "
+                "memory (ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file)"
             ) from error
 
     @contextlib.contextmanager
     def translated(self, what: str) -> Iterator[None]:
-        """Errors of verbs as ours."""
+        """Raise pyverbs' errors as TransportError."""
         try:
             yield
         except self.verbs.error as error:
             raise TransportError(f"{what}: {error}") from error
 
     def close(self) -> None:
-        """Give back the memory and the device."""
+        """Release the memory and the device."""
         self._stack.close()
 
 
 def map_memory(
-    verbs: Any, domain: Any, card: str, memory: DeviceMemory, access: int, stack: contextlib.ExitStack
+    verbs: Any, domain: Any, nic: str, memory: DeviceMemory, access: int, stack: contextlib.ExitStack
 ) -> tuple[Region | None, Decision]:
-    """Register a device's memory with network card ``card`` until ``stack`` ends, if both drivers can."""
+    """Register a GPU's memory with ``nic`` until ``stack`` closes, if both drivers support it."""
     try:
         exported = memory.export()
     except TransportError as error:
-        return None, device_memory.choose(memory.name, card, str(error), None)
+        return None, device_memory.choose(memory.name, nic, str(error), None)
     try:
         region = verbs.mr.DmaBufMR(domain, exported.nbytes, access, dmabuf=exported.fd, offset=exported.offset)
     except verbs.error as error:
         refusal = Refusal(getattr(error, "error_code", 0), str(error))
-        return None, device_memory.choose(memory.name, card, "", refusal)
+        return None, device_memory.choose(memory.name, nic, "", refusal)
     finally:
-        os.close(exported.fd)  # a registration keeps the memory
+        os.close(exported.fd)  # the registration keeps the memory
     stack.enter_context(contextlib.closing(region))
-    # pyverbs has the card address a dma-buf's bytes by their offset.
-    return Region(region.rkey, region.lkey, exported.offset), device_memory.choose(memory.name, card, "", None)
+    # With pyverbs, the NIC addresses the bytes of a dma-buf by their offset.
+    return Region(region.rkey, region.lkey, exported.offset), device_memory.choose(memory.name, nic, "", None)
 
 
 class QueuePair:
     """A reliable queue pair and its completions.
 
     Args:
-        accepted: it is the peer's way into the arena; this side sends nothing, and hears of messages.
+        accepted: the peer writes into the arena over it; this side sends nothing and gets the notifications.
     """
 
     def __init__(self, device: Device, *, accepted: bool = False) -> None:
@@ -165,11 +167,11 @@ class QueuePair:
             )
             self.queue = stack.enter_context(contextlib.closing(verbs.qp.QPEx(device.context, wanted)))
             self._stack = stack.pop_all()
-        self.local = Pair(self.queue.qp_num, secrets.randbits(24), device.gid, device.choice.port.lid, device.mtu)
+        self.local = Pair(self.queue.qp_num, secrets.randbits(24), device.gid, device.selected.port.lid, device.mtu)
 
     def join(self, other: Pair) -> None:
         """Connect to the other end. Raises TransportError."""
-        verbs, port, gid = self._device.verbs, self._device.choice.port, self._device.choice.gid
+        verbs, port, gid = self._device.verbs, self._device.selected.port, self._device.selected.gid
         with self._device.translated(f"{port.device} cannot reach {other.gid}"):
             attributes = verbs.qp.QPAttr(port_num=port.number)
             enums = verbs.enums
@@ -180,7 +182,7 @@ class QueuePair:
             attributes.rq_psn = other.first_packet
             attributes.sq_psn = self.local.first_packet
             attributes.timeout = 14  # 67 ms until a packet is sent again ...
-            attributes.retry_cnt = 7  # ... as many times
+            attributes.retry_cnt = 7  # ... up to 7 times
             attributes.rnr_retry = 7
             attributes.min_rnr_timer = 12
             route = verbs.addr.GlobalRoute(dgid=verbs.addr.GID(other.gid), sgid_index=gid.index)
@@ -193,7 +195,7 @@ class QueuePair:
             self.queue.to_rts(attributes)
 
     def collect(self, what: str) -> tuple[int, str]:
-        """How many requests have been carried out since the last call; why the next failed, if one did.
+        """The number of requests completed since the last call, and why the next one failed, if it did.
 
         ``what`` names a request in the reason.
         """
@@ -208,12 +210,12 @@ class QueuePair:
         return count, ""
 
     def close(self) -> None:
-        """Take the queue pair down."""
+        """Destroy the queue pair."""
         self._stack.close()
 
 
 class Sender:
-    """Sends messages to one peer through registered memory, used again as completions come in."""
+    """Sends messages to one peer from registered memory, a ring buffer that completions free."""
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
         self._pair, self._granted, self._peer = pair, granted, peer
@@ -227,9 +229,9 @@ class Sender:
         self._memory = device.registered(self._staging.data_address, STAGING_NBYTES, enums.IBV_ACCESS_LOCAL_WRITE)
         self._address = self._staging.data_address
         self._element = device.verbs.wr.SGE(self._address, 0, self._memory.lkey)
-        self._written = 0  # bytes of staging handed out so far, and given back
-        self._freed = 0
-        self._ends: deque[int] = deque()  # where staging may be given back to, for every post that is on its way
+        self._written = 0  # bytes of staging handed out so far
+        self._freed = 0  # bytes of staging freed so far
+        self._ends: deque[int] = deque()  # the value of _freed after the completion of each post in flight
         self.failure = ""
 
     def send(
@@ -242,24 +244,24 @@ class Sender:
             return
         for view in [_flat(part) for part in parts]:
             for start in range(0, view.nbytes, CHUNK_NBYTES):
-                piece = view[start : start + CHUNK_NBYTES]
-                at = self._stage([piece], piece.nbytes, stall_s)
-                self._post(at, self._granted.data_address + offset, piece.nbytes, None)
-                offset += piece.nbytes
+                chunk = view[start : start + CHUNK_NBYTES]
+                at = self._stage([chunk], chunk.nbytes, stall_s)
+                self._post(at, self._granted.data_address + offset, chunk.nbytes, None)
+                offset += chunk.nbytes
         if ring is not None:
             self._post(self._stage([], 0, stall_s), 0, 0, ring)
 
     def collect(self) -> None:
-        """Take in completions. Notes the first failure."""
+        """Process completions. Keeps the first failure."""
         done, failure = self._pair.collect("a write to it")
         self.failure = self.failure or failure
         for _ in range(done):
             self._freed = self._ends.popleft()
 
     def close(self) -> None:
-        """Give back all memory, after what was sent has arrived or a second has passed."""
+        """Release all memory, after all messages have arrived or one second has passed."""
         deadline = time.monotonic() + 1.0
-        with contextlib.suppress(Exception):  # the device may be gone
+        with contextlib.suppress(Exception):  # the device may have been removed
             while self._ends and not self.failure and time.monotonic() < deadline:
                 self.collect()
         self._pair.close()
@@ -267,32 +269,32 @@ class Sender:
         self._staging_file.close()
 
     def _stage(self, parts: Sequence[Part], nbytes: int, stall_s: float) -> int:
-        """Copy parts into free staging, with room for a sequence number behind them; where they are."""
-        room = -(-nbytes // NUMBER) * NUMBER + NUMBER
+        """Copy parts into free staging, leaving space for a sequence number behind them; returns their offset."""
+        space = -(-nbytes // NUMBER) * NUMBER + NUMBER
         at = self._written % STAGING_NBYTES
-        if at + room > STAGING_NBYTES:
+        if at + space > STAGING_NBYTES:
             self._written += STAGING_NBYTES - at
             at = 0
-        if self._is_full(room) or len(self._ends) >= QUEUE_DEPTH // 4:
-            self._make_room(room, stall_s)
-        self._written += room
+        if self._is_full(space) or len(self._ends) >= QUEUE_DEPTH // 4:
+            self._wait_for_space(space, stall_s)
+        self._written += space
         place = at
         for part in parts:
             self._staging.write(place, part)
             place += part_nbytes(part)
         return at
 
-    def _is_full(self, room: int) -> bool:
-        return self._written + room - self._freed > STAGING_NBYTES or len(self._ends) >= QUEUE_DEPTH // 2
+    def _is_full(self, space: int) -> bool:
+        return self._written + space - self._freed > STAGING_NBYTES or len(self._ends) >= QUEUE_DEPTH // 2
 
-    def _make_room(self, room: int, stall_s: float) -> None:
+    def _wait_for_space(self, space: int, stall_s: float) -> None:
         self.collect()
         deadline = time.monotonic() + stall_s
-        while self._is_full(room) and not self.failure:
+        while self._is_full(space) and not self.failure:
             if time.monotonic() > deadline:
-                self.failure = f"it has taken in nothing of a message for {stall_s:g} s"
+                self.failure = f"it has accepted no bytes for {stall_s:g} s"
                 break
-            self._receiver.collect()  # or two that send to each other, and wait for nothing, would hold each other up
+            self._receiver.collect()  # otherwise two endpoints that only send to each other would block each other
             time.sleep(0)
             self.collect()
         if self.failure:
@@ -321,19 +323,19 @@ class Sender:
 
 
 class Reader:
-    """Reads from one peer's arena into one's own, and rings one's own doorbells as completions come in."""
+    """Reads from one peer's arena into this process's, and rings its own doorbells as reads complete."""
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
         self._pair, self._granted, self._own, self._peer = pair, granted, own, peer
         self._signalled = device.verbs.enums.IBV_SEND_SIGNALED
         self._to = device.data.address
         self._element = device.verbs.wr.SGE(self._to, 0, device.data.local_key)
-        self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read that is on its way
+        self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read in flight
         self.failure = ""
 
     @property
     def events(self) -> Events | None:
-        """Of reads that end; None while none is on its way."""
+        """The event source of completed reads; None while no read is in flight."""
         return self._pair.events if self._rings else None
 
     def fetch(self, fetch: Fetch, stall_s: float) -> None:
@@ -342,7 +344,7 @@ class Reader:
         while len(self._rings) == QUEUE_DEPTH and not self.failure:
             self.collect()
             if time.monotonic() > deadline:
-                self.failure = f"no read from it has ended for {stall_s:g} s"
+                self.failure = f"no read from it has completed for {stall_s:g} s"
         if self.failure:
             raise PeerLostError(self._peer, self.failure)
         queue, element = self._pair.queue, self._element
@@ -355,14 +357,14 @@ class Reader:
         self._rings.append((fetch.doorbell, fetch.sequence))
 
     def collect(self) -> None:
-        """Take in completions. Notes the first failure."""
+        """Process completions. Keeps the first failure."""
         done, failure = self._pair.collect("a read from it")
         self.failure = self.failure or failure
         for _ in range(done):
             self._own.ring(*self._rings.popleft())
 
     def close(self) -> None:
-        """Give back the queue pair; what is under way does not arrive."""
+        """Destroy the queue pair; reads in flight are discarded."""
         self._pair.close()
 
 
@@ -372,7 +374,7 @@ def part_nbytes(part: Part) -> int:
 
 
 def _flat(part: Any) -> memoryview:
-    """The bytes of a part, to take slices of. Raises ValueError unless it is contiguous."""
+    """The bytes of a part as a flat view. Raises ValueError unless it is contiguous."""
     view = memoryview(part)
     if not view.c_contiguous:
         raise ValueError("a part is not C-contiguous; copy it first")

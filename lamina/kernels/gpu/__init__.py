@@ -1,4 +1,4 @@
-"""Attention kernels for NVIDIA cards in Triton, and doorbells polled on the device.
+"""Attention, append and merge kernels for NVIDIA GPUs in Triton.
 
 Nothing here imports triton or cupy until a kernel is compiled or run.
 """

@@ -1,4 +1,4 @@
-"""Partial attention on a card: one step's tables on the device, then one call per layer, without waiting.
+"""Partial attention on a GPU: sends a step's tables to the device, then makes one asynchronous call per layer.
 
 Shapes use R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes, S pairs of (sequence, segment).
 Arrays are the backend's; uint16 means bfloat16 bits.
@@ -33,7 +33,7 @@ PairArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StepCapacity:
-    """The largest step: a graph captured with it stays good for every step within it."""
+    """The largest step; a CUDA graph captured with it stays valid for every smaller step."""
 
     pairs: int
     rows: int
@@ -63,12 +63,12 @@ class KvSlab:
 def pair_table(
     segments: SegmentTable, tables: npt.NDArray[Any] | None = None, new_rows: npt.NDArray[Any] | None = None
 ) -> PairArray:
-    """int32 [S, 8]: what the device is told of every pair of a step.
+    """int32 [S, 8]: the device's description of every pair of a step.
 
     Args:
         segments: lengths and positions; its slots are not read if ``tables`` is given.
         tables: [S], first word of each pair's page table; by default the segments' own ``slots`` hold all tables.
-        new_rows: [S], row of the message's k and v that is the pair's last token, to be kept by ``attend``; -1: none.
+        new_rows: [S], row of the message's k and v of the pair's last token, for ``attend`` to append; -1: none.
 
     Raises:
         ValueError: a new row's token is not the only query's own, last one; or slots are missing.
@@ -92,7 +92,7 @@ def pair_table(
 
 @dataclass(frozen=True)
 class _Operands:
-    """What one call of ``Attention.partial`` was given."""
+    """The arguments of one call of ``Attention.partial``."""
 
     q: Any
     slab: KvSlab
@@ -103,7 +103,7 @@ class _Operands:
     new: tuple[Any, Any] | None
 
     def check(self, least_rows: int, most_rows: int) -> None:
-        """Raises ValueError for a shape or an element type that does not fit, or too few or too many rows."""
+        """Raises ValueError for an invalid shape or element type, or too few or too many rows."""
         spec, slab, rows = self.spec, self.slab, len(self.q)
         shapes = tuple(tuple(array.shape[1:]) for array in (self.q, slab.k, slab.v, self.out, self.lse))
         wanted = (
@@ -145,7 +145,7 @@ def _check_rows(slab: KvSlab, k: Any, v: Any) -> None:
 
 @dataclass(frozen=True)
 class _PairClass:
-    """Pairs with rows[0] to rows[1] query rows, of attentions that are cut and masked alike."""
+    """Pairs with rows[0] to rows[1] query rows, of attentions with the same planning."""
 
     spec: AttentionSpec
     element: KvElement
@@ -154,14 +154,14 @@ class _PairClass:
 
     @classmethod
     def of(cls, spec: AttentionSpec, element: KvElement, block_m: int, rows: tuple[int, int]) -> "_PairClass":
-        """The class of these pairs: the spec without what planning does not ask for."""
+        """The class of these pairs: the spec without the fields that planning ignores."""
         cut = replace(spec, layer=0, scale=1.0, softcap=0.0, sinks=False, alibi_slopes=None)
         return cls(cut, element, block_m, rows)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Items of one class of pairs for one tiling, on the device; ``bound`` of them at most."""
+    """Items of one class of pairs for one tiling, on the device; at most ``bound`` items."""
 
     numbers: tuple[int, ...]
     tiling: Tiling
@@ -171,12 +171,12 @@ class _Plan:
 
 
 class Attention:
-    """Runs the attention of one memory worker's steps on one card. One thread owns it.
+    """Runs the attention of one memory worker's steps on one GPU. One thread owns it.
 
     ``begin`` sends a step's table (a few words per pair and row) and cuts its work; everything happens on the device,
-    in stream order. ``partial`` can be captured in a graph after it has run once outside, which compiles and allocates.
-    Replays attend to the tables sent last, and are good for steps of the same ``step_class``, with prompt chunks only
-    if the captured one had them.
+    in stream order. ``partial`` can be captured in a CUDA graph after it has run once, which compiles and allocates.
+    Replays use the tables sent last, and are valid for steps of the same ``step_class``, with prompt chunks only if the
+    captured step had them.
     """
 
     def __init__(self, backend: Backend, capacity: StepCapacity, choices: Choices | None = None) -> None:
@@ -221,7 +221,7 @@ class Attention:
         lse: Any,
         new: tuple[Any, Any] | None = None,
     ) -> None:
-        """Attention of every query row over its pair's segment, without sinks: those are applied by ``merge``.
+        """Attention of every query row over its pair's segment, without sinks, which ``merge`` applies.
 
         Args:
             q: [R, Hq, D] float32 or 16 bits wide; rounded to the element of products (bfloat16 for narrow KV).
@@ -232,7 +232,7 @@ class Attention:
             new: k [T, Hkv, D] and v [T, Hkv, Dv] of which pairs append rows while they attend.
 
         Raises:
-            ValueError: a shape or an element type that does not fit, or ``new`` lacks rows that pairs append.
+            ValueError: a shape or an element type is invalid, or ``new`` lacks rows that pairs append.
         """
         given = _Operands(q, slab, tables, spec, out, lse, new)
         given.check(self._rows, self._capacity.rows)
@@ -249,9 +249,9 @@ class Attention:
             self._run(many, replace(given, new=None))
 
     def append(self, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
-        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` int32 [T]; a token with slot -1 is left out.
+        """Write k [T, Hkv, D] and v [T, Hkv, Dv] to ``slots`` int32 [T]; a token with slot -1 is skipped.
 
-        Raises ValueError for a shape or an element type that does not fit.
+        Raises ValueError for an invalid shape or element type.
         """
         _check_rows(slab, k, v)
         if slots.shape != k.shape[:1] or slots.dtype != np.int32:
@@ -262,7 +262,7 @@ class Attention:
             self._backend.launch(program, (len(k), k.shape[1]), arrays)
 
     def _run(self, pairs: _PairClass, given: _Operands) -> None:
-        """One class of pairs: attend, and join what was cut."""
+        """Attend for one class of pairs, and merge the parts of split tiles."""
         if pairs not in self._current:
             self._current[pairs] = self._plan(pairs)
         plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
@@ -305,7 +305,7 @@ class Attention:
         return plan
 
     def _parts(self, count: int) -> Any:
-        """Memory for ``count`` numbers. What was too small is kept: captured graphs point to it."""
+        """Memory for ``count`` numbers. Smaller buffers are kept: captured graphs point to them."""
         if len(self._scratches[-1]) < count:
             self._scratches.append(self._backend.empty((count,), np.float32))
         return self._scratches[-1]
@@ -318,7 +318,7 @@ class Attention:
 
 
 def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any = None) -> None:
-    """Merges P partials of the same rows, each over other tokens.
+    """Merges P partials of the same rows, over disjoint tokens.
 
     Args:
         outs: float32 [P, R, Hq, Dv]. lses: float32 [P, R, Hq], natural log; -inf partials are neutral.
@@ -326,7 +326,7 @@ def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any
         sinks: float32 [Hq], one more logit per head in the denominator: give it once, in the last merge.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
     """
     count, rows, heads, v_dim = outs.shape
     if lses.shape != (count, rows, heads) or out.shape != (rows, heads, v_dim) or lse.shape != (rows, heads):
@@ -338,7 +338,7 @@ def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any
 
 
 def write_words(backend: Backend, words: Any, changes: npt.NDArray[np.int32]) -> None:
-    """Bring page tables on the device up to date: words[changes[0]] = changes[1], int32 [2, n]."""
+    """Update page tables on the device: words[changes[0]] = changes[1], int32 [2, n]."""
     count = changes.shape[1]
     if count:
         sent = backend.empty(changes.shape, np.int32)

@@ -1,4 +1,4 @@
-"""Which launch options attention gets: measured once per device and kept, or defaults that fit every card."""
+"""Selects the launch options of attention: measured ones stored per device, or defaults that work on every GPU."""
 
 import enum
 import json
@@ -23,7 +23,7 @@ class Context(enum.Enum):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a choice is made by. ``ragged``: the longest segment is more than four times the mean."""
+    """What selects the tiling of an attention. ``ragged``: the longest segment is over 4 times the mean."""
 
     context: Context
     ragged: bool
@@ -43,14 +43,14 @@ class Tiling:
     """Launch options of ``attend``.
 
     Args:
-        block_n: tokens of one turn of the loop.
+        block_n: tokens of one loop iteration.
         warps: warps of a program.
-        stages: Triton's pipeline depth. Slots are loaded a turn before their K and V. With 3 a program asks for a
-            turn's K and V when it is done with the last one's, and computes when they are there: others' are on their
-            way meanwhile. With 5 its own next ones are too, for twice the shared memory.
-        resident: programs that a multiprocessor runs at once; the compiler is held to the registers this leaves each.
-        waves: a step's tokens are cut into this many times the programs that the card runs at once.
-        least_tokens: no part of a segment is shorter.
+        stages: Triton's pipeline depth. Slots are loaded one iteration before their K and V. With 3, a program loads an
+            iteration's K and V after the previous iteration, and other programs' loads overlap. With 5, its own next
+            loads overlap too, for twice the shared memory.
+        resident: programs that a multiprocessor runs at once; limits the registers that the compiler may use.
+        waves: a step's tokens are cut into this many times the programs that the GPU runs at once.
+        least_tokens: minimum length of a part of a segment.
     """
 
     block_n: int
@@ -62,29 +62,30 @@ class Tiling:
 
     @property
     def registers(self) -> int:
-        """Registers that a thread may have: a multiprocessor has 65536 and gives them in eights, 255 at most."""
+        """Registers that a thread may use: of 65536 per multiprocessor, allocated in units of 8, at most 255."""
         return min(255, REGISTERS // (32 * self.warps * self.resident) // 8 * 8)
 
 
 RAGGED = 4
-REGISTERS = 65536  # of a multiprocessor, on every card that can run attention
+REGISTERS = 65536  # of a multiprocessor, on every GPU that can run attention
 SHARED_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of
-technical specifications); 64 for cards not listed."""
+"""KiB of shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, table of
+technical specifications); 64 for GPUs not listed."""
 
 
 def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
-    """Context class and raggedness of the segments' lengths; those of no segments are normal and even."""
+    """Context class and raggedness of the segments' lengths; without segments, normal and even."""
     longest = int(tokens.max(initial=0))
     context = next(context for context in Context if longest <= context.value)
     return context, longest * len(tokens) > RAGGED * int(tokens.sum(dtype=np.int64))
 
 
 def default(shape: Shape, block_m: int, capability: int) -> Tiling:
-    """A tiling for a device nobody has measured: no spills, and enough on its way while some programs compute.
+    """A tiling for a device without measurements: no spills, and enough loads in flight while some programs compute.
 
-    On an H200 a multiprocessor has to have about 36 KB on their way (4.8 TB/s, 132 of them, a microsecond); four
-    programs of 64 tokens of 128 x 2 bytes ask for 128 KiB, half of which while they wait about as long as they compute.
+    On an H200, a multiprocessor needs about 36 KB in flight (4.8 TB/s, 132 multiprocessors, a latency of 1 us). Four
+    programs with 64 tokens of 128 x 2 bytes for K and V load 128 KiB, of which half is in flight if they wait about
+    as long as they compute.
     """
     width = 1 << (shape.head_dim - 1).bit_length()
     waves = 2 if shape.ragged or shape.context is Context.ULTRA else 1
@@ -93,14 +94,14 @@ def default(shape: Shape, block_m: int, capability: int) -> Tiling:
     block_n = max(16, min(64, 8 * 1024 // width))
     warps = 8 if block_m * width > 8 * 1024 or shape.element.scaled else 4
     resident = (16 if block_m * width <= 2 * 1024 else 8) // warps
-    room = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
-    while block_n > 16 and 2 * block_n * width * shape.element.storage.itemsize > room:
+    free_bytes = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
+    while block_n > 16 and 2 * block_n * width * shape.element.storage.itemsize > free_bytes:
         block_n //= 2
     return Tiling(block_n, warps, 3, resident, waves)
 
 
 class Choices:
-    """Tilings measured on one device; shapes that were not measured get the default."""
+    """Tilings measured on one device; other shapes get the default."""
 
     def __init__(self, device: str, measured: dict[str, Tiling] | None = None) -> None:
         self.device = device
@@ -112,7 +113,7 @@ class Choices:
 
     @classmethod
     def load(cls, device: str, directory: Path | None = None) -> "Choices":
-        """Read what ``save`` wrote for this device. An unreadable file is as if there were none: it is a cache."""
+        """Read what ``save`` wrote for this device. An unreadable file is ignored: it is a cache."""
         try:
             path = _file(device, directory)
             found = json.loads(path.read_text()) if path else {}
@@ -121,7 +122,7 @@ class Choices:
             return cls(device)
 
     def save(self, directory: Path | None = None) -> Path | None:
-        """Keep the measured tilings for later processes; returns the file, None if nothing is kept for this user."""
+        """Store the measured tilings for later processes; returns the file, None if the user has no cache directory."""
         path = _file(self.device, directory)
         if path is None:
             return None

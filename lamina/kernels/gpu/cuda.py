@@ -1,4 +1,4 @@
-"""A card as a backend: programs compiled by Triton, memory and launches by CuPy. Needs no torch."""
+"""The CUDA ``Backend``: Triton compiles programs, CuPy allocates memory and launches. Does not need torch."""
 
 import tempfile
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
-STAGINGS = 4  # uploads on their way before one has to wait for the first
+STAGINGS = 4  # uploads in flight before the next one waits
 
 
 class Cuda:
-    """Card ``index`` as a ``Backend``. Work goes to CuPy's current stream of the calling thread."""
+    """GPU ``index`` as a ``Backend``. Work goes to CuPy's current stream of the calling thread."""
 
     def __init__(self, index: int) -> None:
-        """Raises ConfigError if there is no such card or a package is missing."""
+        """Raises ConfigError if the GPU does not exist or a package is missing."""
         require(index, find())
         self.device = cupy.cuda.Device(index)
         self.device.use()
@@ -41,7 +41,7 @@ class Cuda:
         return cupy.empty(shape, dtype)
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """Copy by way of pinned memory, without waiting unless ``STAGINGS`` earlier uploads are on their way still."""
+        """Copy through pinned memory; waits only if ``STAGINGS`` earlier uploads are still in flight."""
         if source.size:
             self._stagings.append(self._stagings.pop(0))
             self._stagings[-1].send(source, target[: len(source)])
@@ -50,7 +50,7 @@ class Cuda:
         """Run on the current stream; compiles on first use.
 
         Raises:
-            ValueError: an array is not C-contiguous or its address no multiple of 16 bytes; programs rely on both.
+            ValueError: an array is not C-contiguous or not aligned to 16 bytes; programs rely on both.
         """
         if 0 in grid:
             return
@@ -73,9 +73,9 @@ class Cuda:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "program.cubin")
             path.write_bytes(binary.cubin)
-            kernel = cupy.RawModule(path=str(path)).get_function(binary.name)  # loads it, while the file is there
+            kernel = cupy.RawModule(path=str(path)).get_function(binary.name)  # loads it before the file is removed
         kernel.max_dynamic_shared_size_bytes = binary.shared_bytes
-        # As many programs as it was compiled for must fit; the same for all, as changing it between kernels costs time.
+        # So that as many programs fit as it was compiled for; the same for all kernels, as switching it costs time.
         kernel.preferred_shared_memory_carveout = 100
         self._kernels[program] = kernel, binary
         return kernel, binary
@@ -102,11 +102,11 @@ class _Staging:
 def partial(
     q: Any, k: Any, v: Any, segments: SegmentTable, spec: AttentionSpec, out: Any | None, lse: Any | None
 ) -> tuple[Any, Any]:
-    """``lamina.kernels.attention.partial`` for CuPy arrays on the current card; ``segments`` are numpy's.
+    """``lamina.kernels.attention.partial`` for CuPy arrays on the current GPU; ``segments`` are numpy arrays.
 
-    Raises ValueError for a shape, an element type, an order or a slot that does not fit.
+    Raises ValueError for an invalid shape, element type, memory order or slot.
 
-    Makes the tables of this call alone: a memory worker keeps an ``Attention`` and page tables on the card instead.
+    Builds tables for this call only; a memory worker should keep an ``Attention`` and page tables on the GPU.
     """
     backend = _backend(q.device.id)
     element = next((each for each in KvElement if not each.scaled and each.storage == k.dtype), None)

@@ -1,4 +1,4 @@
-"""The NVIDIA cards of this machine, and whether kernels can run on one. Imports neither CuPy nor Triton."""
+"""Finds this machine's NVIDIA GPUs and checks whether kernels can run on one. Imports neither CuPy nor Triton."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ REMEDY = "pip install 'lamina[cuda]'"
 
 @dataclass(frozen=True)
 class Card:
-    """One NVIDIA card. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0."""
+    """One NVIDIA GPU. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0."""
 
     name: str
     capability: int
@@ -27,14 +27,14 @@ class Card:
 
 @dataclass(frozen=True)
 class Found:
-    """What this machine and this Python have. ``cards`` is None without a driver, a version without its package."""
+    """GPUs and packages found. ``cards`` is None without a driver; a version is None if its package is missing."""
 
     cards: tuple[Card, ...] | None
     triton: str | None
     cupy: str | None
 
     def __str__(self) -> str:
-        cards = "no NVIDIA driver" if self.cards is None else "an NVIDIA driver without cards"
+        cards = "no NVIDIA driver" if self.cards is None else "an NVIDIA driver without GPUs"
         if self.cards:
             cards = ", ".join(f"cuda:{index} {card}" for index, card in enumerate(self.cards))
         packages = ((self.triton, "Triton"), (self.cupy, "CuPy"))
@@ -42,10 +42,10 @@ class Found:
 
 
 def require(index: int, found: Found) -> Card:
-    """Card ``index``, if kernels can run on it.
+    """GPU ``index``, if kernels can run on it.
 
     Raises:
-        ConfigError: there is no such card, it is too old, or a package is missing; says what was found and what to do.
+        ConfigError: the GPU does not exist or is too old, or a package is missing; says what was found and the remedy.
     """
 
     def refuse(remedy: str) -> ConfigError:
@@ -58,14 +58,14 @@ def require(index: int, found: Found) -> Card:
         raise refuse(f"Use a device from 0 to {len(found.cards) - 1}")
     card = found.cards[index]
     if card.capability < LEAST_CAPABILITY:
-        raise refuse("Attention needs compute capability 8.0 or higher: use another card")
+        raise refuse("Attention needs compute capability 8.0 or higher: use another GPU")
     if not (found.triton and found.cupy):
         raise refuse(f"Run {REMEDY}")
     return card
 
 
 def find() -> Found:
-    """Look for cards and packages. Makes no CUDA context, so this process may still fork."""
+    """Look for GPUs and packages. Makes no CUDA context, so this process may still fork."""
     cupy = next(filter(None, map(_version, CUPY_PACKAGES)), None)
     return Found(find_cards(), _version("triton"), cupy)
 
@@ -78,8 +78,8 @@ def _version(package: str) -> str | None:
 
 
 def find_cards() -> tuple[Card, ...] | None:
-    """The cards that this process may use, in the order of their PCI bus addresses; None without a driver."""
-    import pynvml  # a fiftieth of a second; most processes never ask
+    """The GPUs that this process may use, in the order of their PCI bus addresses; None without a driver."""
+    import pynvml  # takes 20 ms, and most processes do not need it
 
     try:
         pynvml.nvmlInit()
@@ -102,8 +102,8 @@ def _card(handle: Any) -> Card:
 
 
 def visible(cards: tuple[Card, ...], wanted: str | None) -> tuple[Card, ...]:
-    """What CUDA shows of ``cards`` when CUDA_VISIBLE_DEVICES is ``wanted``: indices or the beginnings of UUIDs, up to
-    the first that names no card. https://docs.nvidia.com/cuda/cuda-programming-guide (environment variables)
+    """The GPUs that CUDA shows if CUDA_VISIBLE_DEVICES is ``wanted``: indices or prefixes of UUIDs, up to the first
+    entry that matches no GPU. https://docs.nvidia.com/cuda/cuda-programming-guide (environment variables)
     """
     if wanted is None:
         return cards

@@ -1,4 +1,4 @@
-"""A memory worker's inner loop on the card: one graph per layer, replayed for every step."""
+"""Captures a memory worker's inner loop on the GPU: one CUDA graph per layer, replayed for every step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +9,19 @@ from lamina.transport.device.polling import Doorbell, Polling
 def capture_layer(
     work: Callable[[], object], polling: Polling, bells: tuple[Doorbell, Doorbell] | None, timeout_s: float
 ) -> Any:
-    """A graph: wait for the message, ``work``, say that the answer is there. Launch it ahead, on the current stream.
+    """A graph that waits for the message, runs ``work`` and announces the reply; launch it ahead of the message.
 
     The graph holds addresses: ``polling``, ``bells`` and every array that ``work`` uses must live as long as it does.
 
     Args:
-        work: launches append, attention and what writes the answer into the peer's arena; runs once now, before
-            anything is captured, so that all is compiled and allocated.
-        bells: the one to wait for and the one to ring; both count on with every replay. None: ``work`` alone.
-        timeout_s: how long each replay waits. What follows one that waited in vain still runs, on the former message,
-            but rings no bell.
+        work: launches append, attention and the kernels that write the reply into the peer's arena, on the current
+            stream. It runs once before the capture, so that everything is compiled and allocated.
+        bells: the doorbells to wait for and to ring, incremented with every replay. None: ``work`` alone.
+        timeout_s: how long each replay waits. After a timeout, ``work`` still runs, on the previous message, but its
+            result is discarded: no doorbell is rung.
 
     Raises:
-        What ``work`` raises; nothing is being captured then.
+        What ``work`` raises; the stream is not capturing then.
     """
     import cupy
 
@@ -37,6 +37,6 @@ def capture_layer(
             polling.ring(bells[1])
     finally:
         graph = stream.end_capture()
-    graph.upload(stream)  # not at its first launch, when kernels that wait may already hold the card
+    graph.upload(stream)  # not at its first launch, when waiting kernels may already occupy the GPU
     stream.synchronize()
     return graph

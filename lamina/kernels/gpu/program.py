@@ -1,4 +1,4 @@
-"""What a kernel's machine code depends on, and who runs it."""
+"""Descriptions of compiled kernels (``Program``) and the interface of what runs them (``Backend``)."""
 
 import enum
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Constant = int | bool | str
 
 
 class KvElement(enum.Enum):
-    """How a slab on the device keeps K and V: (element in Triton, element in numpy). uint16 means bfloat16 bits.
+    """How a slab on the device stores K and V: (Triton type, numpy type). uint16 means bfloat16 bits.
 
     INT8 and FP8 (e4m3, no infinities) have one float32 scale per token and KV head, taken from the row's largest value.
     """
@@ -35,7 +35,7 @@ class KvElement(enum.Enum):
 
 
 TRITON_NAMES = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}
-"""Names of the element types that q, k and v of a message may have."""
+"""Triton's names of the element types that q, k and v of a message may have."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class Program:
     warps: int = 4
     stages: int = 1
     registers: int = 0
-    """The most that a thread may have; 0: as the compiler likes."""
+    """The most that a thread may use; 0: the compiler decides."""
 
     def __str__(self) -> str:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.constants)})"
 
 
 class Backend(Protocol):
-    """Where programs run: a card, or Triton's interpreter in tests. Arrays are C-contiguous and the backend's own."""
+    """Runs programs: on a GPU, or in Triton's interpreter in tests. Arrays are C-contiguous, of the backend's type."""
 
     capability: int
     """Compute capability, major and minor digit: 90 for an H200."""
     multiprocessors: int
     name: str
-    """The device's name, by which measured choices are kept."""
+    """The device's name, under which measured tilings are stored."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""

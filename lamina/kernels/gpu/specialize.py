@@ -1,4 +1,4 @@
-"""Kernels specialised: the element types, constants and launch options that each gets for an attention. Pure."""
+"""Specialises kernels for an attention: their element types, constants and launch options. Pure functions."""
 
 from dataclasses import replace
 
@@ -11,19 +11,19 @@ from lamina.types import AttentionSpec
 
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
-COMBINED_PARTS = 16  # partials that combine reads at once
+COMBINED_PARTS = 16  # partials that ``combine`` reads at once
 WRITTEN_WORDS = 256  # words of page tables that one program writes
 
 
 def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
-    """Packed query rows of a program when there are few, and the most query rows of a pair that get it."""
+    """(packed query rows of a program for pairs with few query rows, the most query rows of such a pair)."""
     group = spec.query_heads // spec.kv_heads
     block_m = min(LARGEST_TILE, _block(group))
     return block_m, 2**30 if block_m == LARGEST_TILE else block_m // group
 
 
 def prompt_tile(element: KvElement) -> int:
-    """Packed query rows of a program when there are many; products of float32 take twice the registers."""
+    """Packed query rows of a program for pairs with many query rows; float32 products need twice the registers."""
     return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
 
 
@@ -35,7 +35,7 @@ def plan_program(pairs: int) -> Program:
 def plan_numbers(
     spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int
 ) -> tuple[int, ...]:
-    """What ``plan`` is told beside the number of pairs, of which it takes those with rows[0] to rows[1] query rows."""
+    """The numbers that ``plan`` gets after the number of pairs; it plans pairs with rows[0] to rows[1] query rows."""
     group = spec.query_heads // spec.kv_heads
     return (*rows, group, spec.window, spec.chunk, block_m, tiling.block_n, wanted_items, tiling.least_tokens)
 

@@ -1,8 +1,8 @@
-"""Page tables that live on a card: where they lie is kept here, what changed is sent.
+"""Manages page tables in GPU memory: the host tracks where they are and sends only the words that changed.
 
-All tables of a memory worker are words of one array on the device, each in a region whose size is a power of two. A
-step changes one word per new token. A table that outgrows its region moves to one twice as large and is sent once more,
-so that a sequence sends each of its slots at most twice on average.
+All tables of a memory worker are in one array on the device, each in a region whose size is a power of two. A step
+changes one word per new token. A table that outgrows its region moves to one twice as large and is sent again, so each
+slot of a sequence is sent at most twice on average.
 """
 
 import numpy as np
@@ -15,24 +15,24 @@ FIRST_REGION = 64  # words
 
 
 class Regions:
-    """A buddy allocator: regions of powers of two words; neighbours that are both free become one."""
+    """A buddy allocator: regions are powers of two in words; free neighbours are merged."""
 
     def __init__(self, words: int) -> None:
         """``words`` is a power of two. Raises ValueError otherwise."""
         if words < 1 or words & (words - 1):
             raise ValueError(
-                f"{words} words of page tables are no power of two; give {1 << max(0, words).bit_length()}"
+                f"{words} words of page tables are not a power of two; give {1 << max(0, words).bit_length()}"
             )
         self.words = words
         self._free: dict[int, set[int]] = {words: {0}}
 
     @property
     def free_words(self) -> int:
-        """Words in no region; one region of that size may not exist."""
+        """Free words; they need not be contiguous."""
         return sum(size * len(starts) for size, starts in self._free.items())
 
     def take(self, size: int) -> int:
-        """First word of a region of ``size`` words, a power of two. Raises CapacityError if there is none."""
+        """Allocate a region of ``size`` words, a power of two; returns its first word. Raises CapacityError."""
         fitting = [held for held, starts in self._free.items() if starts and held >= size]
         if not fitting:
             raise CapacityError(needed=size, free=self.free_words, capacity=self.words)
@@ -44,7 +44,7 @@ class Regions:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Return a region."""
+        """Free a region."""
         while size < self.words and start ^ size in self._free.get(size, ()):
             self._free[size].remove(start ^ size)
             start, size = min(start, start ^ size), 2 * size
@@ -52,13 +52,13 @@ class Regions:
 
 
 class PageTables:
-    """Which words of the device's array hold each sequence's slots, and which of them the device has not heard of.
+    """Which words of the device's array hold each sequence's slots, and which changes have not been sent yet.
 
-    Not thread-safe: one thread owns it. An operation that raises has changed nothing.
+    Not thread-safe: one thread owns it. An operation that raises changes nothing.
     """
 
     def __init__(self, words: int) -> None:
-        """``words`` of the array on the device, a power of two; twice the slots is enough if few are shared."""
+        """``words``: length of the device's array, a power of two; twice the slots suffice if few are shared."""
         self._regions = Regions(words)
         self._tables: dict[int, tuple[int, int, int]] = {}  # first word, words, slots sent
         self._changes: list[tuple[int, Slots]] = []
@@ -68,7 +68,7 @@ class PageTables:
         return self._tables[sequence][0]
 
     def update(self, sequence: int, slots: Slots) -> None:
-        """Note that the table of ``sequence`` is now ``slots``: the former one and more, or its beginning.
+        """Set the table of ``sequence`` to ``slots``, which must extend or truncate the previous one.
 
         Raises CapacityError, counted in words, if no region is large enough.
         """
@@ -85,19 +85,19 @@ class PageTables:
         self._tables[sequence] = start, size, count
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence, if it has a table. Steps sent before read it still, until changes are written."""
+        """Forget a sequence, if it has a table. Steps sent before can still read it until changes are written."""
         start, size, _ = self._tables.pop(sequence, (0, 0, 0))
         if size:
             self._regions.give(start, size)
 
     def changes(self) -> npt.NDArray[np.int32]:
-        """What to write on the device since the last call: int32 [2, n], words and their new values, each word once."""
+        """Changes since the last call: int32 [2, n], word indices and their new values, each word once."""
         if not self._changes:
             return np.empty((2, 0), np.int32)
         values = np.concatenate([slots for _, slots in self._changes])
         words = np.concatenate([np.arange(first, first + len(slots), dtype=np.int32) for first, slots in self._changes])
         self._changes.clear()
-        # Regions change hands: of several writes to one word the last one counts.
+        # Regions are reused: of several writes to one word, the last one counts.
         _, last = np.unique(words[::-1], return_index=True)
         keep = len(words) - 1 - last
         return np.stack([words[keep], values[keep]])

@@ -1,4 +1,4 @@
-"""Writing into a memory worker's device memory: rows of K and V into a slab, and changed words of its page tables."""
+"""Writes to a memory worker's GPU memory in Triton: rows of K and V to a slab, changed words to its page tables."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def append(
     kv_heads: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr, element: tl.constexpr,
     block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
-    """Keeps token t's row of KV head h in slot ``slots[t]``; a slot of -1 is left out. Grid (tokens, kv_heads).
+    """Writes token t's row of KV head h to slot ``slots[t]``; -1: not written. Grid (tokens, kv_heads).
 
     Shapes as in ``attend``: new_k [tokens, Hkv, D], new_v [tokens, Hkv, Dv].
     """

@@ -1,7 +1,7 @@
-"""Partial attention in Triton: split-KV flash-decoding over token-granular slots, every length read on the device.
+"""Partial attention in Triton: split-KV flash-decoding over token-granular slots; all lengths are read on the GPU.
 
 ``plan`` cuts the step's work into items of about equal size: (pair, tile of packed query rows, range of tokens).
-``attend`` runs one program per KV head and item; ``lamina.kernels.gpu.triton_merge.combine`` joins what was cut. A tile
+``attend`` runs one program per KV head and item; ``lamina.kernels.gpu.triton_merge.combine`` merges split tiles. A tile
 packs the query heads of a GQA group: its row m is query head ``m % group`` of query row ``m // group``, so K and V are
 read once for the whole group.
 
@@ -17,7 +17,7 @@ ITEM_WORDS = tl.constexpr(16)  # the first 7 of its pair, tile, first token, las
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# How KV is kept; KvElement has the same numbers.
+# How KV is stored; ``specialize._element_code`` uses the same numbers.
 PLAIN = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
@@ -26,7 +26,7 @@ FP8_BY_BITS = tl.constexpr(3)
 
 @triton.jit
 def visible_range(first_query, last_query, kv_start, tokens, window, chunk):
-    """Tokens [first, last) of a segment that queries at positions [first_query, last_query] may see; maybe empty."""
+    """Tokens [first, last) of a segment that queries at positions [first_query, last_query] may see; may be empty."""
     lowest = kv_start
     if window > 0:
         lowest = tl.maximum(lowest, first_query - window + 1)
@@ -98,7 +98,7 @@ def plan(
 def widen(stored, to: tl.constexpr, element: tl.constexpr):
     """Values of a slab's elements, without their scales, in a type for products: exact in bfloat16 and float16."""
     if element == FP8:
-        # By way of float32: float16 to bfloat16 is one slow instruction per element, these two are fast.
+        # Through float32: float16 to bfloat16 directly is a slow instruction per element, these two are fast.
         return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(to)
     elif element == FP8_BY_BITS:
         # e4m3's exponent counts from 7 and float16's from 15: shifted into place it is 2**8 too small. Codes 0x7f and
@@ -114,7 +114,7 @@ def widen(stored, to: tl.constexpr, element: tl.constexpr):
 def quantize(row, element: tl.constexpr):
     """(codes, scale) of one row of float32: scale is the largest magnitude over the format's largest value.
 
-    Rounds to nearest even. A row that holds NaN or an infinity gets NaN as its scale, so that nothing is hidden.
+    Rounds to nearest even. A row with NaN or an infinity gets NaN as its scale, so that the error is not hidden.
     """
     largest: tl.constexpr = 127.0 if element == INT8 else 448.0
     peak = tl.max(tl.abs(row), 0)
@@ -132,7 +132,7 @@ def quantize(row, element: tl.constexpr):
 
 @triton.jit
 def append_row(slab, scales, values, kept, write, element: tl.constexpr):
-    """Writes one row of float32 values into a slab at the pointers given and returns them as they will be read."""
+    """Writes one row of float32 values to a slab at the given pointers and returns them as they will be read."""
     if element == PLAIN:
         stored = values.to(slab.dtype.element_ty)
         tl.store(slab, stored, mask=kept & write)
@@ -172,10 +172,10 @@ def take_new_token(
     kv_heads: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr, capped: tl.constexpr, element: tl.constexpr,
     block_m: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
-    """Keeps a pair's last token, if the message brings it and this item holds it, and starts the softmax with it.
+    """Appends a pair's last token, if the message brings it and this item covers it, and starts the softmax with it.
 
-    Returns (top, total, acc, end) with which the loop goes on: the token is taken from registers and not read again,
-    so nothing that is written here is read here. Only the pair's one query sees it, at distance 0.
+    Returns (top, total, acc, end) for the loop to continue from: the token is used from registers, so this kernel reads
+    nothing that it writes. Only the pair's single query sees it, at distance 0.
     """
     new_row = tl.where(end == tokens, new_row, -1)
     fresh = new_row >= 0

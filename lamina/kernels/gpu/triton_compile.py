@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of programs to machine code of one compute capability; needs Triton, but no card."""
+"""Compiles programs ahead of time to machine code of one compute capability; needs Triton, but no GPU."""
 
 import importlib
 import re
@@ -17,12 +17,12 @@ from lamina.kernels.gpu.program import Program
 
 LANGUAGE_TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 ALIGNMENT = 16
-"""Bytes by which every array given to a program is aligned."""
+"""Alignment in bytes of every array passed to a program."""
 
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code of one program. ``hidden`` trailing pointer parameters are Triton's own and take null."""
+    """Machine code of one program. Its last ``hidden`` parameters are Triton's own pointers; pass null."""
 
     name: str
     cubin: bytes
@@ -34,7 +34,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program takes of a multiprocessor, as ptxas reports it; spills in bytes per thread."""
+    """The multiprocessor resources of one program, as ptxas reports them; spills in bytes per thread."""
 
     registers: int
     shared_bytes: int
@@ -44,10 +44,10 @@ class Resources:
 
 @cache
 def compile_program(program: Program, capability: int) -> Binary:
-    """Machine code for cards of one compute capability, such as 90.
+    """Machine code for GPUs of one compute capability, such as 90.
 
     Raises:
-        RuntimeError: Triton asks for scratch memory that nobody would give, or is in interpreter mode.
+        RuntimeError: the program needs Triton's scratch memory, which is not provided, or Triton interprets kernels.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted in this process; unset it to compile")
@@ -69,7 +69,7 @@ def compile_program(program: Program, capability: int) -> Binary:
     options |= {"maxnreg": program.registers} if program.registers else {}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
-        raise RuntimeError(f"{program} needs scratch memory from Triton {triton.__version__}; none is given")
+        raise RuntimeError(f"{program} needs scratch memory in Triton {triton.__version__}, which is not supported")
     ptx = compiled.asm["ptx"]
     entry = ptx[ptx.index(".entry") :]
     parameters = entry[: entry.index(")")].count(".param")
@@ -89,7 +89,7 @@ def resources(binary: Binary) -> Resources:
     Raises:
         RuntimeError: ptxas fails; the message is its own.
     """
-    from triton.backends.nvidia.compiler import get_ptxas  # of Triton's own; running programs does without
+    from triton.backends.nvidia.compiler import get_ptxas  # an internal of Triton; not needed to run programs
 
     target = re.search(r"^\.target (\w+)", binary.ptx, re.MULTILINE)
     assert target

@@ -1,4 +1,4 @@
-"""Merging partials in Triton: the parts of one attention, and the partials of several memory workers."""
+"""Merges partials in Triton: the parts of one attention, and the partials of several memory workers."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def merge_rows(outs, lses, stride, count, v_dim: tl.constexpr, block_dv: tl.cons
         there = done + part < count
         part_lse = tl.load(lses + row, mask=there, other=float("-inf"))
         kept = part_lse != float("-inf")
-        # Masked afterwards: so they need not wait for the lses.
+        # Masked afterwards, so that the load does not wait for the lses.
         values = tl.load(
             outs + row[:, None] * v_dim + dv[None, :], mask=there[:, None] & (dv < v_dim)[None, :], other=0.0
         )
@@ -41,7 +41,7 @@ def combine(
     kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
     block_m: tl.constexpr, block_dv: tl.constexpr, block_parts: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts that ``attend`` left of one query row and head. Grid (query rows, Hq).
+    """Merges the parts that ``attend`` wrote for one query row and head. Grid (query rows, Hq).
 
     row_pairs int32 [R]: the pair of each query row, or -1. Rows whose tiles were not cut are left alone.
     """
