@@ -83,7 +83,7 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (("--lanes", "many"), "give auto or a number"),
+        (("--lanes", "many"), "give a whole number of at least 1"),
         (("--compute", "cpu:2", "--lanes", "1"), "1 lanes cannot keep 2 replicas busy"),
         (("--lanes", "3", "--pipelining", "rotational"), "runs 2 lanes on 1 replicas, not 3"),
         (("--compute-cores", "0-x"), "give numbers and ranges"),
