@@ -30,8 +30,14 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a config. ``kinds`` are its types, without None and with Literals and Enums left out, whose values
-    are ``choices``; ``optional``: it may be None."""
+    """One field of a config.
+
+    Attributes:
+        hint: its type, as annotated.
+        kinds: the types in ``hint`` other than None, Literals and Enums.
+        choices: the values of its Literals and Enums.
+        optional: it may be None.
+    """
 
     name: str
     hint: Any
@@ -74,9 +80,10 @@ class Setting:
         if self.choices:
             *others, last = self.choices
             wanted = f"{', '.join(others)} or {last}"
+        elif self.range:
+            wanted = f"{_WANTED[self.kinds[0]]} {'of' if self.range.startswith('at') else 'from'} {self.range}"
         else:
-            wanted = _WANTED[self.kinds[0]] + (" of" if self.range.startswith("at") else " from") * bool(self.range)
-            wanted = " ".join(filter(None, (wanted, self.range)))
+            wanted = _WANTED[self.kinds[0]]
         return f"{wanted}, or leave it out" if self.optional else wanted
 
 
@@ -127,8 +134,7 @@ def _setting(field: "dataclasses.Field[Any]", annotated: Any) -> Setting:
 def read_settings(file: Path, config: type[Any]) -> dict[str, Any]:
     """The settings in a YAML file, by name. Settings that contradict each other are left to ``config``.
 
-    Raises ConfigError, naming the file, if it cannot be read, has a name that ``config`` has not, or a value that the
-    setting does not take.
+    Raises ConfigError, naming the file, if it cannot be read, names an unknown setting or has an invalid value.
     """
     import yaml
 

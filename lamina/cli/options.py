@@ -83,7 +83,7 @@ def _option(setting: Setting) -> Any:
 
 
 def _number(text: str) -> int | str:
-    """What is not a number is left to the check of the setting, which says what it takes."""
+    """An int, or the text itself: the check of the setting then says what it takes."""
     try:
         return int(text)
     except ValueError:

@@ -86,12 +86,12 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (("--lanes", "many"), "give auto or a number"),
+        (("--lanes", "many"), "give a whole number of at least 1"),
         (("--compute", "cpu:2", "--lanes", "1"), "1 lanes cannot keep 2 replicas busy"),
         (("--lanes", "3", "--pipelining", "rotational"), "runs 2 lanes on 1 replicas, not 3"),
         (("--compute-cores", "0-x"), "give numbers and ranges"),
         (("--memory-cores", "999"), "names [999]"),
-        (("--mini-batches", "16"), "give 1 to 15"),
+        (("--mini-batches", "16"), "give a whole number from 1 to 15"),
         (("--trace", "/nowhere/t.json"), "folder that does not exist"),
         (("--trace", "/"), "cannot be written"),
     ],
