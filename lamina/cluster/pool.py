@@ -124,7 +124,9 @@ def check_available(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -
                 )
             continue
         if entry.kind in PLANNED:
-            raise ConfigError(f"{entry}: {entry.kind} is for `lamina plan` only; workers run on {CPU} so far. {remedy}")
+            raise ConfigError(
+                f"{entry}: {entry.kind} is for `lamina plan` only; workers run on {CPU} only so far. {remedy}"
+            )
         asked = f"{entry} asks for {entry.count} GPU{'s' if entry.count > 1 else ''}"
         found = sum(_is_kind(name, entry.kind) for name in devices.gpus)
         if found < entry.count:

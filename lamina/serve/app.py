@@ -33,9 +33,8 @@ CHAT = Form(
 
 def create_app(engine: Engine) -> FastAPI:
     """Build the application. The caller closes ``engine``."""
-    app = FastAPI(
-        title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None
-    )  # the docs pages load from a CDN
+    # No docs pages: they load from a CDN.
+    app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
     errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     app.add_middleware(RequestLog)

@@ -150,9 +150,8 @@ class Connection(H11Protocol):
             return
         theirs = self.conn.their_state
         if theirs is h11.IDLE:
-            begun = (
-                bool(self.conn.trailing_data[0]) or self._phase == "drain"
-            )  # uvicorn's own timer no longer runs then
+            # In "drain", uvicorn's own timer no longer runs.
+            begun = bool(self.conn.trailing_data[0]) or self._phase == "drain"
             if self._phase != "header":
                 self._enter("header" if begun else None)
         elif theirs is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:

@@ -175,7 +175,7 @@ def test_a_closed_port_is_told_at_once(tmp_path: Path) -> None:
 def test_more_workers_than_a_machine_can_start_are_refused() -> None:
     devices = pool.Devices(2, 24 << 30)
     pool.check_available("memory", pool.parse("cpu:64"), devices)
-    with pytest.raises(ConfigError, match=r"cpu:1000 asks for 1000 processes; this machine has .* room for 64"):
+    with pytest.raises(ConfigError, match=r"cpu:1000 asks for 1000 processes; this machine has .* enough for 64"):
         pool.check_available("memory", pool.parse("cpu:1000"), devices)
 
 
