@@ -351,7 +351,7 @@ def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing(
         apply(admitted=[Admission(0, 1, 5, cut, SamplingParams(), 0)], chunks=[SequenceStep(0, 0, [0] * 5, [])])
     assert (store.slab.used, store.sequences) == (0, 0)
     apply(admitted=[Admission(0, 1, 5, [*cut[:1], Segment(0, "memory1", (0, 4), (3, None))], SamplingParams(), 0)])
-    with pytest.raises(PlacementError, match="as a whole"):
+    with pytest.raises(PlacementError, match="entirely on the source"):
         apply(migrations=[Migration(1, 0, "memory0", "memory2", 0, 3)])
-    with pytest.raises(PlacementError, match="what comes must follow"):
+    with pytest.raises(PlacementError, match="new ones must follow"):
         apply(migrations=[Migration(1, 7, "memory2", "memory0", 2, 5)])

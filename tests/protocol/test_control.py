@@ -75,7 +75,7 @@ def test_a_key_of_another_cluster_is_refused_and_logged_once(
         stranger.send(Hello("here"))
     while server.refused["KEY"] < 3:  # each is refused as often as it tries again
         assert received(server, 1) == []
-    assert len([record for record in caplog.records if "not of this cluster" in record.message]) == 1
+    assert len([record for record in caplog.records if "not belong to this cluster" in record.message]) == 1
     for stranger in strangers:
         stranger.close()
 
