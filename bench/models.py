@@ -73,7 +73,7 @@ def weight_bytes(name: str) -> int:
         shape[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     layer = hidden * dim * (2 * heads + 2 * groups) + 3 * hidden * shape["intermediate_size"]
-    vocabulary = shape.get("vocab_size", COMMON["vocab_size"])
+    vocabulary: int = shape.get("vocab_size", COMMON["vocab_size"])
     return 2 * (shape["num_hidden_layers"] * layer + vocabulary * hidden)
 
 

@@ -15,7 +15,7 @@ fixed = st.tuples(st.integers(1, 5), st.integers(0, 6)).map(lambda pair: Pipelin
 def play(pipeline: Pipeline, turns: int, slice_time: int, attention_time: int) -> list[tuple[int, int, int, int]]:
     """(begin, replica, lane, turn) of every slice when each replica runs the slice that is due first, of those whose
     attention has come back, and the memory workers serve one lane at a time in the order of arrival."""
-    ready = [[] for _ in range(pipeline.replicas)]  # heaps of (tick, lane, turn)
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(pipeline.replicas)]  # heaps of (tick, lane, turn)
     events = [(0, 0, "ready", lane, 0) for lane in range(pipeline.lanes)]
     free = [0] * pipeline.replicas
     memory_free = 0

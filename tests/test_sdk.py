@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ from lamina.engine.updates import whole
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 PROMPTS = ["def fibonacci(n):", "import os", "class Stack:\n    def push(self, item):", "for key, value in"]
-SMALL = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 32 * 2**20}
+SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 32 * 2**20}
 END_S = 20.0
 
 
@@ -222,7 +223,7 @@ def test_bad_arguments_are_refused(lamina: Lamina) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 3 prompts; give one for all or one per prompt"):
         lamina.generate(["a", "b", "c"], [GREEDY, GREEDY])
     with pytest.raises(RequestError, match="stream takes one prompt"):
-        next(lamina.stream(["a"], GREEDY))  # type: ignore[arg-type]
+        next(lamina.stream(["a"], GREEDY))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="messages is empty"):
         lamina.chat([], GREEDY)
 

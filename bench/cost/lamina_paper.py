@@ -217,10 +217,9 @@ def _best_ratio(
     offloading = Planner(shape, served, costs, Goals())
     for devices, replicas, workers in product((1, 2, 4, 8), (1, 2, 4), range(PIECES // 2, 12 * PIECES, PIECES // 2)):
         pools = replace(Layout(a100, devices, memory, workers).pools(replicas + 1), replicas=replicas)
-        found = offloading.evaluate(pools)
-        if found:
+        if plan := offloading.evaluate(pools):
             price = a100.price_usd * devices * replicas + memory.price_usd * workers
-            best = max(best, found.tokens_s / price)
+            best = max(best, plan.tokens_s / price)
     return best / alone
 
 
@@ -379,7 +378,8 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
     memory_usd = a100.memory_bytes * card.price_usd / card.memory_bytes
     shape = models.find("LLaMA-33B")
     plot, (left, right) = axes(2)
-    rows, per_dollar, at_list_price = [], [], []
+    rows: list[tuple[str, ...]] = []
+    per_dollar, at_list_price = [], []
     for workers in (2, 4, 6, 8):
         layout = Layout(a100, 2, a100, workers)
         offloading = planner(shape, layout, SHAREGPT)

@@ -5,7 +5,7 @@ python -m bench.cost.lanes --workload mixed --replicas 2
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ def workload(name: str, replicas: int) -> Arrivals:
     def same(count: int, prompt: int, output: int) -> tuple[Ints, Ints]:
         return np.full(count, prompt), np.full(count, output)
 
-    prompt, output = {
+    lengths: dict[str, Callable[[], tuple[Ints, Ints]]] = {
         "prompts": lambda: same(100 * replicas, 2048, 1),
         "short prompts": lambda: (_spread(random, 300, 400 * replicas, 0.8), np.full(400 * replicas, 1)),
         "decode": lambda: same(256 * replicas, 64, 192),
@@ -45,7 +45,8 @@ def workload(name: str, replicas: int) -> Arrivals:
             np.where(random.random(200 * replicas) < 0.1, 10000, 64),
             np.where(random.random(200 * replicas) < 0.1, 16, 160),
         ),
-    }[name]()
+    }
+    prompt, output = lengths[name]()
     return Arrivals(np.zeros(len(prompt)), prompt, output)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 import matplotlib
+from cycler import cycler
 
 matplotlib.use("svg")
 from matplotlib import rcParams
@@ -27,7 +28,7 @@ rcParams.update(
         "svg.hashsalt": "lamina",  # the same figure is the same file
         "font.family": "sans-serif",
         "font.size": 10,
-        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+        "axes.prop_cycle": cycler(color=COLOURS),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.facecolor": "none",
@@ -37,7 +38,10 @@ rcParams.update(
         "legend.frameon": False,
         "lines.linewidth": 1.8,
         "lines.markersize": 4,
-        **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": INK,
     }

@@ -12,6 +12,7 @@ from bench.cost.page import Section, axes, legend_above
 from bench.cost.published import Comparison
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.advice import beyond, recommend
+from lamina.plan.cost import CostModel
 from lamina.plan.planner import Partition, Plan, layouts
 from lamina.simulate import Arrivals, Deployment, System, simulate
 
@@ -157,8 +158,8 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
     """The same devices in the simulator, prompts included: the paper measures decoding alone."""
     rows, gains = [], {}
     for pair, trace in product(published["pairs"], published["traces"]):
-        lengths = (np.full(SIMULATED, round(trace[part])) for part in ("prompt", "output"))
-        arrivals = Arrivals(np.zeros(SIMULATED), *lengths)
+        prompt, output = (np.full(SIMULATED, round(trace[part])) for part in ("prompt", "output"))
+        arrivals = Arrivals(np.zeros(SIMULATED), prompt, output)
         h100 = partial(Deployment, model=models.find(pair["model"]), compute=catalogue["h100"], max_num_seqs=1024)
         two_pools = h100(
             compute_workers=pair["h100"],
@@ -201,7 +202,7 @@ def _best(layout: Layout, shape: models.ModelShape, traffic: workload.Workload) 
     return max(plans, key=lambda plan: plan.tokens_s)
 
 
-def _best_alone(model: homogeneous.CostModel, devices: int, traffic: workload.Workload) -> homogeneous.Homogeneous:
+def _best_alone(model: CostModel, devices: int, traffic: workload.Workload) -> homogeneous.Homogeneous:
     """All devices in one tensor-parallel group, or in two side by side, whichever draws more."""
     whole = homogeneous.evaluate(model, devices, traffic)
     half = homogeneous.evaluate(model, devices // 2, traffic)

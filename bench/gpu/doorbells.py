@@ -7,6 +7,7 @@ holds the time that launching takes, as none would in a worker that is a step ah
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cupy
@@ -172,8 +173,8 @@ def loop(card: Card) -> list[dict[str, Any]]:
                 both.far.ring(both.far_bells[0])
                 both.far.wait(both.far_bells[1], TIMEOUT_S)
 
-        bare_s = bare.seconds(lambda graphs=alone: worker(graphs), None) / TURNS
-        layer_s = whole.seconds(lambda graphs=layers: worker(graphs), compute) / TURNS
+        bare_s = bare.seconds(partial(worker, alone), None) / TURNS
+        layer_s = whole.seconds(partial(worker, layers), compute) / TURNS
         rows.append({"batch": batch, "bare_us": bare_s * 1e6, "layer_us": layer_s * 1e6,
                      "added_us": (layer_s - bare_s) * 1e6, "layer_over_bare": layer_s / bare_s})  # fmt: skip
     return rows

@@ -16,7 +16,8 @@ def seconds(name: str, step: Any, measure: Callable[..., float]) -> float | None
     """Seconds of one call of this peer, installed, for a step in bfloat16; None if it cannot do the step."""
     import torch
 
-    with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+    stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         call = PEERS[name](step)
         if call is None:
             return None
@@ -91,9 +92,9 @@ def installed(name: str) -> str:
 
 def as_torch(array: Any) -> Any:
     """The same memory; torch's kernels know no uint16, so bits become int16."""
-    import torch
+    from torch.utils.dlpack import from_dlpack
 
-    return torch.from_dlpack(array.view(np.int16) if array.dtype == np.uint16 else array)
+    return from_dlpack(array.view(np.int16) if array.dtype == np.uint16 else array)
 
 
 def bfloat16(array: Any) -> Any:

@@ -63,7 +63,7 @@ class Card:
     def seconds(self, call: Callable[[], object], rounds: int = 15, repeats: int = 3) -> float:
         """Seconds of one call on the card, the median over rounds; compiled and warm."""
         call()
-        times = []
+        times: list[float] = []
         for _ in range(rounds):
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(self.stream)

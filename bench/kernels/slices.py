@@ -92,7 +92,7 @@ def measure(
         for piece in inner:
             piece.run(ids, positions, attention, context, prepared)
 
-    calls = [run_slices, *(partial(one.run, inputs) for one in products)]
+    calls: list[Callable[[], object]] = [run_slices, *(partial(one.run, inputs) for one in products)]
     times = [[seconds(call) for call in calls] for _ in range(rounds + 2)][2:]
     return Result(rows, threads, *(statistics.median(column) * 1e6 / len(inner) for column in zip(*times, strict=True)))
 

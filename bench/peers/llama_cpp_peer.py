@@ -59,7 +59,7 @@ def write_gguf(model: Path, place: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
-    for name, stored in deserialize((model / "model.safetensors").read_bytes()):
+    for name, stored in deserialize((model / "model.safetensors").read_bytes()):  # type: ignore[no-untyped-call]
         bits = np.frombuffer(stored["data"], np.uint16).reshape(stored["shape"])
         if bits.ndim == 1:
             writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
@@ -150,7 +150,8 @@ def load(cell: Cell) -> Iterator[Generate]:
         if not any(wanted):  # then there is no array of logits
             return np.empty(0, np.int64)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (sum(wanted), vocab))
-        return logits.argmax(1)
+        drawn: npt.NDArray[np.int64] = logits.argmax(1)
+        return drawn
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)

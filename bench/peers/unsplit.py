@@ -104,12 +104,14 @@ class Unsplit:
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
         positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
         rows = Rows(pad(ids, here.rows), pad(positions, here.rows))
-        attention: torch.Tensor | None = None
+        attention: torch.Tensor | None = None  # of the slice before
         context: tuple[torch.Tensor, ...] = ()
         for index, (spec, sinks) in enumerate(zip(self._runner.attentions, self._runner.sinks, strict=True)):
             output = self._runner.run(index, rows, attention, context, None)
+            assert output.q is not None and output.k is not None and output.v is not None  # not the last slice
             attention = here.attend(spec, output.q, output.k, output.v, sinks)
             context = output.context
+        assert attention is not None
         last = torch.tensor(np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1)
         drawn: list[int] = self._runner.logits(rows, attention, context, last).argmax(-1).tolist()
         return drawn

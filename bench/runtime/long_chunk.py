@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -24,7 +25,7 @@ import psutil
 from lamina.compute.links import lane_links
 from lamina.config import Overlap
 from lamina.errors import DeadlineError
-from lamina.memory import store
+from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.worker import MemoryWorker
 from lamina.protocol.channel import LANDING_NBYTES, Layout
 from lamina.protocol.choice import Transport
@@ -80,11 +81,11 @@ class PipeControl:
 
 def serve(pipe: Connection, secret: bytes, whole: bool) -> None:
     """The memory worker's process."""
-    if whole:
-        store.MOST_PRODUCTS = 1 << 62
-    worker = MemoryWorker(PipeControl(pipe, secret))  # type: ignore[arg-type]
-    worker.run()
-    worker.close()
+    most = 1 << 62 if whole else MOST_PRODUCTS
+    with mock.patch("lamina.memory.store.MOST_PRODUCTS", most):
+        worker = MemoryWorker(PipeControl(pipe, secret))  # type: ignore[arg-type]
+        worker.run()
+        worker.close()
 
 
 class Cluster:
@@ -116,7 +117,7 @@ class Cluster:
         self._pipe.send(Link(1, {COMPUTE: (Transport.SHM, own.descriptors[Transport.SHM])}))
         self._links.link(Link(1, {MEMORY: (Transport.SHM, offer.descriptors[Transport.SHM])}))
         self._pipe.recv()
-        connect = Connect([COMPUTE], [MEMORY], layout, rotates=False)
+        connect = Connect([COMPUTE], [MEMORY], layout)
         self._pipe.send(connect)
         self._pipe.recv()
         self._wait = self._links.settle()

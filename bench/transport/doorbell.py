@@ -26,7 +26,8 @@ from rich.table import Table
 
 from bench import ROOT
 from lamina.protocol.channel import Inbox, Outbox, Slot
-from lamina.transport.shm import SPIN_S, ShmEndpoint
+from lamina.transport.endpoint import SPIN_S
+from lamina.transport.shm import ShmEndpoint
 
 TIMEOUT_S = 30.0
 MODES = {"spinning": 0.01, "default": SPIN_S, "sleeping": 0.0}

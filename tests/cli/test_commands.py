@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -192,7 +193,7 @@ def test_doctor_tries_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no usable RDMA port" in findings[1].found and findings[1].status is Status.NOTE
     assert "tcp to other hosts" in findings[-1].found
 
-    def unreachable(*_: object, **__: object) -> None:
+    def unreachable(*_: object, **__: Any) -> None:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr("socket.create_connection", unreachable)

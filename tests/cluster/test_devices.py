@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lamina.cluster import devices
@@ -18,7 +19,7 @@ def test_files_that_are_only_cached_leave_room(
 ) -> None:
     """In GiB; the machine has 100 free."""
     monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100 * GIB}))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100 * GIB}))
     (tmp_path / "memory.max").write_text(f"{limit if limit == 'max' else int(limit) * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{used * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\nfile {cached * GIB + 5}\ninactive_file {cached * GIB}\n")
@@ -27,4 +28,4 @@ def test_files_that_are_only_cached_leave_room(
 
 def test_where_nothing_bounds_it_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    assert 0 < devices.free_memory() <= devices.psutil.virtual_memory().total
+    assert 0 < devices.free_memory() <= psutil.virtual_memory().total

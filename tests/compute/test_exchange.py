@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -197,7 +197,7 @@ def test_steps_of_any_mix_equal_whole_attention(
     random = np.random.default_rng(seed)
     names = ("memory0", "memory1")
     last = (names[1], (boundary, None)) if boundary else None
-    layouts = [
+    layouts: list[list[tuple[str, tuple[int, int | None]]]] = [
         [(names[0], (0, boundary)), *([last] if last else [])],
         [(names[1], (0, None))],
     ]
@@ -206,7 +206,7 @@ def test_steps_of_any_mix_equal_whole_attention(
         for sequence, layout in enumerate(layouts)
     }
     admitted = [Admission(sequence, 1, 0, segments[sequence], SamplingParams(), 0) for sequence in segments]
-    history: dict[tuple[int, int], list[np.ndarray]] = {}
+    history: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
     lengths = [0, 0]
     turn = 0
     sinks = random.standard_normal(4).astype(np.float32)
@@ -343,8 +343,8 @@ def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing(
     store = KvStore("memory0", SPECS, DType.FLOAT32, 20, 1, Overlap())
 
     def apply(**deltas: list) -> None:
-        fields = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": NOBODY} | deltas
-        store.apply(StepPlan(0, 0, 0, **fields))
+        nothing: dict[str, Any] = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": NOBODY}
+        store.apply(StepPlan(0, 0, 0, **(nothing | deltas)))
 
     cut = [Segment(0, "memory0", (0, 4), (0, 3)), Segment(0, "memory0", (0, 4), (3, None))]
     with pytest.raises(PlacementError, match="hold one segment"):

@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import lamina
+from lamina import _native as native
 from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
 from lamina.compute.runner import Rows, SliceRunner
 from lamina.models import directory, tensors
 from lamina.models.directory import BUNDLED, ModelDirectory
 from lamina.types import DType
+from tests.random_models import variant, write_checkpoint
 
 PREPARE = f"""
 import sys
@@ -101,10 +102,7 @@ def test_a_recalling_process_imports_no_transformers(bundled: ModelDirectory) ->
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt_oss"])
 def test_weights_of_recalled_models(family: str, tmp_path: Path) -> None:
     """Tied ones, and experts that transformers converts."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, **heads, tie_word_embeddings=True))
-    model.save_pretrained(tmp_path)
+    model = write_checkpoint(variant(family, tie_word_embeddings=True), tmp_path)
     place = directory.find(tmp_path, tokenizer=False)
     prepare(place, DType.FLOAT32, lambda: None)
     found = loaded(place, prepare(place, DType.FLOAT32, must_not_split))
@@ -186,7 +184,7 @@ CHANGES = {
     "machine": _set(platform, "machine", lambda: "vax"),
     "torch build": _set(torch, "__version__", "0.0+other"),
     "processor's vectors": _set(torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
-    "processor's paths": _set(preparation._native, "attention_paths", lambda: []),
+    "processor's paths": _set(native, "attention_paths", lambda: []),
     **{name: _code(name) for name in ("types.py", "lamina/lowering/fuse.py", "kernels/memory.py", "models/weights.py")},
     **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
 }

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def hugging_face(scores: Tensor, row: Row) -> Tensor:
         processors.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         processors.append(TopPLogitsWarper(params.top_p))
-    return processors(history, scores[None].clone())[0].softmax(-1)
+    return processors(cast(torch.LongTensor, history), scores[None].clone())[0].softmax(-1)
 
 
 @st.composite

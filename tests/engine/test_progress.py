@@ -11,6 +11,7 @@ from lamina.cluster.bringup import Cluster
 from lamina.config import EngineConfig
 from lamina.engine import engine as module
 from lamina.engine.engine import Engine
+from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
@@ -90,7 +91,12 @@ def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPat
     ends: queue.Queue[RequestOutput] = queue.Queue()
     try:
         params = SamplingParams(max_tokens=1)
-        engine.submit("0", [5, 6, 7], params, lambda output: ends.put(output) if output.finished else None)
+
+        def on_output(output: RequestOutput) -> None:
+            if output.finished:
+                ends.put(output)
+
+        engine.submit("0", [5, 6, 7], params, whole(engine.tokenizer, on_output))
         return ends.get(timeout=20.0)
     finally:
         engine.close()

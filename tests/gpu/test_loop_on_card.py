@@ -58,7 +58,7 @@ class Worker:
         rng = np.random.default_rng(0)
         self.polling = Polling("compute worker")
         self.asked, self.answered = DeviceArena(BELL + 128), DeviceArena(BELL + 128)
-        bells = tuple(self.polling.doorbell(arena.address + BELL) for arena in (self.asked, self.answered))
+        asked, answered = (self.polling.doorbell(arena.address + BELL) for arena in (self.asked, self.answered))
         message = self.asked.bytes[: 4 * MESSAGE].view(np.float32)
         q, k, v = (message[a:b].reshape(1, -1, 64) for a, b in ((0, Q), (Q, Q + KV), (Q + KV, MESSAGE)))
         answer = self.answered.bytes[: 4 * ANSWER].view(np.float32)
@@ -77,7 +77,7 @@ class Worker:
             def work(slab=slab):
                 self.attention.partial(q, slab, tables, SPEC, self.out, self.lse, (k, v))
 
-            self.graphs.append(capture_layer(work, self.polling, bells, timeout_s=200.0))
+            self.graphs.append(capture_layer(work, self.polling, (asked, answered), timeout_s=200.0))
 
     def begin(self, tokens):
         """Announce a step whose message brings the sequence's last token."""
@@ -90,7 +90,8 @@ class Worker:
         q, k, v = (drawn[a:b].reshape(1, -1, 64) for a, b in ((0, Q), (Q, Q + KV), (Q + KV, MESSAGE)))
         for kept, new in zip(self.held[layer], (k, v), strict=True):
             kept[self.segments.slots[-1]] = new[0]
-        return reference.partial(q, *self.held[layer], self.segments, SPEC, threads=1)
+        keys, values = self.held[layer]
+        return reference.partial(q, keys, values, self.segments, SPEC, threads=1)
 
 
 @pytest.fixture

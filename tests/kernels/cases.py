@@ -1,6 +1,7 @@
 """Attention problems for tests: seeded arrays of every KV type, segment tables, and comparison with the oracle."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def make_case(pairs: list[Pair], spec: AttentionSpec, kv_type: str, seed: int = 
     )
 
 
-def make_spec(kv_heads: int, group: int, qk_dim: int, v_dim: int | None = None, **options: object) -> AttentionSpec:
+def make_spec(kv_heads: int, group: int, qk_dim: int, v_dim: int | None = None, **options: Any) -> AttentionSpec:
     """A spec with the usual scale; v_dim defaults to qk_dim."""
     return AttentionSpec(
         layer=0,
@@ -87,7 +88,7 @@ def make_spec(kv_heads: int, group: int, qk_dim: int, v_dim: int | None = None, 
         qk_dim=qk_dim,
         v_dim=v_dim or qk_dim,
         scale=qk_dim**-0.5,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 

@@ -56,7 +56,8 @@ def test_ragged_and_ultra_long_steps_are_cut_finer():
 def test_what_was_measured_is_kept_for_its_shape_and_device_alone(tmp_path):
     measured = Tiling(128, 8, 4, 2, 1, 512)
     choices = Choices("NVIDIA H200", {str(SHAPE): measured})
-    assert choices.save(tmp_path).parent == tmp_path
+    saved = choices.save(tmp_path)
+    assert saved is not None and saved.parent == tmp_path
     again = Choices.load("NVIDIA H200", tmp_path)
     assert again.tiling(SHAPE, 16, 90) == measured
     other = Shape(Context.LONG, True, False, KvElement.BFLOAT16, 4, 128)
@@ -66,5 +67,7 @@ def test_what_was_measured_is_kept_for_its_shape_and_device_alone(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": {"block_m": 3}}', '{"a": 1}'])
 def test_a_damaged_file_is_as_if_there_were_none(tmp_path, content):
-    Choices("card").save(tmp_path).write_text(content)
+    saved = Choices("card").save(tmp_path)
+    assert saved is not None
+    saved.write_text(content)
     assert Choices.load("card", tmp_path).measured == {}

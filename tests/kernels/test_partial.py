@@ -2,8 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from lamina import _native
 from lamina.kernels import attention, reference
-from lamina.kernels.attention import Path
+from lamina.kernels.attention import Array, Path
 from lamina.kernels.merge import merge
 from tests.kernels.cases import KV_TYPES, Case, Pair, check, decode, make_case, make_spec, problem_pairs, specs
 
@@ -216,10 +218,11 @@ def test_releases_the_gil():
     assert any(start + third < tick < stop - third for tick in ticks)
 
 
-def broken(field: str, value: object) -> Case:
+def broken(field: str, value: Callable[[Array], Array]) -> Case:
     case = make_case([decode(9), decode(4)], make_spec(kv_heads=2, group=2, qk_dim=8), "float32")
     if field in ("q", "k", "v"):
-        return replace(case, **{field: value(getattr(case, field))})
+        changed: dict[str, Any] = {field: value(getattr(case, field))}
+        return replace(case, **changed)
     return replace(case, segments=replace(case.segments, **{field: value(getattr(case.segments, field))}))
 
 

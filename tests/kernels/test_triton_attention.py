@@ -108,7 +108,7 @@ def appending(spec, lengths, element, kv_type, appends):
     new = encode(case.k[last], kv_type), encode(case.v[last], kv_type)
     k, v = case.k.copy(), case.v.copy()
     k[last], v[last] = 55.0, 55.0
-    slab, _, _ = slab_of(*(encode(rows, KV_TYPES[element]) for rows in (k, v)), element)
+    slab, _, _ = slab_of(encode(k, KV_TYPES[element]), encode(v, KV_TYPES[element]), element)
     order = np.random.default_rng(3).permutation(len(lengths))  # the message need not have the pairs' order
     table = pair_table(case.segments, new_rows=np.where(appends, np.argsort(order), -1))
     return case, slab, last, tuple(rows[order] for rows in new), order, table
@@ -156,8 +156,8 @@ def test_append_rounds_as_defined_and_leaves_out_what_is_not_ours(element):
     v = rng.standard_normal((6, 2, 40)).astype(np.float32)
     k[0, 0] = 0.0
     slots = np.array([4, -1, 0, 9, 7, -1], np.int32)
-    zeros = np.zeros((10, 2, 24), np.float32), np.zeros((10, 2, 40), np.float32)
-    slab, _, _ = slab_of(*(encode(rows, KV_TYPES[element]) for rows in zeros), element)
+    empty_k, empty_v = (encode(np.zeros((10, 2, dim), np.float32), KV_TYPES[element]) for dim in (24, 40))
+    slab, _, _ = slab_of(empty_k, empty_v, element)
     attention = Attention(BACKEND, StepCapacity(1, 1), Choices(""))
     attention.append(slab, give(k), give(v), give(slots))
     for kept, rows in zip(held(slab), (k, v), strict=True):

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from split_variants import variant
 from torch import Tensor, fx
 
 from lamina.lowering import elementwise, fuse, lower
 from lamina.splitter import split
 from lamina.types import DType
+from tests.random_models import variant
 
 aten = torch.ops.aten
 ADD_NORM, NORM, ROTATE, GATE = (

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from split_variants import variant
 from torch import Tensor
 
 from lamina import _native
 from lamina.lowering import LoweredModel, LoweredSlice, Room, elementwise, lower
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.types import DType
+from tests.random_models import variant
 
 pytestmark = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX-512 bfloat16")
 
@@ -43,7 +43,7 @@ class Inner:
         self.attention = random(7, rows, spec.query_heads, spec.v_dim)
         self.context = tuple(random(8, rows, *crossing.shape) for crossing in model.cuts[0].context)
 
-    def run(self, on_query=None, room: Room | None = None) -> SliceOutput:  # type: ignore[no-untyped-def]
+    def run(self, on_query=None, room: Room | None = None) -> SliceOutput:
         prepared = self.slice.prepare(self.positions)
         return self.slice.run(self.ids, self.positions, self.attention, self.context, prepared, on_query, room)
 

@@ -6,8 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from split_oracle import Runner
-from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import fx
 
 from lamina.lowering import LoweredModel, lower
@@ -22,6 +20,8 @@ from lamina.lowering.stored import (
 )
 from lamina.splitter import split
 from lamina.types import DType
+from tests.random_models import LIKE_ANOTHER, NAMES, VOCABULARY, variant
+from tests.splitter.oracle import Runner
 
 
 def written_and_read(model: LoweredModel) -> LoweredModel:
@@ -102,7 +102,7 @@ def test_a_record_cannot_call_anything_else(llama: LoweredModel, position: int, 
     ("function", "argument"),
     [(torch.sin, 1.0), (operator.xor, 1), (torch.ops.prims.sin.default, 1.0), (operator.add, 1j), (operator.add, {})],
 )
-def test_what_cannot_be_written_is_refused(llama: LoweredModel, function: Any, argument: object) -> None:
+def test_what_cannot_be_written_is_refused(llama: LoweredModel, function: Any, argument: Any) -> None:
     graph = llama.parts[-1].graphs.main.graph
     with graph.inserting_before(graph.output_node()):
         node: fx.Node = graph.call_function(function, (argument,))

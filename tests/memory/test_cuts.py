@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.kernels.attention import BEST_PATH, Array, FloatArray, count_tasks, partial, partial_tasks
+from lamina.kernels.attention import BEST_PATH, FloatArray, count_tasks, partial, partial_tasks
 from lamina.memory import cuts as module
 from lamina.memory.cuts import Cut, cuts
 from lamina.types import AttentionSpec
@@ -72,6 +72,7 @@ def test_a_long_chunk_is_cut_evenly_and_rows_that_decode_stay_whole(window: int,
 
 def case_products(cut: Cut, spec: AttentionSpec) -> float:
     """Multiplications of a cut, by counting."""
+    assert cut.tasks is not None
     table, (first, last) = cut.table, cut.tasks
     seen = 0
     for position in range(int(table.query_start[0]), int(table.query_start[0]) + cut.stop - cut.start):
@@ -91,7 +92,6 @@ def test_tasks_that_are_not_of_the_attention_are_refused() -> None:
     spec = make_spec(kv_heads=2, group=2, qk_dim=32)
     case = make_case([Pair(30, 50, 50)], spec, "float32")
     out, lse = np.empty((30, 4, 32), np.float32), np.empty((30, 4), np.float32)
-    arrays: tuple[Array, ...] = (case.q, case.k, case.v)
     for tasks in ((0, 3), (-1, 1), (2, 1)):
         with pytest.raises(ValueError, match="among the 2 of this attention"):
-            partial_tasks(*arrays, case.segments, spec, 1, out, lse, tasks, adds=False)
+            partial_tasks(case.q, case.k, case.v, case.segments, spec, 1, out, lse, tasks, adds=False)

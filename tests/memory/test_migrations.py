@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,12 +79,13 @@ class Pool:
         self.workers: dict[str, Worker] = {}
         for name, endpoint in endpoints.items():
             others = [other for other in NAMES if other != name]
-            peers = {other: endpoint.connect(endpoints[other].descriptor(), 1.0) for other in others}
+            peers: dict[str, Peer] = {other: endpoint.connect(endpoints[other].descriptor(), 1.0) for other in others}
             self._add(name, endpoint, arenas[name], peers)
         self.steps = 0
 
     def _add(self, name: str, endpoint: NullEndpoint, arena: object, peers: dict[str, Peer]) -> None:
-        store, done = KvStore(name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap()), []
+        store = KvStore(name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap())
+        done: list[int] = []
 
         def fetch(peer: str, *place: int) -> None:
             endpoint.fetch(peers[peer], *place)
@@ -99,7 +101,13 @@ class Pool:
         """A plan for all workers, which read it when they come to it."""
         self.steps += 1
         nobody = DecodeRows([], [], [])
-        fields = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": nobody} | deltas
+        fields: dict[str, Any] = {
+            "forks": [],
+            "released": [],
+            "admitted": [],
+            "chunks": [],
+            "decoding": nobody,
+        } | deltas
         for worker in self.workers.values():
             worker.plans.append(StepPlan(self.steps, 0, 0, **fields))
 

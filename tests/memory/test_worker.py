@@ -87,7 +87,7 @@ class Pair:
             bulk_nbytes=PREFIX * PER_TOKEN,
             landing_nbytes=100 * PER_TOKEN,
         )
-        names, connect = ["compute0", "memory0"], Connect(["compute0"], ["memory0"], layout, rotates=False)
+        names, connect = ["compute0", "memory0"], Connect(["compute0"], ["memory0"], layout)
         self.control = Control()
         self.worker = MemoryWorker(self.control)  # type: ignore[arg-type]
         setting_up = threading.Thread(target=self.worker._set_up)

@@ -36,7 +36,7 @@ def shard(model: Path) -> Path:
 def test_describes_the_model(model: Path) -> None:
     found = find(str(model))
     assert found.path == model and found.name == model.name
-    assert (found.vocab_size, found.max_model_len, found.eos_token_ids) == (64, 64, {2})
+    assert (found.vocab_size, found.max_model_len, found.eos_token_ids) == (64, 64, frozenset({2}))
     assert found.tensors["model.norm.weight"].shape == (32,)
     assert found.tensors["model.norm.weight"].dtype == "F32"
 

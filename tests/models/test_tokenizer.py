@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -91,7 +92,7 @@ def crossing() -> tokenizers.Tokenizer:
 KINDS = {"byte_level": byte_level, "unigram": unigram, "byte_fallback": byte_fallback, "crossing": crossing}
 
 
-def save(path: Path, backend: tokenizers.Tokenizer, **settings: object) -> ModelDirectory:
+def save(path: Path, backend: tokenizers.Tokenizer, **settings: Any) -> ModelDirectory:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
     )
@@ -126,6 +127,12 @@ def test_encodes_and_decodes_as_transformers(
             assert ours[kind].decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
+def token_of(tokenizer: Tokenizer, name: str) -> int:
+    token = tokenizer._tokenizer.token_to_id(name)
+    assert token is not None
+    return token
+
+
 def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], sizes: list[int]) -> list[str]:
     """Texts handed out when ``ids`` arrive in steps of ``sizes`` (in turn), and then the rest."""
     detokenizer, out, at, turn = IncrementalDetokenizer(tokenizer, prompt), [], 0, 0
@@ -155,7 +162,7 @@ def test_pieces_of_any_tokens_join_to_the_whole(kind: str, ours: dict[str, Token
 def test_any_bytes_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], prompt: str, parts: list[bytes]) -> None:
     tokenizer, spelt = ours[kind], dict(zip(*byte_alphabet(), strict=True))
     letters = "".join(spelt[byte] for part in parts for byte in part)
-    ids = [tokenizer._tokenizer.token_to_id(letter) for letter in letters]
+    ids = [token_of(tokenizer, letter) for letter in letters]
     before = tokenizer.encode(prompt)
     start = len(tokenizer.decode(before))
     assert "".join(pieces(tokenizer, before, ids, [1])) == tokenizer.decode(before + ids)[start:]
@@ -174,7 +181,7 @@ def test_byte_fallback_hands_out_characters_up_to_the_first_invalid_byte_of_a_ru
     tokenizer = ours["byte_fallback"]
 
     def of_bytes(data: bytes) -> list[int]:
-        return [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+        return [token_of(tokenizer, f"<0x{byte:02X}>") for byte in data]
 
     given = [
         token
@@ -227,9 +234,14 @@ def test_a_token_costs_the_same_however_many_completed_no_character(
     kind: str, names: list[str], ours: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, sizes = ours[kind], list[int]()
-    ids = [tokenizer._tokenizer.token_to_id(name) for name in names] * 500
+    ids = [token_of(tokenizer, name) for name in names] * 500
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda given: sizes.append(len(given)) or decode(given))
+
+    def counted(given: list[int]) -> str:
+        sizes.append(len(given))
+        return decode(given)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
     prompt = tokenizer.encode("say") + ids  # prompts of such tokens are no dearer
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     text = "".join([detokenizer.append([token]) for token in ids] + [detokenizer.flush()])

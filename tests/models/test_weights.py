@@ -7,97 +7,31 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models import weights
 from lamina.models.config import load_config, meta_model, resolve_dtype, torch_dtype
 from lamina.models.directory import ModelDirectory, find
 from lamina.types import DType
+from tests.random_models import random_model, with_experts, write_checkpoint
 
-_PLAIN: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MOE: dict[str, Any] = {
-    **_PLAIN,
-    "moe_intermediate_size": 16,
-    "num_experts": 12,  # more than ten: their order must be that of numbers
-    "num_local_experts": 12,
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 12,
-    "decoder_sparse_step": 1,
-}
-_MLA: dict[str, Any] = {
-    **_MOE,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
-_GPT2: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _PLAIN,
-    "qwen2": _PLAIN | {"tie_word_embeddings": True},
-    "qwen3": _PLAIN,
-    "gemma2": _PLAIN,
-    "phi3": _PLAIN,
-    "opt": _PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "gpt2": _GPT2,
-    "gpt_neox": _PLAIN,
-    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "falcon": {key: _PLAIN[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
-    "mixtral": _MOE,
-    "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": _MOE,
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
-    "glm4_moe": _MOE | {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
-    "phimoe": _MOE,
-    "granitemoe": _MOE,
-    "olmoe": _MOE,
-    "ernie4_5_moe": _MOE | {"moe_num_experts": 12, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
-    "hunyuan_v1_moe": _MOE | {"moe_topk": 2, "num_shared_expert": 1},
-    "gpt_oss": _MOE,
-    "llama4_text": _MOE | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
-}
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neox", "bloom", "falcon"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "phimoe", "granitemoe", "olmoe"),
+    *("ernie4_5_moe", "hunyuan_v1_moe", "gpt_oss", "llama4_text"),
+)
 
 
 def small_config(family: str) -> PretrainedConfig:
-    """A config of ``family`` with a few thousand parameters."""
-    return CONFIG_MAPPING[family](**FAMILIES[family])
-
-
-def small_model(family: str) -> PreTrainedModel:
-    """A random model of ``family``, float32."""
-    return AutoModelForCausalLM.from_config(small_config(family))
+    """Twelve experts: their order must be that of numbers, not of names."""
+    ties = {"tie_word_embeddings": True} if family == "qwen2" else {}
+    return with_experts(family, 12, vocab_size=64, **ties)
 
 
 def save(path: Path, family: str, max_shard_size: str = "50GB") -> PreTrainedModel:
-    """A model with every tensor random, norms and biases too, written by transformers."""
-    torch.manual_seed(0)
-    model = small_model(family)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.normal_()
-    model.save_pretrained(path, max_shard_size=max_shard_size)
-    return model
+    """A checkpoint with every tensor random, norms and biases too."""
+    return write_checkpoint(small_config(family), path, max_shard_size=max_shard_size)
 
 
 def load(directory: ModelDirectory, *names: str, dtype: DType = DType.FLOAT32) -> dict[str, torch.Tensor]:
@@ -138,7 +72,7 @@ def test_only_files_of_the_named_tensors_are_opened(tmp_path: Path, family: str)
 def test_tensors_own_their_memory(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     directory = find(tmp_path, tokenizer=False)
-    names = list(small_model("llama").state_dict())
+    names = list(random_model(small_config("llama")).state_dict())
     maps = Path("/proc/self/maps")
     before = maps.read_text().count(str(tmp_path))
     loaded = load(directory, *names)
@@ -148,7 +82,7 @@ def test_tensors_own_their_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen3_moe"])
 def test_checkpoint_of_the_base_model(tmp_path: Path, family: str) -> None:
-    model = save(tmp_path / "whole", family)
+    model: Any = save(tmp_path / "whole", family)
     model.base_model.save_pretrained(tmp_path)
     directory = find(tmp_path, tokenizer=False)
     names = [name for name in model.state_dict() if name != "lm_head.weight"]
@@ -159,7 +93,7 @@ def test_checkpoint_of_the_base_model(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_tied_names_share_one_tensor_whichever_is_stored(tmp_path: Path, stored: str) -> None:
-    model = save(tmp_path, "qwen2")
+    model: Any = save(tmp_path, "qwen2")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[stored] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / "model.safetensors")
@@ -277,7 +211,7 @@ def test_unknown_name(tmp_path: Path) -> None:
         load(find(tmp_path, tokenizer=False), "model.nowhere")
 
 
-def write_config(path: Path, **values: object) -> ModelDirectory:
+def write_config(path: Path, **values: Any) -> ModelDirectory:
     (path / "config.json").write_text(json.dumps(values))
     return find(path, weights=False, tokenizer=False)
 

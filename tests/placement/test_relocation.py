@@ -1,5 +1,7 @@
 """Sequences that the scheduler moves to another memory worker, so that a request fits."""
 
+from typing import Any
+
 import pytest
 
 from lamina.schedule.scheduler import Scheduler
@@ -43,7 +45,7 @@ def test_a_sequence_moves_to_make_room_decodes_meanwhile_and_pauses_for_the_tail
     under_test = fragmented()
     plan = plan_of(under_test)  # "c" (12 tokens) can join "b" (24): then all of memory0 is free
     (migration,) = plan.migrations
-    moves = {"number": 1, "sequence": 2, "source": "memory0", "target": "memory1", "start": 0}
+    moves: dict[str, Any] = {"number": 1, "sequence": 2, "source": "memory0", "target": "memory1", "start": 0}
     assert migration == Migration(**moves, stop=plan.sequences[1].start)
     assert [step.sequence for step in plan.sequences] == [1, 2] and not plan.admitted
     ahead = plan_of(under_test)

@@ -44,7 +44,7 @@ def parsed(line: str) -> dict[str, Any]:
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
     root = get_command(app)
-    launch = root.get_command(Context(root), "launch")  # type: ignore[attr-defined]
+    launch = root.get_command(Context(root), "launch")  # type: ignore[attr-defined,arg-type]
     found: dict[str, Any] = launch.make_context("launch", words[2:]).params
     return found
 

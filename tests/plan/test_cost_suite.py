@@ -18,7 +18,14 @@ from lamina.errors import LaminaError, UserError
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The report and its numbers."""
     place = tmp_path_factory.mktemp("cost")
-    command = [sys.executable, cost_report.SUITE, "--out", place / "r.html", "--json", place / "r.json"]
+    command: list[str | Path] = [
+        sys.executable,
+        cost_report.SUITE,
+        "--out",
+        place / "r.html",
+        "--json",
+        place / "r.json",
+    ]
     subprocess.run(command, check=True, timeout=280)
     return (place / "r.html").read_text(), json.loads((place / "r.json").read_text())
 

@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def planner(shape: models.ModelShape = LLAMA3, served: workload.Workload = CHAT,
     return Planner(shape, served, costs, goals or Goals())
 
 
-def pools(**changes: object) -> Pools:
+def pools(**changes: Any) -> Pools:
     base = Pools(
         compute=CATALOGUE["h100"],
         tensor_parallel=2,
@@ -39,7 +40,7 @@ def pools(**changes: object) -> Pools:
         lanes=2,
         partition=Partition.REQUEST,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def rotate(lanes: int, replicas: int, slice_s: float, attention_s: float, message_s: float, layers: int) -> float:
@@ -267,7 +268,7 @@ def test_the_nearest_is_within_reach() -> None:
     ):
         found = re.search(rf"nearest is \$?([\d.]+){unit}", str(refusal(planner(goals=goals), candidates)))
         assert found is not None
-        asked = planner(goals=replace(goals, **{name: float(found[1]) * scale}))
+        asked = planner(goals=replace(goals, **dict[str, Any]({name: float(found[1]) * scale})))
         assert any(asked.evaluate(one) for one in candidates)
 
 

@@ -29,8 +29,8 @@ def test_two_hosts_use_rdma_if_both_can() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_two_hosts_use_tcp_if_one_has_no_rdma_and_say_so(order: int) -> None:
-    offers = [offer("a", SHM, RDMA, TCP), offer("b", SHM, TCP, rdma="memory0: no usable port")][::order]
-    choice = choose("auto", *offers, {})
+    near, far = [offer("a", SHM, RDMA, TCP), offer("b", SHM, TCP, rdma="memory0: no usable port")][::order]
+    choice = choose("auto", near, far, {})
     assert choice == Choice(TCP, "different hosts; no rdma: memory0: no usable port")
 
 

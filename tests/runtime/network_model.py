@@ -33,9 +33,9 @@ class Model:
 
 def make(place: Path) -> Model:
     """Write it all to a folder."""
-    from tests.runtime.checkpoints import CONFIGS, greedy, make_checkpoint
+    from tests.random_models import greedy, served, write_checkpoint
 
-    reference = make_checkpoint(CONFIGS["llama"], place)
+    reference = write_checkpoint(served("llama"), place)
     expected = [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
     (place / EXPECTED).write_text(json.dumps(expected))
     return Model(str(place), expected)

@@ -1,6 +1,5 @@
 """Workers and engines that die: callers hear of it, and no process or shared memory is left."""
 
-import copy
 import dataclasses
 import json
 import os
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
-from lamina.engine.updates import whole
+from lamina.engine.updates import RequestUpdate, whole
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.launch import launch
 from lamina.protocol import liveness
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.runtime.checkpoints import CONFIGS, make_checkpoint
+from tests.random_models import served, write_checkpoint
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 
@@ -33,7 +33,7 @@ LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama")
-    make_checkpoint(CONFIGS["llama"], place)
+    write_checkpoint(served("llama"), place)
     return place
 
 
@@ -129,17 +129,22 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
     workers = SlowWorkers()
     engine = launch(config(checkpoint), workers=workers)
-    finals: list[RequestOutput] = []
+    finals: list[RequestUpdate] = []
     drawing = threading.Event()
 
-    def on_output(output: RequestOutput) -> None:
+    def on_output(output: RequestUpdate) -> None:
         drawing.set()
         if output.finished:
             finals.append(output)
 
     engine.submit("slow", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True), on_output)
     silent: set[str] = set()
-    wait_until(lambda: silent.update(engine.stats().silent) or finals, 60, "the slow step never ended")
+
+    def ended() -> bool:
+        silent.update(engine.stats().silent)
+        return bool(finals)
+
+    wait_until(ended, 60, "the slow step never ended")
     assert finals.pop().error is None and not silent
     drawing.clear()
     for index in range(40):
@@ -206,16 +211,14 @@ def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path
 
 
 def test_more_compute_workers_than_slices_cannot_take_turns(tmp_path: Path) -> None:
-    one_layer = copy.deepcopy(CONFIGS["llama"])
-    one_layer.num_hidden_layers = 1
-    make_checkpoint(one_layer, tmp_path)
+    write_checkpoint(served("llama", layers=1), tmp_path)
     with pytest.raises(ConfigError, match="2 slices, too few for 3 compute workers"):
         launch(dataclasses.replace(config(tmp_path), compute="cpu:3", lanes=4, pipelining="rotational"))
     assert not worker_processes()
 
 
 def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
-    model = make_checkpoint(CONFIGS["llama"], tmp_path)
+    model: Any = write_checkpoint(served("llama"), tmp_path)
     with torch.no_grad():
         model.get_input_embeddings().weight[50] = float("nan")
     model.save_pretrained(tmp_path)

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from transformers import LlamaConfig
 
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -18,7 +17,7 @@ from lamina.launch import launch
 from lamina.schedule import admission
 from lamina.schedule.scheduler import Scheduler
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
-from tests.runtime.checkpoints import GROUPED, VOCABULARY, greedy, make_checkpoint
+from tests.random_models import SERVED_VOCABULARY, greedy, served, write_checkpoint
 from tests.runtime.test_faults import wait_until, worker_processes
 
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
@@ -45,15 +44,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     place = tmp_path_factory.mktemp("llama")
-    reference = make_checkpoint(LlamaConfig(**(GROUPED | {"max_position_embeddings": 256})), place)
+    reference = write_checkpoint(served("llama", max_position_embeddings=256), place)
     draw = random.Random(11)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(prompt)] for prompt, _ in LENGTHS]
+    prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(prompt)] for prompt, _ in LENGTHS]
     expected = [greedy(reference, prompt, tokens) for prompt, (_, tokens) in zip(prompts, LENGTHS, strict=True)]
     return Model(str(place), prompts, expected)
 
 
 def start(model: Model, **switches: Any) -> Engine:
-    settings = {"memory": "cpu:2", "dtype": DType.FLOAT32, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    settings: dict[str, Any] = {
+        "memory": "cpu:2",
+        "dtype": DType.FLOAT32,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
     return launch(EngineConfig(model=model.path, kv_cache_memory_bytes=CAPACITY * PER_TOKEN, **(settings | switches)))
 
 

@@ -18,7 +18,7 @@ from lamina.launch import launch
 from lamina.pipeline import Arrangement
 from lamina.schedule.lanes import LaneChooser
 from lamina.types import DType, RequestOutput, SamplingParams
-from tests.runtime.checkpoints import CONFIGS, VOCABULARY, greedy, make_checkpoint
+from tests.random_models import SERVED, SERVED_VOCABULARY, greedy, served, write_checkpoint
 
 TOKENS = 10
 
@@ -43,11 +43,13 @@ def run_all(
     return [finals[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", SERVED)
 def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
-    reference = make_checkpoint(CONFIGS[family], tmp_path)
+    reference = write_checkpoint(served(family), tmp_path)
     draw = random.Random(family)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)]
+    prompts = [
+        [draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
+    ]
     config = EngineConfig(
         model=str(tmp_path),
         compute="cpu:1",
@@ -70,7 +72,7 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
 
 def test_several_compute_workers_share_slots_without_touching_each_others_tokens(tmp_path: Path) -> None:
     """Requests that end at once give their slots to others while both replicas run; every token must still be right."""
-    reference = make_checkpoint(CONFIGS["llama"], tmp_path)
+    reference = write_checkpoint(served("llama"), tmp_path)
     draw = random.Random(7)
     config = EngineConfig(
         model=str(tmp_path),
@@ -82,7 +84,7 @@ def test_several_compute_workers_share_slots_without_touching_each_others_tokens
     )
     engine = launch(config)
     try:
-        prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.choice([2, 9, 30]))] for _ in range(60)]
+        prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(draw.choice([2, 9, 30]))] for _ in range(60)]
         lengths = [draw.choice([1, 1, 8]) for _ in prompts]
         params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
         outputs = run_all(engine, prompts, params)
@@ -117,15 +119,22 @@ class Switched:
 
     def __init__(self, place: Path) -> None:
         self.model = str(place)
-        reference = make_checkpoint(CONFIGS["gpt_oss"], place)
+        reference = write_checkpoint(served("gpt_oss"), place)
         draw = random.Random(3)
-        self.prompts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)]
+        self.prompts = [
+            [draw.randrange(3, SERVED_VOCABULARY) for _ in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
+        ]
         self.greedy = [[greedy(reference, prompt, TOKENS)] for prompt in self.prompts]
         self.drawn = self.run({})[len(self.prompts) :]
 
     def run(self, switches: dict[str, Any]) -> list[list[list[int]]]:
         """Token ids of every completion: greedy requests first, then drawn ones."""
-        settings = {"memory": "cpu:2", "dtype": DType.FLOAT32, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+        settings: dict[str, Any] = {
+            "memory": "cpu:2",
+            "dtype": DType.FLOAT32,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 24,
+        }
         engine = launch(EngineConfig(model=self.model, **(settings | switches)))
         try:
             each = [GREEDY] * len(self.prompts) + [DRAWN] * len(self.prompts)
@@ -170,7 +179,7 @@ def test_lanes_that_change_replicas_and_order_leave_the_tokens_alone(
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_half_precision_log_probabilities_are_close_to_hugging_face(dtype: DType, tmp_path: Path) -> None:
     """Against float32 arithmetic on the same rounded weights, no worse than Hugging Face in this precision."""
-    model = make_checkpoint(CONFIGS["llama"], tmp_path)
+    model = write_checkpoint(served("llama"), tmp_path)
     prompts = [[5, 6, 7], list(range(3, 60))]
     engine = launch(EngineConfig(model=str(tmp_path), compute="cpu:1", memory="cpu:2", dtype=dtype))
     try:

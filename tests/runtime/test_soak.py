@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -12,15 +13,15 @@ from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.runtime.checkpoints import CONFIGS, VOCABULARY, make_checkpoint
+from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
 
 REQUESTS = 1000
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     place = tmp_path_factory.mktemp("llama")
-    make_checkpoint(CONFIGS["llama"], place)
+    write_checkpoint(served("llama"), place)
     engine = launch(
         EngineConfig(
             model=str(place),
@@ -66,8 +67,8 @@ def random_params(draw: random.Random) -> SamplingParams:
         top_p=draw.choice([1.0, 0.8]),
         repetition_penalty=draw.choice([1.0, 1.2]),
         presence_penalty=draw.choice([0.0, 0.5]),
-        stop=draw.choice([[], [chr(0x4E00 + draw.randrange(3, VOCABULARY))]]),
-        stop_token_ids=draw.choice([[], [draw.randrange(3, VOCABULARY)]]),
+        stop=draw.choice([[], [chr(0x4E00 + draw.randrange(3, SERVED_VOCABULARY))]]),
+        stop_token_ids=draw.choice([[], [draw.randrange(3, SERVED_VOCABULARY)]]),
         ignore_eos=draw.choice([True, False]),
         min_tokens=draw.choice([0, 1]),
         logprobs=draw.choice([None, 2]),
@@ -78,7 +79,7 @@ def random_params(draw: random.Random) -> SamplingParams:
 def run_wave(engine: Engine, draw: random.Random, count: int, prefix: str) -> Ledger:
     ledger = Ledger()
     for index in range(count):
-        prompt = [draw.randrange(3, VOCABULARY) for _ in range(draw.choice([1, 2, 7, 20, 60]))]
+        prompt = [draw.randrange(3, SERVED_VOCABULARY) for _ in range(draw.choice([1, 2, 7, 20, 60]))]
         engine.submit(f"{prefix}{index}", prompt, random_params(draw), whole(engine.tokenizer, ledger.on_output))
         if draw.random() < 0.1:
             engine.abort(f"{prefix}{draw.randrange(index + 1)}")

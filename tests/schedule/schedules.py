@@ -1,5 +1,7 @@
 """Schedulers and requests of the size that these tests need."""
 
+from typing import Any
+
 from lamina.placement.map import Placement
 from lamina.schedule.scheduler import Limits, Scheduler
 from lamina.types import Request, SamplingParams, StepPlan
@@ -12,7 +14,7 @@ def scheduler(capacities: dict[str, int], lanes: int = 1, limits: Limits = LIMIT
     return Scheduler(limits, Placement(capacities), lanes, attentions=ATTENTIONS, kv_heads=2)
 
 
-def request(name: str, prompt: int, **params: int) -> Request:
+def request(name: str, prompt: int, **params: Any) -> Request:
     return Request(name, None, list(range(prompt)), SamplingParams(**params))
 
 

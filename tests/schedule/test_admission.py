@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     yield 20
 
 
-def asked(name: str, account: str, prompt: int, **params: int) -> Request:
+def asked(name: str, account: str, prompt: int, **params: Any) -> Request:
     return Request(name, None, [0] * prompt, SamplingParams(**params), client=Client(account, account))
 
 

@@ -42,7 +42,8 @@ def run(arrivals: dict[int, list[Group]], budget: int) -> dict[Group, int]:
                 ends[one] = step
                 del under_way[one]
         if not under_way and step > max(arrivals, default=0):
-            return ends
+            break
+    return ends
 
 
 @settings(deadline=None)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from lamina.serve import intake
+from lamina.serve.errors import APIError
 from lamina.serve.intake import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
 from lamina.serve.protocol import MOST_BYTES_BESIDES, CompletionRequest, parse
 from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
@@ -105,7 +106,7 @@ async def test_many_large_bodies_are_refused_and_small_ones_are_not() -> None:
             await read(bounds, 100_000, deeper)
             return
         await read(bounds, SMALL)
-        with pytest.raises(intake.APIError, match="try again later") as refused:
+        with pytest.raises(APIError, match="try again later") as refused:
             await read(bounds, SMALL + 1)
         assert refused.value.status == 429
 
@@ -139,7 +140,7 @@ def test_a_prompt_that_is_not_unicode(server: Running, text: bytes) -> None:
     ],
 )
 def test_what_is_dear_to_decode_is_refused_first(body: bytes, said: str) -> None:
-    with pytest.raises(intake.APIError) as refused:
+    with pytest.raises(APIError) as refused:
         parse(CompletionRequest, body)
     assert refused.value.status == 400 and said in str(refused.value) and len(str(refused.value)) < 500
 

@@ -165,8 +165,13 @@ def test_answers_that_outlast_the_server_end_in_an_error_that_says_why(monkeypat
         os.kill(os.getpid(), signal.SIGINT)
 
     others = [*clients, threading.Thread(target=stop)]
+
+    def start() -> None:
+        for thread in others:
+            thread.start()
+
     with pytest.raises(KeyboardInterrupt):
-        serving.serve(engine, listener, lambda: [thread.start() for thread in others] and None)  # type: ignore[arg-type]
+        serving.serve(engine, listener, start)  # type: ignore[arg-type]
     for thread in others:
         thread.join(TIMEOUT_S)
     assert "the engine was closed" in refusal(answers[False], 503)["message"]

@@ -54,8 +54,8 @@ def test_shares_of_a_decode_step(rows: list[tuple[int, int]], more: list[tuple[i
     for _ in range(2):
         tuples = shares.of(homes, tokens, more).tuples()
         assert len(tuples) == len(expected)
-        for worker, *seconds in tuples:
-            assert seconds == pytest.approx(expected[worker], rel=1e-12)
+        for worker, *got in tuples:
+            assert got == pytest.approx(expected[worker], rel=1e-12)
     for wrong in (7, -1):
         with pytest.raises(IndexError, match="does not exist"):
             shares.of(np.array([0, wrong]), [1, 1], [])

@@ -106,7 +106,7 @@ def account(
 
 
 @given(st.one_of(rotational, fixed), st.integers(1, 12), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_slices_begin_when_the_rules_say(pipeline: Pipeline, attentions: int, workers: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_slices_begin_when_the_rules_say(pipeline: Pipeline, attentions: int, workers: int, random) -> None:
     """Times without ties, so that the order of what happens at one moment does not matter."""
     slice_s = [random.uniform(1, 9) for _ in range(pipeline.lanes)]
     # Equal on all workers: then a lane's answer comes when the pool has served it.

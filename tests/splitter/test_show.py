@@ -6,13 +6,13 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
-from split_variants import variant
 from typer.testing import CliRunner
 
 from lamina.cli.split import split as command
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.splitter import SplitModel, describe, split
 from lamina.splitter.draw import size, svg
+from tests.random_models import variant
 
 CODE = """
 from pathlib import Path

@@ -1,19 +1,20 @@
 """What a split model promises its users: names, sizes, order, shared graphs; and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
-from split_variants import variant
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from lamina.errors import UnsupportedModelError
 from lamina.splitter import Cut, SplitModel, describe, split
 from lamina.splitter.verify import verify
 from lamina.types import DType
+from tests.random_models import variant
 
 
-def _rope(kind: str, **values: object) -> dict[str, object]:
+def _rope(kind: str, **values: Any) -> dict[str, object]:
     rope = {"rope_type": kind, "rope_theta": 10000.0, **values}
     return {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "rope_parameters": rope}
 
@@ -114,8 +115,9 @@ def test_low_precision_weights_give_low_precision_q() -> None:
         ("phi3", _rope("longrope", **_LONGROPE), "rotary embedding, of type 'longrope'"),
     ],
 )
-def test_refused(model_type: str, values: dict[str, object], reason: str) -> None:
-    config = CONFIG_MAPPING[model_type](num_hidden_layers=4, hidden_size=64, vocab_size=96, **values)
+def test_refused(model_type: str, values: dict[str, Any], reason: str) -> None:
+    make: Any = CONFIG_MAPPING[model_type]
+    config = make(num_hidden_layers=4, hidden_size=64, vocab_size=96, **values)
     with pytest.raises(UnsupportedModelError, match=reason):
         split(config)
 

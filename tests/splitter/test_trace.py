@@ -24,6 +24,9 @@ class Toy(PreTrainedModel):
         self.embedding = nn.Embedding(8, 4)
         self.step, self.odd = step, odd
 
+    def weight(self, index: int) -> Tensor:
+        return self.layers[index].get_parameter("weight")
+
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.embedding(ids)
         angles = [ids.cos()[:, None], ids.sin()[:, None]]
@@ -38,7 +41,7 @@ STEPS: dict[str, Step] = {
     "alike": lambda toy, index, hidden, rows, angles: hidden,
     "factor": lambda toy, index, hidden, rows, angles: hidden * (2.0 if index in toy.odd else 3.0),
     "operator": lambda toy, index, hidden, rows, angles: hidden.relu() if index in toy.odd else hidden.tanh(),
-    "weight": lambda toy, index, hidden, rows, angles: hidden @ toy.layers[index - (index in toy.odd)].weight,
+    "weight": lambda toy, index, hidden, rows, angles: hidden @ toy.weight(index - (index in toy.odd)),
     "input": lambda toy, index, hidden, rows, angles: hidden + (rows if index in toy.odd else hidden),
     "angle": lambda toy, index, hidden, rows, angles: hidden * angles[index in toy.odd],
 }

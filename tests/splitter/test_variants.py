@@ -1,15 +1,12 @@
 """Every supported family: slices composed with an obvious attention compute what transformers computes."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from split_oracle import Runner
-from split_variants import LIKE_ANOTHER, NAMES, VOCABULARY, variant
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lamina.models import weights
@@ -17,26 +14,16 @@ from lamina.models.config import load_config, torch_dtype
 from lamina.models.directory import find
 from lamina.splitter import split
 from lamina.types import DType
+from tests.random_models import LIKE_ANOTHER, NAMES, VOCABULARY, random_model, variant, write_checkpoint
+from tests.splitter.oracle import Runner
 
 # Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
 STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}
 
 
-def reference(config: PretrainedConfig) -> PreTrainedModel:
-    """A Hugging Face model with random weights large enough for every part to matter."""
-    torch.manual_seed(0)
-    # Falcon's eager attention adds alibi twice.
-    implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
-    for weight in model.parameters():
-        center = 1.0 if weight.dim() == 1 else 0.0
-        torch.nn.init.normal_(weight, center, 0.25)
-    return model
-
-
 def assert_same_logits(config: PretrainedConfig) -> None:
     """Ragged prefill, then decode, several sequences to a step; the last rows alone in every second step."""
-    model = reference(config)
+    model = random_model(config)
     runner = Runner(split(config), model.state_dict())
     sequences = {name: torch.randint(3, VOCABULARY, (ends[-1],)) for name, ends in STEPS.items()}
     with torch.no_grad():
@@ -84,7 +71,7 @@ def test_layers_that_differ_by_a_number_in_their_code(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("name", "dtype"), [("ernie4_5_moe", DType.BFLOAT16), ("gpt_oss", DType.FLOAT16)])
 def test_tensors_that_a_family_keeps_in_float32(name: str, dtype: DType, tmp_path: Path) -> None:
     """Routers and norms of a checkpoint that is loaded in low precision, as transformers loads it."""
-    reference(variant(name)).save_pretrained(tmp_path)
+    write_checkpoint(variant(name), tmp_path)
     place = find(tmp_path, tokenizer=False)
     config = load_config(place)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch_dtype(dtype), attn_implementation="eager")

@@ -16,12 +16,10 @@ import pytest
 
 from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.tcp import TcpEndpoint
-
-sys.path.insert(0, str(Path(__file__).parent))
-from far import IMPLEMENTATIONS, SECRET, Far
-from tcp_tools import DOORBELLS as TCP_DOORBELLS
-from tcp_tools import NBYTES as TCP_NBYTES
-from tcp_tools import MakeProxy, MakeTcp, Proxy
+from tests.transport.far import IMPLEMENTATIONS, SECRET, Far
+from tests.transport.tcp_tools import DOORBELLS as TCP_DOORBELLS
+from tests.transport.tcp_tools import NBYTES as TCP_NBYTES
+from tests.transport.tcp_tools import MakeProxy, MakeTcp, Proxy
 
 CONNECT_S = 120.0  # an emulated machine takes its time
 NBYTES = 1 << 20

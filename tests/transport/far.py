@@ -119,7 +119,7 @@ def serve() -> None:
         except EOFError:
             return
         try:
-            answer = (None, getattr(far, action)(*arguments))
+            answer: tuple[str | None, Any] = (None, getattr(far, action)(*arguments))
         except Exception as error:
             answer = (f"{type(error).__name__}: {error}", None)
         pickle.dump(answer, sys.stdout.buffer)

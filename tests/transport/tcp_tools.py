@@ -6,13 +6,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
-from far import SECRET
 
 from lamina.transport import listener
 from lamina.transport.listener import Descriptor
 from lamina.transport.tcp import TcpEndpoint
+from tests.transport.far import SECRET
 
 NBYTES = 1 << 16
 DOORBELLS = 4
@@ -28,7 +29,7 @@ def frame(offset: int, nbytes: int, doorbell: int = NO_DOORBELL, sequence: int =
     return FRAME.pack(offset, nbytes, sequence, doorbell, magic)
 
 
-def described(endpoint: TcpEndpoint, **changes: object) -> bytes:
+def described(endpoint: TcpEndpoint, **changes: Any) -> bytes:
     where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
     return msgspec.msgpack.encode(msgspec.structs.replace(where, **changes))
 

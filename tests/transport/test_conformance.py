@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 import pytest
-from conftest import DOORBELLS, NBYTES, PAIRS, Pair, open_pair
-from far import IMPLEMENTATIONS, stamped, whole
 
 from lamina.errors import DeadlineError, PeerLostError, TransportError
 from lamina.protocol.channel import Inbox, Layout, Outbox
+from tests.transport.conftest import DOORBELLS, NBYTES, PAIRS, Pair, open_pair
+from tests.transport.far import IMPLEMENTATIONS, stamped, whole
 
 TIMEOUT_S = 30.0
 

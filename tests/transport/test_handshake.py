@@ -1,6 +1,7 @@
 """The handshake lets in who knows the secret and nobody else, whatever arrives in whatever pieces."""
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,7 +69,12 @@ def test_both_know_the_secret() -> None:
 
 def test_a_wrong_secret_is_refused_by_either_side_and_nothing_is_granted() -> None:
     granted: list[bytes] = []
-    near, far = Side(connecting(SECRET, 1, b"request")), Side(listening(b"x" * 16, 1, lambda r: granted.append(r) or r))
+
+    def grant(request: bytes) -> bytes:
+        granted.append(request)
+        return request
+
+    near, far = Side(connecting(SECRET, 1, b"request")), Side(listening(b"x" * 16, 1, grant))
     with pytest.raises(RefusedError, match="does not know the cluster's secret"):
         talk(near, far)
     with pytest.raises(RefusedError, match="give all workers of a cluster the same"):
@@ -120,10 +126,10 @@ def test_a_proof_cannot_be_had_from_the_other_side() -> None:
     ],
     ids=["endpoint", "protocol", "garbage", "length"],
 )
-def test_what_is_not_meant_for_it_is_refused(change: dict[str, int], verdict: str, told: str | None) -> None:
+def test_what_is_not_meant_for_it_is_refused(change: dict[str, Any], verdict: str, told: str | None) -> None:
     near, far = Side(connecting(SECRET, 1, b"")), Side(listening(SECRET, 1, echo))
     hello = near.speak()
-    fields = {"magic": hello[:6], "protocol": PROTOCOL, "identity": 1, "length": 0, **change}
+    fields: dict[str, Any] = {"magic": hello[:6], "protocol": PROTOCOL, "identity": 1, "length": 0, **change}
     with pytest.raises(RefusedError) as refused:
         far.hear(
             fields["magic"]
@@ -154,7 +160,12 @@ def test_a_request_that_cannot_be_granted_is_refused() -> None:
 @given(st.lists(st.binary(max_size=200), max_size=20))
 def test_no_bytes_but_a_proof_let_anybody_in(pieces: list[bytes]) -> None:
     granted: list[bytes] = []
-    far = Side(listening(SECRET, 1, lambda request: granted.append(request) or b""))
+
+    def grant(request: bytes) -> bytes:
+        granted.append(request)
+        return request
+
+    far = Side(listening(SECRET, 1, grant))
     try:
         for piece in pieces:
             far.hear(piece)

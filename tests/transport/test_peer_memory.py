@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lamina.errors import TransportError
-from lamina.transport.device import peer_memory
 from lamina.transport.device.peer_memory import Ability, ability
 
 
@@ -31,7 +30,7 @@ def test_without_a_driver_the_error_says_what_to_install(monkeypatch: pytest.Mon
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(peer_memory.ctypes, "CDLL", absent)
+    monkeypatch.setattr(ctypes, "CDLL", absent)
     with pytest.raises(TransportError, match=r"no NVIDIA driver \(libcuda.so.1.*install it"):
         ability(0)
 
@@ -65,7 +64,7 @@ def driver(values: dict[int, int]) -> SimpleNamespace:
 def test_what_the_driver_answers_is_read_as_its_header_says(
     monkeypatch: pytest.MonkeyPatch, values: dict[int, int], expected: Ability
 ) -> None:
-    monkeypatch.setattr(peer_memory.ctypes, "CDLL", lambda name: driver(values))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver(values))
     assert ability(0) == expected
     with pytest.raises(TransportError, match=r"card 1 failed: unknown error \(CUDA error 101\)"):
         ability(1)

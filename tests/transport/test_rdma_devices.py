@@ -3,14 +3,15 @@
 import ipaddress
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from far import SECRET
 
 from lamina.errors import TransportError
+from lamina.transport.rdma import endpoint as rdma
 from lamina.transport.rdma.devices import ETHERNET, INFINIBAND, ROCE_V2, Gid, Port, choose, inventory, own_numa_node
 from lamina.transport.rdma.endpoint import RdmaEndpoint
-from lamina.transport.rdma.endpoint import endpoint as rdma
+from tests.transport.far import SECRET
 
 ROCE_V1 = "IB/RoCE v1"
 
@@ -30,7 +31,7 @@ def ethernet_gids(address: str, suffix: int) -> tuple[Gid, ...]:
     )
 
 
-def port(device: str, gids: tuple[Gid, ...], **changes: object) -> Port:
+def port(device: str, gids: tuple[Gid, ...], **changes: Any) -> Port:
     values = {
         "number": 1,
         "active": True,
@@ -39,7 +40,7 @@ def port(device: str, gids: tuple[Gid, ...], **changes: object) -> Port:
         "numa_node": -1,
         "lid": 0,
     }
-    return Port(device=device, gids=gids, **{**values, **changes})  # type: ignore[arg-type]
+    return Port(device=device, gids=gids, **{**values, **changes})
 
 
 SOFT = port("rxe0", (gid(0, "fe80::1"), gid(1, "::ffff:10.77.0.1")), gigabits_per_s=2.5)

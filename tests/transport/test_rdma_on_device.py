@@ -10,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import Pair, open_pair
-from far import SECRET, Far
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.transport.base import Buffer
@@ -19,6 +17,8 @@ from lamina.transport.device.memory import DmaBuf, Route
 from lamina.transport.rdma.devices import choose, inventory
 from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
 from lamina.transport.rdma.events import MESSAGES, Events
+from tests.transport.conftest import Pair, open_pair
+from tests.transport.far import SECRET, Far
 
 pytestmark = pytest.mark.skipif("LAMINA_TEST_RDMA" not in os.environ, reason="no RDMA devices: see tests/rdma")
 TIMEOUT_S = 60.0
@@ -41,7 +41,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
     events: list[Events] = []
     take = Events.take
     monkeypatch.setattr("lamina.transport.rdma.endpoint.SLICE_S", TIMEOUT_S)
-    monkeypatch.setattr(Events, "take", lambda self: (events.append(self), take(self)))
+
+    def counted(self: Events) -> None:
+        events.append(self)
+        take(self)
+
+    monkeypatch.setattr(Events, "take", counted)
     return events
 
 

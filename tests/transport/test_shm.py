@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import FarProcess, files_left
 
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.shm import Descriptor, ShmEndpoint
+from tests.transport.conftest import FarProcess, files_left
 
 ROOT = Path(__file__).parents[2]
 

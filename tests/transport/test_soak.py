@@ -3,9 +3,9 @@
 import struct
 
 import pytest
-import soak
 
 from lamina.protocol.choice import Transport
+from tests.transport import soak
 
 
 @pytest.mark.parametrize("transport", [Transport.TCP, Transport.SHM])

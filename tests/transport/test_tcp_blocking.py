@@ -5,14 +5,14 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import FarProcess
-from tcp_tools import (
-    TIMEOUT_S,
-    MakeTcp,
-)
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.transport.tcp import TcpEndpoint
+from tests.transport.conftest import FarProcess
+from tests.transport.tcp_tools import (
+    TIMEOUT_S,
+    MakeTcp,
+)
 
 
 def test_two_that_send_much_at_once_do_not_wait_for_each_other(make_tcp: MakeTcp) -> None:

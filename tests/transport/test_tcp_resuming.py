@@ -9,18 +9,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from far import stamped
 from msgspec.structs import replace
-from tcp_tools import (
+
+from lamina.errors import DeadlineError, PeerLostError
+from lamina.transport.tcp import TcpEndpoint
+from tests.transport.far import stamped
+from tests.transport.tcp_tools import (
     TIMEOUT_S,
     MakeProxy,
     MakeTcp,
     described,
     port_of,
 )
-
-from lamina.errors import DeadlineError, PeerLostError
-from lamina.transport.tcp import TcpEndpoint
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])

@@ -8,19 +8,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import files_left
-from far import SECRET
-from tcp_tools import (
-    TIMEOUT_S,
-    MakeTcp,
-    described,
-    port_of,
-)
 
 from lamina.errors import DeadlineError, PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.handshake import PROTOCOL
 from lamina.transport.tcp import TcpEndpoint
+from tests.transport.conftest import files_left
+from tests.transport.far import SECRET
+from tests.transport.tcp_tools import (
+    TIMEOUT_S,
+    MakeTcp,
+    described,
+    port_of,
+)
 
 
 def test_strangers_are_turned_away_counted_and_logged_once(

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tcp_tools import TIMEOUT_S, MakeProxy, MakeTcp, described, port_of
 
 from lamina import _native
 from lamina._native import Connection
 from lamina.errors import RefusedError, TransportError
+from tests.transport.tcp_tools import TIMEOUT_S, MakeProxy, MakeTcp, described, port_of
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 

@@ -1,9 +1,28 @@
-"""Small configurations of the decoder families that the splitter must handle: one entry per variant."""
+"""Random models: small configurations of every decoder family by name, and checkpoints made of them."""
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 96
 LAYERS = 2
+BOS, EOS, PAD = 0, 1, 2
+FIRST = 3
+"""The first token that means nothing special."""
+
+STD = 0.2
+"""Of weights: logits are far apart, and no part of a model is without effect."""
+
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -11,9 +30,9 @@ _COMMON = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
 }
 _GROUPED = _COMMON | {"num_key_value_heads": 2}
 _WIDE = _GROUPED | {"head_dim": 16}
@@ -25,8 +44,8 @@ _GPT2 = {
     "n_embd": 32,
     "n_layer": LAYERS,
     "n_head": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
 }
 _DEEPSEEK = _COMMON | {
     "num_key_value_heads": 4,
@@ -44,7 +63,7 @@ _DEEPSEEK = _COMMON | {
     "topk_group": 1,
 }
 
-_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _GROUPED),
     "llama-tied": ("llama", _GROUPED | {"tie_word_embeddings": True, "attention_bias": True}),
     "llama3-rope": (
@@ -113,6 +132,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "seed_oss": ("seed_oss", _WIDE),
     "ernie4_5": ("ernie4_5", _WIDE),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", _WIDE),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", _WIDE | {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}),
     "llama4_text": (
         "llama4_text",
         _WIDE
@@ -158,13 +178,95 @@ LIKE_ANOTHER = {
 }
 
 
-def variant(name: str, layers: int = LAYERS) -> PretrainedConfig:
+SERVED_VOCABULARY = 160
+_SERVED_SIZES = {
+    "vocab_size": SERVED_VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "head_dim": 32,
+}
+_SERVED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 8, "final_logit_softcapping": 9.0},
+    "opt": {},
+    "bloom": {"seq_length": 128},
+    "gpt_oss": {"sliding_window": 8},
+    "deepseek_v3": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "moe_intermediate_size": 32,
+    },
+    "mixtral": {},
+}
+SERVED = tuple(_SERVED)
+"""Families that the whole runtime is tested with."""
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def variant(name: str, layers: int = LAYERS, **changes: Any) -> PretrainedConfig:
     """A new configuration of the named variant; kinds of layers repeat as far as ``layers`` needs them."""
     model_type, values = _VARIANTS[name]
-    config = CONFIG_MAPPING[model_type](**values)
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**(values | changes))
     if layers != LAYERS:
         kinds = values.get("layer_types")
         if isinstance(kinds, list):
             config.layer_types = [kinds[layer % 3 // 2] for layer in range(layers)]
         config.num_hidden_layers = layers
     return config
+
+
+def served(name: str, layers: int = 3, **changes: Any) -> PretrainedConfig:
+    """A variant with longer heads and contexts, for the whole runtime."""
+    sizes = {key: size for key, size in _SERVED_SIZES.items() if key in _VARIANTS[name][1]}
+    return variant(name, layers, **(sizes | _SERVED[name] | changes))
+
+
+def with_experts(name: str, count: int, **changes: Any) -> PretrainedConfig:
+    """A variant with ``count`` experts where it has any."""
+    counts = dict.fromkeys((key for key in _EXPERT_COUNTS if key in _VARIANTS[name][1]), count)
+    return variant(name, **counts, **changes)
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Hugging Face's float32 model with random values in every tensor that a checkpoint has, biases and norms too."""
+    torch.manual_seed(seed)
+    # Falcon's eager attention adds alibi twice.
+    implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, STD)
+    return model
+
+
+def write_checkpoint(
+    config: PretrainedConfig, place: Path, seed: int = 0, max_shard_size: str = "50GB"
+) -> PreTrainedModel:
+    """Write a random model as its users do, with a tokenizer of one-character tokens; the model that was written."""
+    model = random_model(config, seed)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(place, max_shard_size=max_shard_size)
+    characters = {chr(0x4E00 + token): token for token in range(FIRST, config.vocab_size)}
+    vocabulary = {"<s>": BOS, "</s>": EOS, "<pad>": PAD} | characters
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>").save_pretrained(place)
+    return model
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    """Hugging Face's greedy continuation of ``prompt``, never stopping early."""
+    out = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=tokens, eos_token_id=None, pad_token_id=PAD
+    )
+    continuation: list[int] = out[0, len(prompt) :].tolist()
+    return continuation
