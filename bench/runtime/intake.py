@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from lamina.engine.engine import EngineStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ class Scripted:
 
     model_name = "scripted"
     max_model_len = 1_000_000
+    default_max_tokens = 16
 
     def __init__(self) -> None:
         self.tokenizer = Tokenizer(find(None))
@@ -52,9 +54,9 @@ class Scripted:
     def abort(self, request_id: str) -> None:
         """Nothing runs that would have to end."""
 
-    def stats(self) -> Any:
-        """Nobody asks."""
-        raise NotImplementedError
+    def stats(self) -> EngineStats:
+        """Alive and idle."""
+        return EngineStats(running=0, waiting=0, steps=0, moved=0, memory={}, dead=None, silent={})
 
 
 def gaps(base: str, begin: Any, results: Any) -> None:
