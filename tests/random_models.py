@@ -208,18 +208,19 @@ _SERVED: dict[str, dict[str, Any]] = {
 SERVED = tuple(_SERVED)
 """Families that the whole runtime is tested with."""
 
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def variant(name: str, layers: int = LAYERS, **changes: Any) -> PretrainedConfig:
     """A new configuration of the named variant; kinds of layers repeat as far as ``layers`` needs them."""
     model_type, values = _VARIANTS[name]
-    config: PretrainedConfig = CONFIG_MAPPING[model_type](**(values | changes))
+    values = values | changes
     if layers != LAYERS:
-        kinds = values.get("layer_types")
-        if isinstance(kinds, list):
-            config.layer_types = [kinds[layer % 3 // 2] for layer in range(layers)]
-        config.num_hidden_layers = layers
+        values |= {next(key for key in _LAYER_COUNTS if key in values): layers}
+        if kinds := values.get("layer_types"):
+            values["layer_types"] = [kinds[layer % 3 // 2] for layer in range(layers)]
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     return config
 
 

@@ -232,8 +232,8 @@ class NullEndpoint:
         own = self._registered()
         check_fetch(fetch, peer, own)
         content = bytes(self._living(peer).view(fetch.offset, fetch.nbytes))
-        self.faults.pass_on(_Sent(Operation.WRITE, own, fetch.to, content, 0))
-        self.faults.pass_on(_Sent(Operation.RING, own, fetch.doorbell, b"", fetch.sequence))
+        self.faults.send(_Sent(Operation.WRITE, own, fetch.to, content, 0))
+        self.faults.send(_Sent(Operation.RING, own, fetch.doorbell, b"", fetch.sequence))
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""

@@ -1,6 +1,6 @@
 """How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
 
-    python -m bench.runtime.intake            # the prompt as text, as a chat and as token ids; gaps in milliseconds
+    python -m bench.runtime.intake [--megabytes 1]   # as text, chat and token ids; gaps in milliseconds
 
 The engine is scripted (a word every 5 ms); HTTP, decoding, the chat template and the tokenizer are the server's own.
 """
@@ -15,10 +15,12 @@ from typing import Any
 
 import httpx
 
+from lamina.engine.engine import EngineStats
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.serve.server import make_server, url
-from lamina.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from lamina.types import Client, FinishReason, Request, SamplingParams
 
 WORD_S = 0.005
 STREAM_S = 12.0
@@ -29,29 +31,32 @@ class Scripted:
 
     model_name = "scripted"
     max_model_len = 1_000_000
+    default_max_tokens = 16
 
     def __init__(self) -> None:
         self.tokenizer = Tokenizer(find(None))
 
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams, on_output: Any) -> None:
+    def submit(
+        self, request_id: str, prompt: list[int], params: SamplingParams, on_update: OnUpdate, client: Client
+    ) -> None:
         """As the engine's."""
-        long = len(prompt) < 8
-        arguments = (request_id, prompt, round(STREAM_S / WORD_S) if long else 1, on_output)
-        threading.Thread(target=self._answer, args=arguments, daemon=True).start()
+        words = round(STREAM_S / WORD_S) if len(prompt) < 8 else 1
+        request = Request(request_id, None, prompt, params, client=client)
+        threading.Thread(target=self._answer, args=(request, words, on_update), daemon=True).start()
 
-    def _answer(self, request_id: str, prompt: list[int], words: int, on_output: Any) -> None:
+    def _answer(self, request: Request, words: int, on_update: OnUpdate) -> None:
         for count in range(1, words + 1):
             time.sleep(WORD_S)
             reason = FinishReason.LENGTH if count == words else None
-            out = CompletionOutput(0, " w" * count, [0] * count, None, reason)
-            on_output(RequestOutput(request_id, None, prompt, [out], reason is not None))
+            word = CompletionUpdate(0, [0], [" w"], finish_reason=reason)
+            on_update(RequestUpdate(request, [word], reason is not None))
 
     def abort(self, request_id: str) -> None:
         """Nothing runs that would have to end."""
 
-    def stats(self) -> Any:
-        """Nobody asks."""
-        raise NotImplementedError
+    def stats(self) -> EngineStats:
+        """Alive and idle."""
+        return EngineStats(running=0, waiting=0, steps=0, moved=0, memory={}, dead=None, silent={})
 
 
 def gaps(base: str, begin: Any, results: Any) -> None:

@@ -30,6 +30,7 @@ from lamina.errors import DeadlineError
 from lamina.memory.migrations import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller, Target
 from lamina.memory.store import KvStore
+from lamina.pipeline import Pipeline
 from lamina.profiling.transports import SPINS, make_endpoint
 from lamina.protocol.channel import LANDING_NBYTES, Inbox, Layout, Outbox
 from lamina.protocol.choice import Transport
@@ -69,7 +70,7 @@ LAYOUT = Layout(
     landing_nbytes=LANDING_NBYTES,
     migrates=True,
 )
-CONNECT = Connect([COMPUTE], [MEMORY, OTHER], LAYOUT)
+CONNECT = Connect([COMPUTE], [MEMORY, OTHER], LAYOUT, Pipeline(2, 1))
 BULKS = ("prompts", "migrations")
 
 
