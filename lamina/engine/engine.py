@@ -6,64 +6,33 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Workers, failure, silence
+from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
+from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.errors import DeadlineError, EngineDeadError, LaminaError, PeerLostError, RequestError, TransportError
+from lamina.engine.watch import LAST_WORDS_S, POLL_S, Watch, exited
+from lamina.errors import EngineDeadError, LaminaError, RequestError, TransportError
 from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
-from lamina.protocol.timeline import Span, Timeline
+from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, ToEngine, Working
+from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
-from lamina.schedule.answers import Answers
-from lamina.schedule.lanes import chooser
-from lamina.schedule.scheduler import Limits, Scheduler
-from lamina.schedule.waiting import Places
-from lamina.types import NOBODY, Client, FinishReason, Migration, Request, SamplingParams, StepPlan
+from lamina.schedule.scheduler import Limits
+from lamina.schedule.turn import Turn
+from lamina.schedule.waiting import MAX_WAITING, Places
+from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
-OnTrace = Callable[[Mapping[str, list[Span]]], None]
-
-PROGRESS_TIMEOUT_S = 120.0  # without any worker getting on with a step; as long as one does, it may take any time
-MIGRATION_TIMEOUT_S = 600.0
-POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
-MAX_WAITING = 16384  # requests of one client, besides those that run
-TRACE_TIMEOUT_S = 10.0
-LAST_WORDS_S = 2.0  # from a worker's end until its process and what it said can be seen
-
-
-@dataclass(frozen=True)
-class MemoryStats:
-    """Token slots of one memory worker, as it reported them last."""
-
-    used: int
-    capacity: int
-    sequences: int
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A look at the engine. ``steps`` counts those that have completed, ``moved`` sequences that went from one memory
-    worker to another; ``dead`` says why it has stopped, if it has: then nothing runs or waits. ``silent`` are workers
-    that have not answered for some seconds, with how many: the engine gives them up soon."""
-
-    running: int
-    waiting: int
-    steps: int
-    moved: int
-    memory: Mapping[str, MemoryStats]
-    dead: str | None
-    silent: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -97,24 +66,18 @@ class Engine:
         self._control = control
         self._workers = workers
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
-        self._scheduler = Scheduler(
+        self._turn = Turn(
             limits,
             Placement(cluster.capacities),
-            cluster.pipeline.lanes,
+            cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
+            plan_ahead=config.plan_ahead,
         )
-        self._scheduler.use_lanes(cluster.pipeline.start.lanes, cluster.pipeline.start.rotates)
+        self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._lanes = chooser(cluster.pipeline)
-        self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
-        self._answers = Answers()
-        # Times are by ``awake_s`` of the control plane: a pause of this process is not held against workers.
-        self._in_flight: dict[int, StepPlan] = {}  # by step
-        self._progress: dict[int, tuple[float, str]] = {}  # by lane: when a step of it last got on, and on which worker
-        self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
-        self._silent: Mapping[str, float] = {}
+        self._watch = Watch(control, workers, self._turn)
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
         self._steps = 0
@@ -182,7 +145,7 @@ class Engine:
         if dead is not None:
             known = running = 0
         waiting = max(0, known - running)
-        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._silent)
+        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._watch.silent)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -226,22 +189,67 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        """One turn: what workers said, commands, new plans for free compute workers; callers hear of it last."""
+        """One turn: what workers said, commands, new plans; callers hear of it last."""
         messages = list(self._control.receive(POLL_S))  # all that can change state wakes this wait
         begun = self._timeline.now()
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
-        for lane in self._scheduler.plannable(self._depth):
-            while self._scheduler.in_flight(lane) < self._depth and self._launch(lane):
-                pass
+        for plan in self._turn.plan(time.monotonic()):
+            self._send(plan)
         self._timeline.add("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
         for request_id, tracked in touched.items():
             self._publish(request_id, tracked)
         self._timeline.add("tell callers", -1, begun)
-        self._watch()
+        self._require_workers()
+        self._watch.check()
+
+    def _take(self, worker: str, message: ToEngine) -> None:
+        if isinstance(message, StepDone):
+            self._watch.progressed([self._turn.in_flight[message.step].lane], worker)
+            for done in self._turn.in_order(message):
+                self._complete(done)
+        elif isinstance(message, SlabUsage):
+            self._usage[worker] = MemoryStats(message.used, self.cluster.capacities[worker], message.sequences)
+            self._turn.note_attention(worker, message.busy_s)
+        elif isinstance(message, Working):
+            self._watch.progressed(message.lanes, worker)
+        elif isinstance(message, Migrated):
+            self._scheduler.migrated(message.number)
+        elif isinstance(message, Failed):
+            raise self._watch.root_cause(worker, message)
+        else:
+            raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+
+    def _complete(self, done: StepDone) -> None:
+        drawn = self._turn.complete(done)
+        self._steps += 1
+        for draw in done.draws:
+            if draw.sequence not in drawn:  # aborted while the step ran
+                continue
+            group, completion = drawn[draw.sequence]
+            completion.generated.append(draw.token)
+            tracked = self._tracked[group.request.request_id]
+            self._touched[group.request.request_id] = tracked
+            if tracked.append(completion, draw):
+                self._scheduler.finish(group, completion)
+        for sequence in done.undrawable:
+            if sequence in drawn:
+                group, _ = drawn[sequence]
+                self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
+
+    def _send(self, plan: StepPlan) -> None:
+        check_placements(plan, self._kv_heads)
+        self._watch.began(plan)
+        self._moved += len(plan.moved)
+        replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(plan.lane)]
+        try:
+            # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
+            self._control.send([*self.cluster.capacities, *replicas], Step(plan))
+        except TransportError as error:
+            raise self._why_unreachable(error) from error
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -259,94 +267,6 @@ class Engine:
             self._touched.pop(request_id, None)
             self._publish(request_id, tracked)
 
-    def _launch(self, lane: int) -> bool:
-        """Send the lane's next plan; False if there is none now."""
-        plan = self._scheduler.plan(lane)
-        if plan is None:
-            return False
-        check_placements(plan, self._kv_heads)
-        self._answers.expect(plan)
-        self._in_flight[plan.step] = plan
-        self._progress[lane] = self._control.liveness.awake_s, "engine"
-        self._moved += len(plan.moved)
-        for migration in plan.migrations:
-            self._migration = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
-        replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(lane)]
-        try:
-            # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
-            self._control.send([*self._scheduler.placement.capacities, *replicas], Step(plan))
-        except TransportError as error:
-            raise self._why_unreachable(error) from error
-        return True
-
-    def _why_unreachable(self, error: TransportError) -> LaminaError:
-        """What a worker that cannot be reached said before it ended, or else how it ended."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while time.monotonic() < deadline:
-            try:
-                for worker, message in self._control.receive(POLL_S):
-                    self._take(worker, message)
-                self._require_workers()
-            except LaminaError as cause:
-                return cause
-        return error
-
-    def _take(self, worker: str, message: ToEngine) -> None:
-        if isinstance(message, StepDone):
-            plan = self._in_flight[message.step]
-            self._progress[plan.lane] = self._control.liveness.awake_s, worker
-            for done in self._answers.take(plan, message):
-                self._complete(done)
-        elif isinstance(message, SlabUsage):
-            capacity = self.cluster.capacities[worker]
-            self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
-            if self._lanes is not None:
-                self._lanes.note_attention(worker, message.busy_s)
-        elif isinstance(message, Working):
-            self._progress |= dict.fromkeys(message.lanes, (self._control.liveness.awake_s, worker))
-        elif isinstance(message, Migrated):
-            self._scheduler.migrated(message.number)
-        elif isinstance(message, Failed):
-            raise self._root_cause(worker, message)
-        else:
-            raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
-
-    def _root_cause(self, worker: str, message: Failed) -> LaminaError:
-        """Why workers failed: that one lost or awaits its peer follows from what the peer says, its end or silence."""
-        failures = {worker: message}
-        failures |= {name: other for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)}
-        name, first = min(failures.items(), key=lambda item: item[1].kind == PeerLostError.__name__)
-        gone = {worker: reason for worker, reason in self._workers.ended().items() if worker not in failures}
-        if first.kind == PeerLostError.__name__ and gone:
-            return _gone(*next(iter(gone.items())))
-        suspects = self._control.liveness.suspects()
-        if first.kind in (PeerLostError.__name__, DeadlineError.__name__) and suspects:
-            return silence(suspects)
-        return failure(name, first)
-
-    def _complete(self, done: StepDone) -> None:
-        plan = self._in_flight.pop(done.step)
-        self._steps += 1
-        sequences = self._scheduler.sequences  # before what ends gives room back
-        drawn = self._scheduler.complete(plan.lane, plan.step)
-        if self._lanes is not None and done.rows:
-            self._lanes.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
-            chosen = self._lanes.choose(sequences, time.monotonic())
-            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
-        for draw in done.draws:
-            if draw.sequence not in drawn:  # aborted while the step ran
-                continue
-            group, completion = drawn[draw.sequence]
-            completion.generated.append(draw.token)
-            tracked = self._tracked[group.request.request_id]
-            self._touched[group.request.request_id] = tracked
-            if tracked.append(completion, draw):
-                self._scheduler.finish(group, completion)
-        for sequence in done.undrawable:
-            if sequence in drawn:
-                group, _ = drawn[sequence]
-                self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
-
     def _publish(self, request_id: str, tracked: TrackedRequest) -> None:
         if tracked.finished:
             self._forget(request_id)
@@ -363,29 +283,19 @@ class Engine:
         for worker, reason in self._workers.ended().items():
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
-            raise _gone(worker, reason)
+            raise exited(worker, reason)
 
-    def _watch(self) -> None:
-        self._require_workers()
-        self._silent = self._control.liveness.suspects()
-        if lost := self._control.liveness.lost():
-            raise silence(lost)
-        now = self._control.liveness.awake_s
-        for step, plan in self._in_flight.items():
-            since, worker = self._progress[plan.lane]
-            if now - since > PROGRESS_TIMEOUT_S:
-                raise TransportError(
-                    f"no worker has got on with step {step} of lane {plan.lane} for {PROGRESS_TIMEOUT_S:.0f} s; the "
-                    f"last to was {worker}. Look at the load and the logs of the machines of the other workers"
-                )
-        if self._migration is not None:
-            migration, deadline = self._migration
-            if migration.number == self._scheduler.migrating and now > deadline:
-                raise TransportError(
-                    f"{migration.target} did not get tokens {migration.start} to {migration.stop} of sequence "
-                    f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "
-                    f"check the network between the two"
-                )
+    def _why_unreachable(self, error: TransportError) -> LaminaError:
+        """What a worker that cannot be reached said before it ended, or else how it ended."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline:
+            try:
+                for worker, message in self._control.receive(POLL_S):
+                    self._take(worker, message)
+                self._require_workers()
+            except LaminaError as cause:
+                return cause
+        return error
 
     def _end(self) -> None:
         """Every request still here ends with an error, then the workers end; what fails on the way stops none of it."""
@@ -407,34 +317,10 @@ class Engine:
             _call_back(tracked)
 
     def _end_workers(self) -> None:
-        told = [worker for worker in (*self.cluster.computes, *self.cluster.capacities) if self._tell_to_stop(worker)]
+        told = tell_to_stop(self._control, (*self.cluster.computes, *self.cluster.capacities))
         if self._on_trace:
-            self._hand_over(self._collect_trace(told))
-
-    def _tell_to_stop(self, worker: str) -> bool:
-        try:
-            self._control.send([worker], Stop())
-        except TransportError as error:
-            log.info("worker %s could not be told to stop: %s", worker, error)
-            return False
-        return True
-
-    def _collect_trace(self, workers: Sequence[str]) -> dict[str, list[Span]]:
-        """Spans by worker, this thread's as those of "engine"; without those of workers that do not answer in time."""
-        spans = {"engine": list(self._timeline.spans)}
-        deadline = time.monotonic() + TRACE_TIMEOUT_S
-        while time.monotonic() < deadline and not spans.keys() | self._workers.ended().keys() >= set(workers):
-            for worker, message in self._control.receive(POLL_S):
-                if isinstance(message, Traced):
-                    spans[worker] = message.spans
-        return spans
-
-    def _hand_over(self, spans: Mapping[str, list[Span]]) -> None:
-        for receiver in self._on_trace:
-            try:
-                receiver(spans)
-            except OSError as error:
-                log.error("the timeline could not be written: %s", error)
+            spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
+            hand_over(spans, self._on_trace)
 
 
 def _call_back(tracked: TrackedRequest) -> bool:
@@ -445,9 +331,3 @@ def _call_back(tracked: TrackedRequest) -> bool:
         log.exception("the output callback of request %s failed", tracked.request.request_id)
         return False
     return True
-
-
-def _gone(worker: str, reason: str) -> TransportError:
-    return TransportError(
-        f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
-    )

@@ -17,6 +17,8 @@ from lamina.errors import OverloadedError
 from lamina.groups import Group
 from lamina.types import Client
 
+MAX_WAITING = 16384  # requests of one client, besides those that run
+
 
 class _Line:
     """The requests of one connection, first in, first out."""

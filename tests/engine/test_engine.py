@@ -10,6 +10,7 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Gather
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
+from lamina.engine.updates import whole
 from lamina.errors import EngineDeadError, TransportError
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
@@ -97,9 +98,9 @@ def test_whatever_ends_the_thread_is_recorded_and_answered(
 ) -> None:
     caller = Caller(4)
     for number in range(3):
-        engine.submit(str(number), [5, 6, 7], PARAMS, caller)
+        engine.submit(str(number), [5, 6, 7], PARAMS, whole(engine.tokenizer, caller))
     engine.submit("deaf", [5, 6, 7], PARAMS, raising(SystemExit("the callback's own business")))
-    engine.submit("last", [5, 6, 7], PARAMS, caller)
+    engine.submit("last", [5, 6, 7], PARAMS, whole(engine.tokenizer, caller))
     assert engine.stats().waiting == 5
     if where == "stop":  # the engine's end fails too
         monkeypatch.setattr(engine._control, "send", raising(error))
@@ -110,7 +111,7 @@ def test_whatever_ends_the_thread_is_recorded_and_answered(
         assert output.error is not None and type(error).__name__ in output.error
         assert [part.finish_reason for part in output.outputs] == [FinishReason.ERROR] * 2
     with pytest.raises(EngineDeadError, match=type(error).__name__):
-        engine.submit("late", [5], PARAMS, caller)
+        engine.submit("late", [5], PARAMS, whole(engine.tokenizer, caller))
     engine.abort("1")
     engine.close()
     stats = engine.stats()
@@ -122,7 +123,7 @@ def test_whatever_ends_the_thread_is_recorded_and_answered(
 def test_closing_while_it_dies_answers_everybody_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller(50)
     for number in range(50):
-        engine.submit(str(number), [5, 6, 7], PARAMS, caller)
+        engine.submit(str(number), [5, 6, 7], PARAMS, whole(engine.tokenizer, caller))
     monkeypatch.setattr(engine._scheduler, "plannable", raising(SystemExit(3)))
     closers = [threading.Thread(target=engine.close) for _ in range(4)]
     for closer in closers:

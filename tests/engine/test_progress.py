@@ -9,8 +9,9 @@ import pytest
 
 from lamina.cluster.bringup import Cluster
 from lamina.config import EngineConfig
-from lamina.engine import engine as module
+from lamina.engine import watch
 from lamina.engine.engine import Engine
+from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
@@ -78,7 +79,7 @@ def server() -> Iterator[ControlServer]:
 
 def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPatch) -> RequestOutput:
     """One token of a request whose one step takes longer than the limit."""
-    monkeypatch.setattr(module, "PROGRESS_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(watch, "PROGRESS_TIMEOUT_S", LIMIT_S)
     scripted = Scripted(server, 2.5 * LIMIT_S, reports)
     greetings = 0
     while greetings < 2:
@@ -90,7 +91,8 @@ def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPat
     ends: queue.Queue[RequestOutput] = queue.Queue()
     try:
         params = SamplingParams(max_tokens=1)
-        engine.submit("0", [5, 6, 7], params, lambda output: ends.put(output) if output.finished else None)
+        on_update = whole(engine.tokenizer, lambda output: ends.put(output) if output.finished else None)
+        engine.submit("0", [5, 6, 7], params, on_update)
         return ends.get(timeout=20.0)
     finally:
         engine.close()
@@ -109,4 +111,4 @@ def test_a_step_that_nobody_gets_on_with_ends_the_engine(
 ) -> None:
     output = generate(server, False, monkeypatch)
     assert output.outputs[0].finish_reason is FinishReason.ERROR
-    assert output.error is not None and "no worker has got on with step" in output.error
+    assert output.error is not None and "no worker has made progress on step" in output.error
