@@ -1,4 +1,4 @@
-"""The engine: one thread that plans steps, sends them, takes in what was drawn, and tells callers."""
+"""The engine: one thread that drives the turn. It receives answers, sends plans and calls callers back."""
 
 import collections
 import logging
@@ -39,8 +39,8 @@ class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
     Attributes:
-        default_max_tokens: most tokens of an answer to a chat that asks for no limit.
-        vocab_size: prompts may hold token ids below it; a tokenizer may know tokens that the embedding has no row for.
+        default_max_tokens: most tokens of an answer to a chat request without a limit.
+        vocab_size: token ids of prompts must be below it; a tokenizer may have tokens that the embedding lacks.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Engine:
         cluster: Cluster,
         on_trace: Sequence[OnTrace] = (),
     ) -> None:
-        """Take over a cluster that is up; ``close`` ends it, and then ``on_trace`` get what every worker did when."""
+        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``."""
         self.config = config
         self.model_name = model.name
         self.tokenizer = tokenizer
         self.vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
-        self._seeds = random.Random(config.seed)  # for requests that bring none
+        self._seeds = random.Random(config.seed)  # for requests without a seed
         self.max_model_len = limits.max_model_len
         self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
         self.cluster = cluster
@@ -79,7 +79,7 @@ class Engine:
         self._timeline = Timeline(bool(on_trace))
         self._watch = Watch(control, workers, self._turn)
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
-        self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
+        self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -100,11 +100,11 @@ class Engine:
         on_update: OnUpdate,
         client: Client = NOBODY,
     ) -> None:
-        """Queue a request. ``on_update`` is called from the engine's thread with what is new, every time
-        something is; exactly one call has ``finished`` set. Clients share the runtime fairly.
+        """Queue a request. ``on_update`` is called from the engine's thread with every update; exactly one has
+        ``finished`` set. Clients share the runtime fairly.
 
-        Raises RequestError for what can never be served, OverloadedError when this client has its share of the queue,
-        EngineDeadError when the engine has stopped.
+        Raises RequestError for a request that can never be served, OverloadedError if this client already has its share
+        of the queue, EngineDeadError if the engine has stopped.
         """
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
@@ -130,7 +130,7 @@ class Engine:
                 )
 
     def abort(self, request_id: str) -> None:
-        """End a request with what it has. Unknown and finished requests are left alone."""
+        """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
         with self._lock:
             if self._dead is not None:
                 return
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def _ended(self) -> str | None:
-        """Why nothing more is answered here, if so: a fork of the engine's process has none of its threads."""
+        """Why this engine answers nothing any more, if so. A fork of its process does not have its thread."""
         if self._dead is None and not self._thread.is_alive():
             return f"process {os.getpid()} does not run its thread; a fork of a process cannot use its engine"
         return self._dead
@@ -180,17 +180,17 @@ class Engine:
                 self._step()
         except LaminaError as error:
             self._die(str(error))
-            # Requests, submit and the server say why in one line; what a worker said beyond that is only here.
+            # Requests, submit and the server give the reason in one line; the worker's traceback is only here.
             log.log(logging.ERROR if "\n" in str(error) else logging.INFO, "the engine has stopped: %s", error)
-        except BaseException as error:  # SystemExit and its like too: whatever ends this thread ends the engine
+        except BaseException as error:  # SystemExit too: whatever ends this thread ends the engine
             self._die(f"{type(error).__name__}: {error}")
             log.exception("the engine failed")
         finally:
             self._end()
 
     def _step(self) -> None:
-        """One turn: what workers said, commands, new plans; callers hear of it last."""
-        messages = list(self._control.receive(POLL_S))  # all that can change state wakes this wait
+        """One turn: messages of workers, commands, new plans; callers are called back last."""
+        messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
             self._take(worker, message)
@@ -246,7 +246,7 @@ class Engine:
         self._moved += len(plan.moved)
         replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(plan.lane)]
         try:
-            # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
+            # Memory workers apply the changes of every plan, so that slots are freed and forked in this order.
             self._control.send([*self.cluster.capacities, *replicas], Step(plan))
         except TransportError as error:
             raise self._why_unreachable(error) from error
@@ -259,7 +259,7 @@ class Engine:
         tracked.start(self._scheduler.add(tracked.request))
 
     def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """Give a request its terminal state now, whatever it was doing; one that has ended is left alone."""
+        """Give a request its terminal state now. Does nothing if it has ended."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._scheduler.abort(request_id)
@@ -286,7 +286,7 @@ class Engine:
             raise exited(worker, reason)
 
     def _why_unreachable(self, error: TransportError) -> LaminaError:
-        """What a worker that cannot be reached said before it ended, or else how it ended."""
+        """The last words of a worker that cannot be reached, or how it ended, or ``error`` if neither is known."""
         deadline = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < deadline:
             try:
@@ -298,21 +298,21 @@ class Engine:
         return error
 
     def _end(self) -> None:
-        """Every request still here ends with an error, then the workers end; what fails on the way stops none of it."""
+        """End all requests with an error, then the workers. A failure of one part does not stop the others."""
         for part in (self._end_requests, self._end_workers, self._workers.close, self._control.close):
             try:
                 part()
             except BaseException:
-                log.exception("the engine could not end as it should; it goes on to end")
+                log.exception("a part of the engine's shutdown failed; the rest continues")
 
     def _end_requests(self) -> None:
-        """Their terminal states; the scheduler, which may be what failed, is not asked."""
+        """Terminal states for all, without the scheduler, which may be what failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
             try:
                 tracked.end(FinishReason.ERROR, reason)
             except BaseException:
-                log.exception("request %s ends without the last of its text", request_id)
+                log.exception("request %s ends without the rest of its text", request_id)
             self._forget(request_id)
             _call_back(tracked)
 
@@ -324,7 +324,7 @@ class Engine:
 
 
 def _call_back(tracked: TrackedRequest) -> bool:
-    """Tell the caller of a request; False if that raised, and whatever it raised, others must not suffer from it."""
+    """Call a caller back. False if that raised anything: one caller must not affect others."""
     try:
         tracked.publish()
     except BaseException:

@@ -1,4 +1,4 @@
-"""What the engine shows of itself."""
+"""Figures that the engine reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Token slots of one memory worker, as it reported them last."""
+    """Token slots of one memory worker, from its latest report."""
 
     used: int
     capacity: int
@@ -15,9 +15,14 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A look at the engine. ``steps`` counts those that have completed, ``moved`` sequences that went from one memory
-    worker to another; ``dead`` says why it has stopped, if it has: then nothing runs or waits. ``silent`` are workers
-    that have not answered for some seconds, with how many: the engine gives them up soon."""
+    """Counters of an engine.
+
+    Attributes:
+        running, waiting: requests; both 0 once the engine has stopped.
+        steps: completed. moved: sequences that went from one memory worker to another.
+        dead: why the engine has stopped, if it has.
+        silent: seconds without an answer, by worker, of workers that may be declared lost soon.
+    """
 
     running: int
     waiting: int

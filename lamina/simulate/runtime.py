@@ -29,11 +29,11 @@ from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.simulate.step_times import StepModel
 from lamina.types import Request, SamplingParams, StepPlan
 
-TIMED = 8  # one turn of so many has its decisions timed: reading the clock of CPU time is a system call
+TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 
 
 class _Numbers:
-    """What a mapping says of a lane's sequences, looked up anew only when they are another object than the last."""
+    """Values of a mapping for a lane's sequences, looked up again only if these are another object than the last."""
 
     def __init__(self, numbers: Mapping[int, int]) -> None:
         self._numbers = numbers
@@ -41,7 +41,7 @@ class _Numbers:
         self._last: Ints = np.zeros(0, np.int64)
 
     def of(self, sequences: Collection[int]) -> Ints:
-        """Of sequences that do not change while they are the same object."""
+        """``sequences`` must not change while they are the same object."""
         if sequences is not self._sequences:
             self._sequences = sequences
             self._last = np.array([self._numbers[sequence] for sequence in sequences], np.int64)
@@ -52,7 +52,7 @@ class Simulation:
     """One run. ``run`` is called once."""
 
     def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
-        """Raises ConfigError for what cannot be."""
+        """Raises ConfigError for an impossible deployment."""
         self._deployment = deployment
         self._arrivals = arrivals
         self._asked = arrivals.asked
@@ -83,7 +83,7 @@ class Simulation:
         self._requests = [_Numbers(self._live) for _ in lanes]
         self._decoding = [_Numbers(self._homes) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
-        self._migration: tuple[float, int] | None = None  # when the latest is done, and its number
+        self._migration: tuple[float, int] | None = None  # end of the latest, and its number
         self._steps = 0
         self._queued_s = self._refused_s = 0.0
         self._next = 0  # of the arrivals
@@ -107,7 +107,7 @@ class Simulation:
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
-        """By lane and by the turn a step begins with: the replicas of its slices, in order, as the Pipeline says."""
+        """By lane and by the first turn of a step: the replicas of its slices, in order."""
         pipeline, slices = self._pipeline, self._deployment.model.layers + 1
         period = pipeline.replicas if rotates else 1
         return [
@@ -116,7 +116,7 @@ class Simulation:
         ]
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
-        """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
+        """Simulate to the end. ``on_progress`` is called from time to time with the number of requests that ended."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
             before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
@@ -138,7 +138,7 @@ class Simulation:
         return self._result(now)
 
     def _next_from_outside(self) -> float:
-        """When the next request may come in, fault happens or migration is done."""
+        """Time of the next arrival, fault or end of a migration."""
         arrival = fault = math.inf
         if self._next < len(self._arrival_s) and self._scheduler.waiting < MAX_WAITING:
             arrival = self._arrival_s[self._next]
@@ -167,7 +167,7 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
         try:
-            self._scheduler.check(prompt, params)  # before its tokens are made, which may be more than memory holds
+            self._scheduler.check(prompt, params)  # before making its tokens, which may exceed the memory
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
@@ -176,7 +176,7 @@ class Simulation:
         group = self._scheduler.add(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
-        completion.generated.append(0)  # what it is to run wherever a plan must say it
+        completion.generated.append(0)  # for plans that must name its last token
         self._live[completion.sequence] = index
 
     def _strike(self, fault: Fault, now: float) -> None:
@@ -188,7 +188,7 @@ class Simulation:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
     def _die(self, now: float) -> None:
-        """A lost worker ends every request with an error, and the engine: what comes later is refused."""
+        """A lost worker ends the engine and all requests with an error; later ones are refused."""
         self._dead = True
         come = max(self._next, bisect.bisect_left(self._arrival_s, now))
         for index in (*self._live.values(), *range(self._next, come)):
@@ -200,7 +200,7 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _take(self, now: float, lane: int, answer: StepDone) -> None:
-        """A step of ``lane`` is done."""
+        """A worker has answered a step of ``lane``."""
         for done in self._turn.in_order(answer):
             begun = self._clock()
             drawn = self._turn.complete(done)
@@ -213,7 +213,7 @@ class Simulation:
                     self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
 
     def _launch(self, now: float) -> None:
-        """All the steps that lanes may have in flight begin; those without sequences are done at once."""
+        """Begin all steps that lanes have room for. Those without sequences are done at once."""
         if self._dead:
             return
         if self._turn.reviews_lanes:
@@ -235,7 +235,7 @@ class Simulation:
             del self._homes[sequence]
         for segment in plan.moved:
             self._homes[segment.sequence] = self._numbers[segment.worker]
-        for migration in plan.migrations:  # one at a time; the one before may have been given up
+        for migration in plan.migrations:  # one at a time; the one before may have been cancelled
             seconds = self._model.migration_seconds(migration.stop - migration.start)
             self._migration = now + seconds, migration.number
         for admission in plan.admitted:
