@@ -29,8 +29,11 @@ class Answers:
         """
         if not plan.runs:
             return [done]
-        self._early[done.step] = done
         awaited = self._awaited[plan.lane]
+        if not self._early and awaited[0] == done.step:  # nearly always
+            awaited.popleft()
+            return [done]
+        self._early[done.step] = done
         ready = []
         while awaited and awaited[0] in self._early:
             ready.append(self._early.pop(awaited.popleft()))
