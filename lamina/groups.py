@@ -7,11 +7,11 @@ from lamina.types import Request
 
 @dataclass(eq=False, slots=True)
 class Completion:
-    """One sequence: its place in the batch and what it has drawn.
+    """One sequence and the tokens it has drawn.
 
     Attributes:
-        until: the last step of its lane that runs it, by the lane's count; known once it decodes no more.
-        retired: given up for release.
+        until: the last step of its lane that runs it, by the lane's count; set when it stops decoding.
+        retired: handed over for release.
     """
 
     sequence: int
@@ -28,12 +28,12 @@ class Group:
 
     Attributes:
         prompt_length: tokens of the prompt, which the completions share.
-        own_tokens: most KV tokens that one completion keeps besides; the last token drawn is never kept.
-        tokens: most KV tokens that the request keeps.
-        lane: -1 while it waits. memory, heads: where its KV lives.
+        own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
+        tokens: most KV tokens of the request.
+        lane: -1 while it waits. memory, heads: the placement of its KV.
         cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
         until: the last step of its lane with a chunk of its prompt, by the lane's count.
-        seats: completions that steps run or may come to run. holders: those whose KV reservation stands.
+        seats: completions that steps run or may run. holders: completions with KV reserved.
     """
 
     request: Request
@@ -58,12 +58,12 @@ class Group:
 
     @property
     def prompt_left(self) -> int:
-        """Tokens of the prompt that no planned step runs."""
+        """Tokens of the prompt not in any planned step."""
         return self.prompt_length - self.cached
 
     @property
     def prompt_done(self) -> bool:
-        """True when the KV of the whole prompt is kept."""
+        """True when planned steps cover the whole prompt."""
         return self.cached >= self.prompt_length
 
     @property
@@ -73,8 +73,8 @@ class Group:
 
     @property
     def histories(self) -> dict[int, list[int]]:
-        """By sequence, what a replica that is to draw under penalties must know: all tokens but the last, which its
-        next step runs."""
+        """By sequence, the tokens that a replica needs to draw with penalties: all but the last, which the next step
+        runs. Empty without penalties."""
         if not self.request.params.penalizes:
             return {}
         return {completion.sequence: completion.generated[:-1] for completion in self.alive}

@@ -11,7 +11,8 @@ from lamina.cluster.devices import find_devices, free_memory
 from lamina.cluster.gather import OnProgress
 from lamina.cluster.launchers.local import COMPUTE, MEMORY, LocalWorkers
 from lamina.config import EngineConfig, check_writable
-from lamina.engine.engine import Engine, OnTrace
+from lamina.engine.ending import OnTrace
+from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace

@@ -1,15 +1,14 @@
 """The order of slices on compute workers: staggered pipelining of several lanes, fixed or rotational.
 
-Pure: no clock, no sockets. Engine, workers and a simulator ask the same object.
+Pure: no clock, no sockets. Engine, workers and simulator use the same object.
 
-A lane is one batch in flight; its attentions are numbered over its life (``turn``). Slice ``turn`` is what runs before
-attention ``turn``: the first slice of a step, together with what the step before does after its last attention, is one
-of them, since no attention lies between.
+A lane is one batch in flight; its attentions are numbered over its life (``turn``). Slice ``turn`` runs before
+attention ``turn``. The last slice of a step and the first of the next count as one, since no attention lies between.
 
 Rotational staggered pipelining (Lamina, section 4.3): n lanes share n - 1 replicas, and slice k of lane j runs on
 replica (j + k) mod (n - 1). With slices n - 1 times as long as attentions, lane j begins slice k at tick k n + j, so
-that a new slice begins somewhere at every tick, no replica has two at a time or is ever idle, and the memory workers
-serve exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.
+that one new slice begins at every tick, no replica has two at a time or is ever idle, and the memory workers serve
+exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a pipeline is used: the first ``lanes`` of its lanes, in rotational or fixed order."""
+    """How to use a pipeline: its first ``lanes`` lanes, in rotational or fixed order."""
 
     lanes: int
     rotates: bool = False
@@ -25,12 +24,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Who runs which slice, and in which order.
+    """Which replica runs which slice, and in which order.
 
     Attributes:
-        lanes: batches in flight at most. replicas: compute workers with a copy of the weights.
+        lanes: most batches in flight. replicas: compute workers with a copy of the weights.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
-        choices: arrangements to choose from while it runs, instead of all lanes in the order that ``rotates`` says.
+        choices: arrangements to choose from at run time, instead of all lanes in the order given by ``rotates``.
     """
 
     lanes: int
@@ -48,28 +47,28 @@ class Pipeline:
 
     @property
     def start(self) -> Arrangement:
-        """What it begins with."""
+        """The arrangement at the start."""
         return self.choices[0] if self.choices else Arrangement(self.lanes, self.rotates)
 
     @property
     def moves(self) -> bool:
-        """True if a lane's context ever travels from replica to replica."""
+        """True if a lane's context may travel between replicas."""
         return self.replicas > 1 and any(one.rotates for one in (self.start, *self.choices))
 
     @property
     def interchangeable(self) -> bool:
-        """True if every replica knows the sequences of every lane, so that they may change from one to another."""
+        """True if every replica knows the sequences of every lane, so that sequences may change lanes."""
         return self.replicas == 1 or self.moves or bool(self.choices)
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
-        """The replica that runs slice ``turn`` of ``lane``, in the order that a step has if it is another one."""
+        """The replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the default."""
         rotating = self.rotates if rotates is None else rotates
         return (lane + turn) % self.replicas if rotating else lane % self.replicas
 
     def replicas_of(self, lane: int) -> tuple[int, ...]:
-        """Every replica that may ever run a slice of ``lane``."""
+        """Every replica that may run a slice of ``lane``."""
         return tuple(range(self.replicas)) if self.interchangeable else (lane % self.replicas,)
 
     def tick(self, lane: int, turn: int) -> int:
-        """When slice ``turn`` of ``lane`` is due: of several slices that could run, a replica takes the earliest."""
+        """Due time of slice ``turn`` of ``lane``: of several slices that could run, a replica takes the earliest."""
         return turn * self.lanes + lane

@@ -1,4 +1,4 @@
-"""The engine: one thread that plans steps, sends them, takes in what was drawn, and tells callers."""
+"""The engine: one thread that drives the turn. It receives answers, sends plans and calls callers back."""
 
 import collections
 import logging
@@ -6,72 +6,41 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Workers, failure, silence
+from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
+from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.errors import DeadlineError, EngineDeadError, LaminaError, PeerLostError, RequestError, TransportError
+from lamina.engine.watch import LAST_WORDS_S, POLL_S, Watch, exited
+from lamina.errors import EngineDeadError, LaminaError, RequestError, TransportError
 from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, Stop, ToEngine, Traced, Working
-from lamina.protocol.timeline import Span, Timeline
+from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, ToEngine, Working
+from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
-from lamina.schedule.answers import Answers
-from lamina.schedule.lanes import chooser
-from lamina.schedule.scheduler import Limits, Scheduler
-from lamina.schedule.waiting import Places
-from lamina.types import NOBODY, Client, FinishReason, Migration, Request, SamplingParams, StepPlan
+from lamina.schedule.scheduler import Limits
+from lamina.schedule.turn import Turn
+from lamina.schedule.waiting import MAX_WAITING, Places
+from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
-OnTrace = Callable[[Mapping[str, list[Span]]], None]
-
-PROGRESS_TIMEOUT_S = 120.0  # without any worker getting on with a step; as long as one does, it may take any time
-MIGRATION_TIMEOUT_S = 600.0
-POLL_S = 0.1
 CLOSE_TIMEOUT_S = 60.0
-MAX_WAITING = 16384  # requests of one client, besides those that run
-TRACE_TIMEOUT_S = 10.0
-LAST_WORDS_S = 2.0  # from a worker's end until its process and what it said can be seen
-
-
-@dataclass(frozen=True)
-class MemoryStats:
-    """Token slots of one memory worker, as it reported them last."""
-
-    used: int
-    capacity: int
-    sequences: int
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A look at the engine. ``steps`` counts those that have completed, ``moved`` sequences that went from one memory
-    worker to another; ``dead`` says why it has stopped, if it has: then nothing runs or waits. ``silent`` are workers
-    that have not answered for some seconds, with how many: the engine gives them up soon."""
-
-    running: int
-    waiting: int
-    steps: int
-    moved: int
-    memory: Mapping[str, MemoryStats]
-    dead: str | None
-    silent: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
     Attributes:
-        default_max_tokens: most tokens of an answer to a chat that asks for no limit.
-        vocab_size: prompts may hold token ids below it; a tokenizer may know tokens that the embedding has no row for.
+        default_max_tokens: most tokens of an answer to a chat request without a limit.
+        vocab_size: token ids of prompts must be below it; a tokenizer may have tokens that the embedding lacks.
     """
 
     def __init__(
@@ -85,38 +54,32 @@ class Engine:
         cluster: Cluster,
         on_trace: Sequence[OnTrace] = (),
     ) -> None:
-        """Take over a cluster that is up; ``close`` ends it, and then ``on_trace`` get what every worker did when."""
+        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``."""
         self.config = config
         self.model_name = model.name
         self.tokenizer = tokenizer
         self.vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
-        self._seeds = random.Random(config.seed)  # for requests that bring none
+        self._seeds = random.Random(config.seed)  # for requests without a seed
         self.max_model_len = limits.max_model_len
         self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
         self.cluster = cluster
         self._control = control
         self._workers = workers
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
-        self._scheduler = Scheduler(
+        self._turn = Turn(
             limits,
             Placement(cluster.capacities),
-            cluster.pipeline.lanes,
+            cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
+            plan_ahead=config.plan_ahead,
         )
-        self._scheduler.use_lanes(cluster.pipeline.start.lanes, cluster.pipeline.start.rotates)
+        self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._lanes = chooser(cluster.pipeline)
-        self._depth = 2 if config.plan_ahead else 1  # steps in flight in one lane
-        self._answers = Answers()
-        # Times are by ``awake_s`` of the control plane: a pause of this process is not held against workers.
-        self._in_flight: dict[int, StepPlan] = {}  # by step
-        self._progress: dict[int, tuple[float, str]] = {}  # by lane: when a step of it last got on, and on which worker
-        self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
-        self._silent: Mapping[str, float] = {}
+        self._watch = Watch(control, workers, self._turn)
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
-        self._touched: dict[str, TrackedRequest] = {}  # have news for their callers
+        self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -137,11 +100,11 @@ class Engine:
         on_update: OnUpdate,
         client: Client = NOBODY,
     ) -> None:
-        """Queue a request. ``on_update`` is called from the engine's thread with what is new, every time
-        something is; exactly one call has ``finished`` set. Clients share the runtime fairly.
+        """Queue a request. ``on_update`` is called from the engine's thread with every update; exactly one has
+        ``finished`` set. Clients share the runtime fairly.
 
-        Raises RequestError for what can never be served, OverloadedError when this client has its share of the queue,
-        EngineDeadError when the engine has stopped.
+        Raises RequestError for a request that can never be served, OverloadedError if this client already has its share
+        of the queue, EngineDeadError if the engine has stopped.
         """
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
@@ -167,7 +130,7 @@ class Engine:
                 )
 
     def abort(self, request_id: str) -> None:
-        """End a request with what it has. Unknown and finished requests are left alone."""
+        """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
         with self._lock:
             if self._dead is not None:
                 return
@@ -182,7 +145,7 @@ class Engine:
         if dead is not None:
             known = running = 0
         waiting = max(0, known - running)
-        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._silent)
+        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._watch.silent)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -195,7 +158,7 @@ class Engine:
 
     @property
     def _ended(self) -> str | None:
-        """Why nothing more is answered here, if so: a fork of the engine's process has none of its threads."""
+        """Why this engine answers nothing any more, if so. A fork of its process does not have its thread."""
         if self._dead is None and not self._thread.is_alive():
             return f"process {os.getpid()} does not run its thread; a fork of a process cannot use its engine"
         return self._dead
@@ -217,122 +180,52 @@ class Engine:
                 self._step()
         except LaminaError as error:
             self._die(str(error))
-            # Requests, submit and the server say why in one line; what a worker said beyond that is only here.
+            # Requests, submit and the server give the reason in one line; the worker's traceback is only here.
             log.log(logging.ERROR if "\n" in str(error) else logging.INFO, "the engine has stopped: %s", error)
-        except BaseException as error:  # SystemExit and its like too: whatever ends this thread ends the engine
+        except BaseException as error:  # SystemExit too: whatever ends this thread ends the engine
             self._die(f"{type(error).__name__}: {error}")
             log.exception("the engine failed")
         finally:
             self._end()
 
     def _step(self) -> None:
-        """One turn: what workers said, commands, new plans for free compute workers; callers hear of it last."""
-        messages = list(self._control.receive(POLL_S))  # all that can change state wakes this wait
+        """One turn: messages of workers, commands, new plans; callers are called back last."""
+        messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
-        for lane in self._scheduler.plannable(self._depth):
-            while self._scheduler.in_flight(lane) < self._depth and self._launch(lane):
-                pass
+        for plan in self._turn.plan(time.monotonic()):
+            self._send(plan)
         self._timeline.add("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
         for request_id, tracked in touched.items():
             self._publish(request_id, tracked)
         self._timeline.add("tell callers", -1, begun)
-        self._watch()
-
-    def _run_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
-
-    def _add(self, tracked: TrackedRequest) -> None:
-        tracked.start(self._scheduler.add(tracked.request))
-
-    def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """Give a request its terminal state now, whatever it was doing; one that has ended is left alone."""
-        tracked = self._tracked.get(request_id)
-        if tracked is not None:
-            self._scheduler.abort(request_id)
-            tracked.end(reason, error)
-            self._touched.pop(request_id, None)
-            self._publish(request_id, tracked)
-
-    def _launch(self, lane: int) -> bool:
-        """Send the lane's next plan; False if there is none now."""
-        plan = self._scheduler.plan(lane)
-        if plan is None:
-            return False
-        check_placements(plan, self._kv_heads)
-        self._answers.expect(plan)
-        self._in_flight[plan.step] = plan
-        self._progress[lane] = self._control.liveness.awake_s, "engine"
-        self._moved += len(plan.moved)
-        for migration in plan.migrations:
-            self._migration = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
-        replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(lane)]
-        try:
-            # Memory workers apply deltas of every plan, so that slots are freed and forked in the engine's order.
-            self._control.send([*self._scheduler.placement.capacities, *replicas], Step(plan))
-        except TransportError as error:
-            raise self._why_unreachable(error) from error
-        return True
-
-    def _why_unreachable(self, error: TransportError) -> LaminaError:
-        """What a worker that cannot be reached said before it ended, or else how it ended."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while time.monotonic() < deadline:
-            try:
-                for worker, message in self._control.receive(POLL_S):
-                    self._take(worker, message)
-                self._require_workers()
-            except LaminaError as cause:
-                return cause
-        return error
+        self._require_workers()
+        self._watch.check()
 
     def _take(self, worker: str, message: ToEngine) -> None:
         if isinstance(message, StepDone):
-            plan = self._in_flight[message.step]
-            self._progress[plan.lane] = self._control.liveness.awake_s, worker
-            for done in self._answers.take(plan, message):
+            self._watch.progressed([self._turn.in_flight[message.step].lane], worker)
+            for done in self._turn.in_order(message):
                 self._complete(done)
         elif isinstance(message, SlabUsage):
-            capacity = self.cluster.capacities[worker]
-            self._usage[worker] = MemoryStats(message.used, capacity, message.sequences)
-            if self._lanes is not None:
-                self._lanes.note_attention(worker, message.busy_s)
+            self._usage[worker] = MemoryStats(message.used, self.cluster.capacities[worker], message.sequences)
+            self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
-            self._progress |= dict.fromkeys(message.lanes, (self._control.liveness.awake_s, worker))
+            self._watch.progressed(message.lanes, worker)
         elif isinstance(message, Migrated):
             self._scheduler.migrated(message.number)
         elif isinstance(message, Failed):
-            raise self._root_cause(worker, message)
+            raise self._watch.root_cause(worker, message)
         else:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
 
-    def _root_cause(self, worker: str, message: Failed) -> LaminaError:
-        """Why workers failed: that one lost or awaits its peer follows from what the peer says, its end or silence."""
-        failures = {worker: message}
-        failures |= {name: other for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)}
-        name, first = min(failures.items(), key=lambda item: item[1].kind == PeerLostError.__name__)
-        gone = {worker: reason for worker, reason in self._workers.ended().items() if worker not in failures}
-        if first.kind == PeerLostError.__name__ and gone:
-            return _gone(*next(iter(gone.items())))
-        suspects = self._control.liveness.suspects()
-        if first.kind in (PeerLostError.__name__, DeadlineError.__name__) and suspects:
-            return silence(suspects)
-        return failure(name, first)
-
     def _complete(self, done: StepDone) -> None:
-        plan = self._in_flight.pop(done.step)
+        drawn = self._turn.complete(done)
         self._steps += 1
-        sequences = self._scheduler.sequences  # before what ends gives room back
-        drawn = self._scheduler.complete(plan.lane, plan.step)
-        if self._lanes is not None and done.rows:
-            self._lanes.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
-            chosen = self._lanes.choose(sequences, time.monotonic())
-            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
         for draw in done.draws:
             if draw.sequence not in drawn:  # aborted while the step ran
                 continue
@@ -346,6 +239,33 @@ class Engine:
             if sequence in drawn:
                 group, _ = drawn[sequence]
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
+
+    def _send(self, plan: StepPlan) -> None:
+        check_placements(plan, self._kv_heads)
+        self._watch.began(plan)
+        self._moved += len(plan.moved)
+        replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(plan.lane)]
+        try:
+            # Memory workers apply the changes of every plan, so that slots are freed and forked in this order.
+            self._control.send([*self.cluster.capacities, *replicas], Step(plan))
+        except TransportError as error:
+            raise self._why_unreachable(error) from error
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _add(self, tracked: TrackedRequest) -> None:
+        tracked.start(self._scheduler.add(tracked.request))
+
+    def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """Give a request its terminal state now. Does nothing if it has ended."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            self._scheduler.abort(request_id)
+            tracked.end(reason, error)
+            self._touched.pop(request_id, None)
+            self._publish(request_id, tracked)
 
     def _publish(self, request_id: str, tracked: TrackedRequest) -> None:
         if tracked.finished:
@@ -363,91 +283,51 @@ class Engine:
         for worker, reason in self._workers.ended().items():
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
-            raise _gone(worker, reason)
+            raise exited(worker, reason)
 
-    def _watch(self) -> None:
-        self._require_workers()
-        self._silent = self._control.liveness.suspects()
-        if lost := self._control.liveness.lost():
-            raise silence(lost)
-        now = self._control.liveness.awake_s
-        for step, plan in self._in_flight.items():
-            since, worker = self._progress[plan.lane]
-            if now - since > PROGRESS_TIMEOUT_S:
-                raise TransportError(
-                    f"no worker has got on with step {step} of lane {plan.lane} for {PROGRESS_TIMEOUT_S:.0f} s; the "
-                    f"last to was {worker}. Look at the load and the logs of the machines of the other workers"
-                )
-        if self._migration is not None:
-            migration, deadline = self._migration
-            if migration.number == self._scheduler.migrating and now > deadline:
-                raise TransportError(
-                    f"{migration.target} did not get tokens {migration.start} to {migration.stop} of sequence "
-                    f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "
-                    f"check the network between the two"
-                )
+    def _why_unreachable(self, error: TransportError) -> LaminaError:
+        """The last words of a worker that cannot be reached, or how it ended, or ``error`` if neither is known."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline:
+            try:
+                for worker, message in self._control.receive(POLL_S):
+                    self._take(worker, message)
+                self._require_workers()
+            except LaminaError as cause:
+                return cause
+        return error
 
     def _end(self) -> None:
-        """Every request still here ends with an error, then the workers end; what fails on the way stops none of it."""
+        """End all requests with an error, then the workers. A failure of one part does not stop the others."""
         for part in (self._end_requests, self._end_workers, self._workers.close, self._control.close):
             try:
                 part()
             except BaseException:
-                log.exception("the engine could not end as it should; it goes on to end")
+                log.exception("a part of the engine's shutdown failed; the rest continues")
 
     def _end_requests(self) -> None:
-        """Their terminal states; the scheduler, which may be what failed, is not asked."""
+        """Terminal states for all, without the scheduler, which may be what failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
             try:
                 tracked.end(FinishReason.ERROR, reason)
             except BaseException:
-                log.exception("request %s ends without the last of its text", request_id)
+                log.exception("request %s ends without the rest of its text", request_id)
             self._forget(request_id)
             _call_back(tracked)
 
     def _end_workers(self) -> None:
-        told = [worker for worker in (*self.cluster.computes, *self.cluster.capacities) if self._tell_to_stop(worker)]
+        told = tell_to_stop(self._control, (*self.cluster.computes, *self.cluster.capacities))
         if self._on_trace:
-            self._hand_over(self._collect_trace(told))
-
-    def _tell_to_stop(self, worker: str) -> bool:
-        try:
-            self._control.send([worker], Stop())
-        except TransportError as error:
-            log.info("worker %s could not be told to stop: %s", worker, error)
-            return False
-        return True
-
-    def _collect_trace(self, workers: Sequence[str]) -> dict[str, list[Span]]:
-        """Spans by worker, this thread's as those of "engine"; without those of workers that do not answer in time."""
-        spans = {"engine": list(self._timeline.spans)}
-        deadline = time.monotonic() + TRACE_TIMEOUT_S
-        while time.monotonic() < deadline and not spans.keys() | self._workers.ended().keys() >= set(workers):
-            for worker, message in self._control.receive(POLL_S):
-                if isinstance(message, Traced):
-                    spans[worker] = message.spans
-        return spans
-
-    def _hand_over(self, spans: Mapping[str, list[Span]]) -> None:
-        for receiver in self._on_trace:
-            try:
-                receiver(spans)
-            except OSError as error:
-                log.error("the timeline could not be written: %s", error)
+            spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
+            hand_over(spans, self._on_trace)
 
 
 def _call_back(tracked: TrackedRequest) -> bool:
-    """Tell the caller of a request; False if that raised, and whatever it raised, others must not suffer from it."""
+    """Call a caller back. False if that raised anything: one caller must not affect others."""
     try:
         tracked.publish()
     except BaseException:
         log.exception("the output callback of request %s failed", tracked.request.request_id)
         return False
     return True
-
-
-def _gone(worker: str, reason: str) -> TransportError:
-    return TransportError(
-        f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
-    )

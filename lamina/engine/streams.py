@@ -1,7 +1,7 @@
 """From the engine's callbacks to iterators: the requests of one caller, submitted and cancelled together.
 
-A reader gets what each request has gained since it read last, in one update, so a slow one never makes the engine
-wait. What it leaves unread is kept; where that must not grow, ``most_unread`` ends the requests instead.
+A reader gets everything new of a request since its last read in one update, so a slow reader never makes the engine
+wait. Unread tokens are kept; ``most_unread`` bounds them by ending the requests.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from lamina.frontend.prompts import Prompt
 from lamina.types import Client, SamplingParams
 
 Update = tuple[int, RequestUpdate]
-"""(index of the prompt, what is new)."""
+"""(index of the prompt, its update)."""
 
 WATCH_S = 10.0
-"""A reader that has heard nothing for so long asks whether the engine is still alive."""
+"""A reader without updates for this long checks that the engine is alive."""
 
 
 class _Requests:
-    """Requests submitted together, with what is unread of each. ``notify`` runs on the engine's thread.
+    """Requests submitted together, with the unread updates of each. ``notify`` runs on the engine's thread.
 
-    Those of one call are one client's, unless it is said whose they are. Those whose reader leaves more than
-    ``most_unread`` tokens unread are cancelled, and ``take`` says so.
+    Without ``client``, all requests of one call count as one client. If more than ``most_unread`` tokens are unread,
+    the requests are cancelled and ``take`` raises.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class _Requests:
         self._unread: dict[int, RequestUpdate] = {}
         self._unread_tokens = 0
         self._overrun: str | None = None
-        self._running: set[int] = set()  # submitted, and not known to have ended
+        self._running: set[int] = set()  # submitted, without a final update that was read
         self._aborted = False
 
     def submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -62,14 +62,14 @@ class _Requests:
                 except BaseException:
                     self._running.discard(index)
                     raise
-                if self._aborted:  # while it was being submitted: abort() may have come too early for this one
+                if self._aborted:  # during submit: abort() may have come too early for this one
                     self._engine.abort(self._name(index))
         except BaseException:
             self.abort()
             raise
 
     def take(self) -> list[Update]:
-        """What is unread, in prompt order; it counts as read. Raises OverloadedError once that was too much."""
+        """Unread updates, in prompt order, which are then read. Raises OverloadedError if there were too many."""
         with self._lock:
             if self._overrun is not None:
                 raise OverloadedError(self._overrun)
@@ -83,7 +83,7 @@ class _Requests:
         return not self._running
 
     def abort(self) -> None:
-        """Cancel what has not ended. Idempotent, thread-safe."""
+        """Cancel the requests that have not ended. Idempotent, thread-safe."""
         with self._lock:
             self._aborted = True
             running = sorted(self._running)
@@ -91,7 +91,7 @@ class _Requests:
             self._engine.abort(self._name(index))
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if no more outputs can come."""
+        """Raises EngineDeadError if the engine has stopped."""
         reason = self._engine.stats().dead
         if reason is not None:
             raise EngineDeadError(reason)
@@ -112,7 +112,7 @@ class _Requests:
                 if self._most_unread is not None and self._unread_tokens > self._most_unread:
                     self._overrun = (
                         f"the answer was read too slowly: {self._unread_tokens} tokens of it were waiting, and at most "
-                        f"{self._most_unread} are kept. Read faster, or ask for less at once"
+                        f"{self._most_unread} are kept. Read faster, or request less at once"
                     )
                     self._unread.clear()
             if self._overrun is not None:
@@ -123,10 +123,10 @@ class _Requests:
 
 
 class Outputs(Iterator[Update]):
-    """Iterator over the updates of several prompts; ends when all have ended. Closing it cancels the rest.
+    """Iterator over the updates of several prompts; ends when all requests have. Closing it cancels the rest.
 
     Raises:
-        RequestError: a prompt cannot be served; none is left running.
+        RequestError: a prompt cannot be served; no request is left running.
         EngineDeadError: the engine has stopped.
     """
 
@@ -160,10 +160,10 @@ class Outputs(Iterator[Update]):
 
 
 class AsyncOutputs(AsyncIterator[Update]):
-    """The same for an event loop; made by ``await AsyncOutputs.submit(...)``, read in the loop that made it.
+    """The same for an event loop: made by ``await AsyncOutputs.submit(...)``, read in that loop.
 
     Raises:
-        OverloadedError: more than ``most_unread`` tokens were waiting to be read; the requests are cancelled.
+        OverloadedError: more than ``most_unread`` tokens were unread; the requests are cancelled.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         client: Client | None = None,
         most_unread: int | None = None,
     ) -> Self:
-        """Submit all prompts, off the event loop because a long text takes its time to tokenise."""
+        """Submit all prompts, in a thread because tokenizing a long text takes time."""
         outputs = cls(engine, request_id, client, most_unread)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
@@ -219,5 +219,5 @@ class AsyncOutputs(AsyncIterator[Update]):
     def _wake(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
-        except RuntimeError:  # the loop is closed: nobody is left to read
+        except RuntimeError:  # the loop is closed: there is no reader
             self._requests.abort()

@@ -1,4 +1,4 @@
-"""What the caller of a request sees of it: text, stop conditions, one terminal state."""
+"""A request as its caller sees it: text, stop conditions, one terminal state."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from lamina.types import FinishReason, Request, Segment
 
 @dataclass
 class _Text:
-    """What turns the tokens of one completion into text, and decides its end."""
+    """Turns the tokens of one completion into text and decides when it ends."""
 
     detokenizer: IncrementalDetokenizer
     stop: StopChecker
 
 
 class TrackedRequest:
-    """A request between its submission and its terminal state. One thread at a time uses it.
+    """A request from its submission to its terminal state. Not thread-safe.
 
-    What it keeps does not grow with what has been drawn, and a token costs the same however many came before.
+    Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate) -> None:
@@ -36,7 +36,7 @@ class TrackedRequest:
         self._group: Group | None = None
 
     def start(self, group: Group) -> None:
-        """The scheduler knows the request; its completions may now draw tokens."""
+        """The request has been added to the scheduler; its completions may now draw tokens."""
         self._group = group
         params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
         stops = StopStrings(params.stop)
@@ -54,7 +54,7 @@ class TrackedRequest:
         return all(news.finish_reason is not None for news in self._news)
 
     def append(self, completion: Completion, draw: Draw) -> bool:
-        """Take in one drawn token; True if it ends the completion."""
+        """Add one drawn token; True if it ends the completion."""
         text = self._texts[completion.index]
         news = self._news[completion.index]
         decision = text.stop.append(draw.token, text.detokenizer.append([draw.token]))
@@ -63,14 +63,14 @@ class TrackedRequest:
         if news.logprobs is not None:
             news.logprobs.append(pack(draw.logprobs))
         if decision.finish_reason is FinishReason.LENGTH:
-            news.rest = text.detokenizer.flush()  # what an unfinished character leaves
+            news.rest = text.detokenizer.flush()  # an unfinished character
         news.finish_reason, news.stop_reason = decision.finish_reason, decision.stop_reason
         return decision.finish_reason is not None
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Give every completion that has none this finish reason; nothing changes if there are none.
+        """Give every completion without a finish reason this one. Does nothing if all have one.
 
-        They have it even if this raises, and before ``start`` too.
+        Also works before ``start``. The reasons are set even if this raises.
         """
         if self.finished:
             return
@@ -83,7 +83,7 @@ class TrackedRequest:
             news.rest = text.stop.flush() + text.detokenizer.flush()
 
     def publish(self) -> None:
-        """Tell the caller what is new since the last time."""
+        """Pass the caller everything new since the last call."""
         news, finished = self._news, self.finished
         self._news = [self._no_news(one.index) for one in news]
         for one, before in zip(self._news, news, strict=True):

@@ -1,4 +1,4 @@
-"""What a request has gained since its caller was told last, and the whole that such updates add up to."""
+"""Updates of a request since the last one, and the output that they add up to."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from lamina.types import CompletionOutput, FinishReason, Logprob, Request, Reque
 
 @dataclass(slots=True)
 class CompletionUpdate:
-    """What one completion has gained: one entry per token in each list.
+    """New tokens of one completion: one entry per token in each list.
 
     Attributes:
-        texts: that each token completed, often more or less than its own.
-        logprobs: packed, see :func:`pack`; None if they were not asked for.
-        rest: text that was held back until the end.
+        texts: the text that each token completed, which may be more or less than its own.
+        logprobs: packed, see :func:`pack`; None if not requested.
+        rest: text held back until the end.
     """
 
     index: int
@@ -38,7 +38,7 @@ class CompletionUpdate:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """What a request has gained; ``completions`` are all of it, by index, also those without news."""
+    """New tokens of a request; ``completions`` holds all of its completions, in order, also unchanged ones."""
 
     request: Request
     completions: list[CompletionUpdate]
@@ -48,7 +48,7 @@ class RequestUpdate:
 
     @property
     def tokens(self) -> int:
-        """Tokens gained by all completions together."""
+        """New tokens of all completions together."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     def extend(self, newer: "RequestUpdate") -> None:
@@ -62,25 +62,25 @@ OnUpdate = Callable[[RequestUpdate], None]
 
 
 class Whole:
-    """Everything a request has gained so far."""
+    """The sum of a request's updates so far."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._update: RequestUpdate | None = None
-        self._logprobs: dict[int, list[list[Logprob]]] = {}  # by completion, those unpacked so far
+        self._logprobs: dict[int, list[list[Logprob]]] = {}  # unpacked so far, by completion
 
     def add(self, update: RequestUpdate) -> None:
-        """Take in what came next; ``update`` belongs to this object from now on."""
+        """Add the next update. Takes ownership of ``update``."""
         if self._update is None:
             self._update = update
         else:
             self._update.extend(update)
 
     def output(self) -> RequestOutput:
-        """A copy of all of it, as callers of the SDK see it. At least one update must have come."""
+        """A copy of everything so far, as callers of the SDK see it. Raises ValueError before the first update."""
         update = self._update
         if update is None:
-            raise ValueError("nothing has come of this request yet")
+            raise ValueError("the request has had no update yet")
         request = update.request
         return RequestOutput(
             request_id=request.request_id,
@@ -93,7 +93,7 @@ class Whole:
         )
 
     def _completion(self, completion: CompletionUpdate) -> CompletionOutput:
-        completion.texts = ["".join(completion.texts)]  # joined once, not at every look
+        completion.texts = ["".join(completion.texts)]  # joined once, not on every call
         named: list[list[Logprob]] | None = None
         if completion.logprobs is not None:
             named = self._logprobs.setdefault(completion.index, [])
@@ -109,7 +109,7 @@ class Whole:
 
 
 def whole(tokenizer: Tokenizer, on_output: Callable[[RequestOutput], None]) -> OnUpdate:
-    """A receiver of one request's updates that hands everything so far to ``on_output``."""
+    """A receiver of one request's updates that passes everything so far to ``on_output``."""
     gathered = Whole(tokenizer)
 
     def on_update(update: RequestUpdate) -> None:
@@ -120,9 +120,9 @@ def whole(tokenizer: Tokenizer, on_output: Callable[[RequestOutput], None]) -> O
 
 
 def pack(entries: Sequence[Logprob]) -> bytes:
-    """The drawn token and the most likely ones of a position in 8 bytes each, and 4 for the rank of the drawn one.
+    """The drawn token and the most likely ones of a position: 8 bytes each, and 4 for the rank of the drawn one.
 
-    As objects they are thirty times that: a client that asks for twenty and does not read would fill the memory.
+    Objects take thirty times as much: a client that requests twenty and does not read would fill the memory.
     """
     count = len(entries)
     ids, values = [entry.token_id for entry in entries], [entry.logprob for entry in entries]
@@ -130,11 +130,11 @@ def pack(entries: Sequence[Logprob]) -> bytes:
 
 
 def unpack(packed: bytes, tokenizer: Tokenizer) -> list[Logprob]:
-    """The entries that were packed, with their texts."""
+    """The packed entries, with their texts."""
     count = (len(packed) - 4) // 8
     rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
     ids, values = numbers[:count], numbers[count:]
-    # The first is the drawn token; the others come in the order of their ranks.
+    # The first is the drawn token; the others are in the order of their ranks.
     return [
         Logprob(token, value, place or rank, tokenizer.token_text(token))
         for place, (token, value) in enumerate(zip(ids, values, strict=True))

@@ -1,4 +1,4 @@
-"""Where KV lives: the gManager's map. A pure object: no clock, no sockets."""
+"""Where KV lives: the gManager's map. Pure: no clock, no sockets."""
 
 import heapq
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from lamina.errors import RequestError
 
 
 class Placement:
-    """Token slots of every memory worker: capacity, and what admitted requests may come to need.
+    """Token slots of every memory worker: capacity, and the worst case of admitted requests.
 
     A request is admitted only with its worst case reserved, so nothing admitted ever runs out of slots.
     """
@@ -33,7 +33,7 @@ class Placement:
     def reserve(self, tokens: int, besides: str | None = None) -> str | None:
         """Reserve ``tokens`` on the worker with the most left and name it; None if they fit nowhere now.
 
-        Worker ``besides`` is left out.
+        Worker ``besides`` is excluded.
         """
         heap, popped = self._most_left, False
         while heap and (heap[0][2] == besides or -heap[0][0] != self._left(heap[0][2])):
@@ -58,15 +58,15 @@ class Placement:
         self._note(worker)
 
     def release(self, worker: str, tokens: int) -> None:
-        """Give ``tokens`` of ``worker`` back."""
+        """Release ``tokens`` of ``worker``."""
         if tokens > self.reserved[worker]:
-            raise AssertionError(f"{worker}: {tokens} tokens given back, {self.reserved[worker]} reserved")
+            raise AssertionError(f"{worker}: {tokens} tokens released, {self.reserved[worker]} reserved")
         self.reserved[worker] -= tokens
         self.left_in_all += tokens
         self._note(worker)
 
     def roomiest(self, tokens: int) -> str:
-        """Of the workers that hold ``tokens`` when empty, the one with the most left."""
+        """Of the workers whose capacity is at least ``tokens``, the one with the most left."""
         return next(name for name in self.by_room() if self.capacities[name] >= tokens)
 
     def by_room(self) -> dict[str, int]:

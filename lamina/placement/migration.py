@@ -1,14 +1,14 @@
 """Which sequences to move to another memory worker so that a request fits. Pure: no clock, no sockets.
 
-Requests are admitted with their worst case reserved on one memory worker. When every worker has something left but none
-enough, the pool as a whole may still have room: moving a sequence joins what is left on two workers. Migrating requests
-to make contiguous room is the de-fragmentation of Llumnix (Sun et al., OSDI 2024), here of KV alone.
+Requests are admitted with their worst case reserved on one memory worker. If no worker has enough left, the pool as a
+whole may still have room: moving a sequence joins the free slots of two workers. Migrating requests to make contiguous
+room is the de-fragmentation of Llumnix (Sun et al., OSDI 2024), here of KV alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-MOST_TRIED = 8  # workers with most left that room is sought on: a decision must not cost more in a larger pool
+MOST_TRIED = 8  # only workers with most left are considered: a decision must not cost more in a larger pool
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Movable:
 
 @dataclass(frozen=True)
 class Move:
-    """A sequence, from where and to where."""
+    """A sequence with its source and target worker."""
 
     movable: Movable
     source: str
@@ -35,10 +35,10 @@ class Move:
 
 
 def make_room(needed: int, left: Mapping[str, int], movable_on: Callable[[str], Sequence[Movable]]) -> tuple[Move, ...]:
-    """Moves after which ``needed`` tokens fit a worker, cheap ones; none if there is no way, or they fit already.
+    """Cheap moves after which ``needed`` tokens fit a worker; empty if impossible, or if they fit already.
 
-    ``left`` are the tokens that are not reserved, by worker, most first. The moves may be made in any order, one at a
-    time: each fits its target without the others.
+    ``left``: tokens that are not reserved, by worker, most first. The moves may be made in any order, one at a time:
+    each fits its target without the others.
     """
     if len(left) < 2:
         return ()
@@ -60,14 +60,14 @@ def _cost(moves: Sequence[Move]) -> int:
 
 
 def _single(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
-    """The cheapest sequence that is enough alone."""
+    """The cheapest sequence that is enough by itself."""
     roomiest = max(targets, key=lambda name: targets[name])
     enough = [one for one in movable if shortage <= one.reserved <= targets[roomiest]]
     return (Move(min(enough, key=lambda one: one.cost), source, roomiest),) if enough else ()
 
 
 def _several(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
-    """Sequences that free most for what they cost, until it is enough, without those that turn out to be too many."""
+    """Sequences that free most tokens for their cost, until enough are free, less those not needed in the end."""
     room = dict(targets)
     moves: list[Move] = []
     freed = 0

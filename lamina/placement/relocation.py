@@ -1,9 +1,9 @@
-"""Sequences on their way from one memory worker to another. A pure object: no clock, no sockets.
+"""Sequences on their way from one memory worker to another. Pure: no clock, no sockets.
 
-One moves at a time. It keeps its reservation where it is and gets a second one where it goes, so that neither side ever
-runs out of slots. Two migrations bring it over: the first what its completed steps have left, while it decodes
-on; then it pauses until no step of it is in flight, and the next brings what has come since. A second pull of the few
-tokens of a pause is simpler than decoding at both places at once, and right at any speed of the network.
+One moves at a time. It keeps its reservation at the source and gets a second one at the target, so that neither side
+ever runs out of slots. Two migrations copy it: the first copies the KV of its completed steps while it keeps decoding;
+then it pauses until no step of it is in flight, and the second copies the rest. A second pull of a few tokens is
+simpler than decoding at both places at once, and correct at any speed of the network.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from lamina.types import Migration
 class Relocation:
     """A request with a single sequence, on its way to worker ``target``.
 
-    Migration ``number``, the latest, brings tokens up to ``copied``; ``arrived`` says that they are there. The sequence
-    pauses since those it had at first were, and goes on at ``position``.
+    Migration ``number``, the latest, copies tokens up to ``copied``; ``arrived`` is set when it is complete. The
+    sequence pauses after the first migration, to resume at ``position``.
     """
 
     group: Group
@@ -33,7 +33,7 @@ class Relocation:
 
 
 class Relocations:
-    """Which requests live where, and the one that moves."""
+    """The requests of each memory worker, and the one that moves."""
 
     def __init__(self, placement: Placement, computed: Callable[[Group], int | None]) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now."""
@@ -46,36 +46,36 @@ class Relocations:
 
     @property
     def migrating(self) -> int | None:
-        """Number of the migration that is under way; None if there is none."""
+        """Number of the migration in progress, if any."""
         return None if self._current is None or self._current.arrived else self._current.number
 
     def settle(self, group: Group) -> None:
-        """A request lives at ``group.memory`` from now on."""
+        """A request has been placed on ``group.memory``."""
         self._residents[group.memory][group] = None
 
     def leave(self, group: Group) -> None:
-        """A request has been released, wherever it was going."""
+        """A request has been released. Cancels its move."""
         del self._residents[group.memory][group]
         if self._current is not None and self._current.group is group:
             self._placement.release(self._current.target, group.tokens)
             self._current = None
 
     def make_room(self, tokens: int, worker: str | None) -> str | None:
-        """Begin to move a sequence, if nothing moves and that helps to fit ``tokens`` on ``worker`` (None: on any).
+        """Start to move a sequence, if none moves and that helps to fit ``tokens`` on ``worker`` (None: on any).
 
-        Returns the worker that the sequence leaves; None if none does.
+        Returns the worker that the sequence leaves; None if no move starts.
         """
         if self._current is not None or self._placement.left_in_all < tokens:
             return None
         left = self._placement.by_room()
         if worker is None:
             moves = make_room(tokens, left, self._movable)
-        else:  # looked at first, and no other has what could be moved
+        else:  # first in order, and the only one with movable sequences
             left = {worker: left[worker], **left}
             moves = make_room(tokens, left, lambda source: self._movable(source) if source == worker else [])
         if not moves:
             return None
-        move = moves[0]  # what else it takes is decided again once this is done
+        move = moves[0]  # further moves are decided again once this one is done
         group = next(one for one in self._residents[move.source] if one.completions[0].sequence == move.sequence)
         self._placement.reserve_on(move.target, group.tokens)
         self._current = Relocation(group, move.target)
@@ -90,7 +90,7 @@ class Relocations:
         ]
 
     def _pull(self, relocation: Relocation, stop: int) -> None:
-        """Let the target pull what it lacks of the tokens up to ``stop``."""
+        """Let the target pull the tokens up to ``stop`` that it lacks."""
         group, sequence = relocation.group, relocation.group.completions[0].sequence
         relocation.number, relocation.arrived = next(self._numbers), False
         self._begun.append(
@@ -99,24 +99,24 @@ class Relocations:
         relocation.copied = stop
 
     def begun(self) -> list[Migration]:
-        """Migrations to be told of by the next plan, once."""
+        """Migrations for the next plan. Each is returned once."""
         begun, self._begun = self._begun, []
         return begun
 
     def expected(self, number: int) -> Relocation | None:
-        """What migration ``number`` belongs to; None if it is not awaited, or the request has ended."""
+        """The relocation of migration ``number``; None if that is not in progress, or the request has ended."""
         current = self._current
         return None if current is None or current.number != number or not current.group.alive else current
 
     def is_paused(self, group: Group) -> bool:
-        """True if no step of it may be planned."""
+        """True if no step of this request may be planned."""
         return self._current is not None and self._current.group is group and self._current.position is not None
 
     def finish(self, lane: int, completed: int) -> tuple[Group, int] | None:
-        """The request of this lane that has arrived with all it has, and lives at its target from now on; and where
-        it goes on. ``completed`` steps of the lane have, by its count.
+        """Complete the move of a request of this lane, if all its KV has arrived: the request, now at its target, and
+        the position where it resumes; else None. ``completed``: steps of the lane so far.
 
-        Where something is missing it is pulled first.
+        Starts the second migration if tokens are missing.
         """
         current = self._current
         if current is None or not current.arrived or current.position is None:

@@ -1,11 +1,10 @@
-"""Which requests are admitted next, and where: an order that is fair, room for their KV, a seat in a lane. Pure.
+"""Which requests are admitted next, and where: in fair order, with room for their KV and a seat in a lane. Pure.
 
-A request that fits nowhere when its turn comes is set aside, and is tried again whenever something is given back. Those
-behind it pass it together, every ``PAUSE`` steps: prompts that are admitted one by one, as soon as there is room, fill
-steps badly, and where requests end often the one that was set aside has room by then. Once it has waited for
-``PATIENCE`` steps, the room of one memory worker and the seats that it needs are kept for it, and sequences move away
-from there if that helps: it is admitted at the latest when all that then ran there has ended. Meanwhile others are
-admitted elsewhere.
+A request that fits nowhere when its turn comes is set aside, and is tried again whenever something is released. Those
+behind it pass it together, every ``PAUSE`` steps: prompts admitted one by one, as soon as there is room, fill steps
+badly, and where requests end often the one set aside has room by then. Once it has waited for ``PATIENCE`` steps, the
+room of one memory worker and the seats that it needs are reserved for it, and sequences move away from there if that
+helps: it is admitted at the latest when all that ran there by then has ended. Meanwhile others are admitted elsewhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,12 +18,12 @@ from lamina.schedule.waiting import WaitingQueue
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
-MOST_ASIDE = 32  # requests set aside: all of them are tried again when something is given back
+MOST_ASIDE = 32  # requests set aside: all are tried again when something is released
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The room of ``worker``, and seats, are kept for ``group``; at step ``since`` it was sought last."""
+    """Room on ``worker``, and seats, are reserved for ``group``; room was last sought at step ``since``."""
 
     group: Group
     worker: str
@@ -32,7 +31,7 @@ class _Kept:
 
 
 class Admissions:
-    """Requests that wait; ``deal`` picks those that go to lanes."""
+    """Waiting requests; ``deal`` selects those that go to lanes."""
 
     def __init__(self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations) -> None:
         """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
@@ -41,33 +40,33 @@ class Admissions:
         self._placement = placement
         self._relocations = relocations
         self._waiting = WaitingQueue()
-        self._aside: dict[Group, int] = {}  # with the step at which each was refused
+        self._aside: dict[Group, int] = {}  # with the step at which each did not fit
         self._kept: _Kept | None = None
-        self._passed = 0  # the step at which all that could pass had passed
+        self._passed = 0  # the step at which all that fit had last passed
         self._steps = 0
-        self._exhausted = False  # nothing that waits fits, and nothing has changed since it was tried
+        self._exhausted = False  # no waiting request fits, and nothing has changed since
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._aside)
 
     @property
     def due(self) -> bool:
-        """True if ``deal`` may find something."""
+        """True if ``deal`` may find a request."""
         return not self._exhausted and len(self) > 0
 
     @property
     def full(self) -> bool:
-        """True if no request that waits fits, and nothing has been given back since that was found."""
+        """True if no waiting request fits, and nothing has been released since that was found."""
         return self._exhausted and len(self) > 0
 
     def add(self, group: Group) -> None:
-        """A request waits from now on."""
+        """Queue a request."""
         self._waiting.add(group)
         if self._waiting.first() is group:
             self._exhausted = False
 
     def remove(self, group: Group) -> None:
-        """A request waits no more."""
+        """Remove a waiting request."""
         if group in self._aside:
             del self._aside[group]
             self._keep_no_more(group)
@@ -76,31 +75,31 @@ class Admissions:
         self._exhausted = False
 
     def given_back(self) -> None:
-        """There is more room, or there are more seats, than before."""
+        """Room or seats have been released."""
         self._exhausted = False
 
     def step_completed(self) -> None:
-        """Time passes for those set aside."""
+        """Advance the time of those set aside by a step."""
         self._steps += 1
         if self._exhausted and self._aside and (self._may_pass or self._is_overdue):
             self._exhausted = False
 
     @property
     def _may_pass(self) -> bool:
-        """True if those behind the first that was set aside need not wait for it."""
+        """True if those behind the first one set aside need not wait for it."""
         return not self._aside or self._steps >= max(next(iter(self._aside.values())), self._passed) + PAUSE
 
     @property
     def _is_overdue(self) -> bool:
-        """True if room is to be sought for the first of those set aside, now or once more."""
+        """True if room is to be sought for the first one set aside, for the first time or again."""
         since = next(iter(self._aside.values())) if self._kept is None else self._kept.since
         return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
-        """Requests with the lane and the memory worker they go to, reserved, in the order of their turns.
+        """Requests, in order, with lane and memory worker set and room reserved.
 
-        The caller counts each one's seats before it asks for the next. ``may_take``: whether a lane's next step has
-        anything left for another prompt; those that wait for the emptiest lane wait.
+        The caller counts each one's seats before it takes the next. ``may_take``: whether a lane's next step has room
+        for another prompt; if the emptiest lane's has not, all wait.
         """
         if not self.due:
             return
@@ -124,13 +123,13 @@ class Admissions:
             self._passed = self._steps
 
     def _in_turn(self) -> Iterator[Group]:
-        """Those set aside, and then the first of the others, until it stays the first."""
+        """Those set aside, then the first of the others until the caller leaves it there."""
         yield from list(self._aside)
         while self._waiting:
             yield self._waiting.first()
 
     def _room_for(self, group: Group, lane: int, seats: Seats) -> str | None:
-        """The memory worker where this request's tokens are now reserved; None if they, or its seats, do not fit."""
+        """Reserve this request's tokens and name the memory worker; None if they, or its seats, do not fit."""
         wanted, besides = len(group.completions), None
         if self._kept is not None and self._kept.group is not group:
             wanted += len(self._kept.group.completions)
@@ -140,7 +139,7 @@ class Admissions:
         return self._placement.reserve(group.tokens, besides)
 
     def _may_be_passed(self, group: Group) -> bool:
-        """Set aside a request that does not fit, if it is not yet; False if all behind it have to wait."""
+        """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
         if group not in self._aside:
             if len(self._aside) == MOST_ASIDE:
                 return False
@@ -158,7 +157,7 @@ class Admissions:
             self._waiting.pop()
 
     def _keep_room(self, group: Group) -> None:
-        """Nobody else gets the room of one worker; and move sequences away from there, if that helps."""
+        """Reserve the room of one worker for this request; move sequences away from there if that helps."""
         kept = None if self._kept is None else self._kept.worker
         source = self._relocations.make_room(group.tokens, kept)
         self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)

@@ -1,4 +1,4 @@
-"""What compute workers say of steps, in the order in which the steps ran. A pure object."""
+"""Answers of compute workers to steps, in the order in which the steps ran. Pure."""
 
 import collections
 
@@ -7,10 +7,10 @@ from lamina.types import StepPlan
 
 
 class Answers:
-    """The steps that have not been answered yet, and answers that came too early.
+    """Steps that have not been answered yet, and answers that arrived early.
 
-    A lane's steps end on one replica after the other, and each replica answers for itself: an answer may overtake that
-    to the step before, whose tokens come first.
+    Consecutive steps of a lane may end on different replicas, so an answer may overtake the one to the step before,
+    whose tokens come first.
     """
 
     def __init__(self) -> None:
@@ -18,19 +18,22 @@ class Answers:
         self._early: dict[int, StepDone] = {}
 
     def expect(self, plan: StepPlan) -> None:
-        """A step has been sent to its workers."""
+        """A step is about to be sent to its workers."""
         if plan.runs:
             self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
 
     def take(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
-        """What may be used now that ``done`` has come for ``plan``: of its lane, in the order of its steps.
+        """The answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its steps.
 
-        Nothing waits for a step without sequences, nor does it wait for others.
+        A step without sequences neither waits for others nor makes others wait.
         """
         if not plan.runs:
             return [done]
-        self._early[done.step] = done
         awaited = self._awaited[plan.lane]
+        if not self._early and awaited[0] == done.step:  # nearly always
+            awaited.popleft()
+            return [done]
+        self._early[done.step] = done
         ready = []
         while awaited and awaited[0] in self._early:
             ready.append(self._early.pop(awaited.popleft()))

@@ -7,13 +7,13 @@ from lamina.types import LAST_DRAWN, DecodeRows
 
 
 class DecodeBatch:
-    """Who decodes, and at which position.
+    """The sequences that decode, and their positions.
 
-    All of them go on by one token a step, so it is enough to count steps: sequences are looked at one by one when one
-    has joined or left. A sequence leaves by itself when its last token is being drawn.
+    All advance by one token a step, so counting steps is enough: sequences are visited one by one only after one has
+    joined or left. A sequence leaves by itself when its last token is being drawn.
 
     Attributes:
-        steps: of the lane so far, those without a decoding sequence too.
+        steps: of the lane so far, including those without decoding sequences.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class DecodeBatch:
         self._owners: dict[int, Owner] = {}
         self._joined: dict[int, int] = {}  # by sequence: its position less the steps before it joined
         self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that then have no more to run
-        self._members: dict[int, Owner] | None = {}  # None: someone has joined or left
+        self._members: dict[int, Owner] | None = {}  # None: a sequence has joined or left
         self._sequences: list[int] = []
         self._offsets: list[int] = []
         self._resumed: set[int] = set()  # since the last step: their last token was drawn some steps ago
@@ -31,14 +31,14 @@ class DecodeBatch:
 
     @property
     def members(self) -> Mapping[int, Owner]:
-        """Who decodes, by sequence, in the order of joining: the same object until someone joins or leaves."""
+        """Owners by sequence, in the order of joining: the same object until one joins or leaves."""
         if self._members is None:
             self._members = self._owners.copy()
             self._sequences, self._offsets = list(self._joined), list(self._joined.values())
         return self._members
 
     def join(self, group: Group, completion: Completion, position: int) -> None:
-        """A completion decodes from now on, if it has a token to draw; its next row is at ``position``."""
+        """A completion starts to decode, if it has a token to draw; its next row is at ``position``."""
         rows = group.prompt_length + group.own_tokens - position
         if rows > 0:
             self._owners[completion.sequence] = group, completion
@@ -47,7 +47,7 @@ class DecodeBatch:
             self._members = None
 
     def leave(self, sequence: int) -> None:
-        """A sequence decodes no more; nothing happens if it does not."""
+        """A sequence stops decoding. Does nothing if it does not decode."""
         if sequence in self._owners:
             _, completion = self._owners.pop(sequence)
             completion.until = self.steps
@@ -55,7 +55,7 @@ class DecodeBatch:
             self._members = None
 
     def pause(self, sequence: int) -> int:
-        """A sequence decodes no more for a while; the position of the row that it is to go on with."""
+        """A sequence stops decoding for a while. Returns the position at which it is to resume."""
         group, _ = self._owners[sequence]
         position = self.position(sequence)
         self._leaving[self.steps + group.prompt_length + group.own_tokens - position].remove(sequence)
@@ -63,7 +63,7 @@ class DecodeBatch:
         return position
 
     def resume(self, group: Group, completion: Completion, position: int) -> None:
-        """A completion that has paused goes on at this position."""
+        """A paused completion continues at this position."""
         self.join(group, completion, position)
         self._resumed.add(completion.sequence)
 
@@ -72,7 +72,7 @@ class DecodeBatch:
         return self._joined[sequence] + self.steps
 
     def rows(self, still_drawn: bool) -> DecodeRows:
-        """What the lane's next step runs. ``still_drawn``: the lane's last step is in flight, and so are its tokens."""
+        """Rows of the lane's next step. ``still_drawn``: its last step, and so its tokens, are still in flight."""
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)
         members, steps = self.members, self.steps

@@ -1,19 +1,19 @@
-"""Prompts of a lane that are being computed, and how they share a step. Pure."""
+"""How the prompts of a lane share a step. Pure."""
 
 import heapq
 
 from lamina.groups import Group
 
-SMALLEST = 64  # tokens: a smaller part of a prompt is not worth its share of a step's fixed costs
+SMALLEST = 64  # tokens: a smaller chunk is not worth its share of a step's fixed costs
 
 
 class PromptBatch:
-    """Requests with tokens of their prompt to run.
+    """Requests with prompt tokens left to run.
 
-    Half of what a step has for prompts is the oldest one's, so that each takes no more than twice as long as if they
-    came one after the other; the other half goes to those with fewest tokens left, which are soon done. So a short
-    prompt does not wait for long ones, equal ones run one after the other, and a step has no more than two that it does
-    not finish: steps do not fill up with small pieces.
+    Half of a step's prompt budget is the oldest prompt's, so that each takes at most twice as long as in order of
+    arrival; the other half goes to those with fewest tokens left. So a short prompt does not wait for long ones, equal
+    ones run one after the other, and a step has at most two prompts that it does not finish: steps do not fill up with
+    small chunks.
     """
 
     def __init__(self) -> None:
@@ -21,45 +21,45 @@ class PromptBatch:
         self._shortest: list[tuple[int, int, Group]] = []  # a heap of (left, sequence, group); some are out of date
 
     def add(self, group: Group) -> None:
-        """The prompt of a request, or what is left of it, is to be run."""
+        """Run the prompt of a request, or what is left of it."""
         self._groups[group] = None
         self._note(group)
 
     def discard(self, group: Group) -> None:
-        """A prompt is not to be run any more; nothing happens if it is not here."""
+        """Do not run this prompt any more. Does nothing if it is not here."""
         self._groups.pop(group, None)
 
     def clear(self) -> None:
-        """No prompt is to be run any more."""
+        """Remove all prompts."""
         self._groups.clear()
         self._shortest.clear()
 
     def share(self, budget: int) -> dict[Group, int]:
-        """Tokens of each prompt that the next step runs, ``budget`` at most. Those that it finishes leave."""
+        """Tokens of each prompt in the next step, ``budget`` in total at most. Removes prompts that it finishes."""
         if budget <= 0 or not self._groups:
             return {}
         oldest = next(iter(self._groups))
-        pieces = {oldest: min(oldest.prompt_left, (budget + 1) // 2)}
-        spare = budget - pieces[oldest]
+        shares = {oldest: min(oldest.prompt_left, (budget + 1) // 2)}
+        spare = budget - shares[oldest]
         while spare and (group := self._pop_shortest()) is not None:
             if spare < min(SMALLEST, group.prompt_left):
-                more = min(spare, oldest.prompt_left - pieces[oldest])
-                pieces[oldest] += more
+                more = min(spare, oldest.prompt_left - shares[oldest])
+                shares[oldest] += more
                 spare -= more
-            tokens = min(spare, group.prompt_left - pieces.get(group, 0))
+            tokens = min(spare, group.prompt_left - shares.get(group, 0))
             if tokens:
-                pieces[group] = pieces.get(group, 0) + tokens
+                shares[group] = shares.get(group, 0) + tokens
                 spare -= tokens
-            elif group not in pieces:
+            elif group not in shares:
                 self._note(group)
-        pieces[oldest] += min(spare, oldest.prompt_left - pieces[oldest])
-        for group, tokens in pieces.items():
+        shares[oldest] += min(spare, oldest.prompt_left - shares[oldest])
+        for group, tokens in shares.items():
             group.cached += tokens
             if group.prompt_done:
                 del self._groups[group]
             else:
                 self._note(group)
-        return pieces
+        return shares
 
     def _note(self, group: Group) -> None:
         heapq.heappush(self._shortest, self._entry(group))

@@ -1,4 +1,4 @@
-"""How many lanes pay, and in which order: from what steps took, how fast each arrangement would be. Pure."""
+"""How many lanes to use, and in which order: predicts each arrangement's speed from measured steps. Pure."""
 
 import bisect
 import math
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 
 from lamina.pipeline import Arrangement, Pipeline
 
-FORGET = 0.98  # weight of what was known before, per step
+FORGET = 0.98  # weight of earlier measurements, per step
 CONSTANT = 0.2  # share of a wait that does not grow with its rows
-LEARN = 0.2  # weight of a step in what is known of as many rows
-WORTH = 1.04  # the arrangement changes if another is predicted to be so many times as fast, twice in a row
-SATURATED = 0.9  # share of the time from which replicas are taken never to be idle
-ROTATION = 0.6  # of what unequal steps cost is lost even if steps are equal: their first and last slices are longer
-STEPS_BETWEEN_LOOKS = 8  # of each lane in use, at least
+LEARN = 0.2  # weight of a step in the mean for its number of rows
+WORTH = 1.04  # the arrangement changes if another is predicted this many times as fast, twice in a row
+SATURATED = 0.9  # replicas busy for this share of the time count as never idle
+ROTATION = 0.6  # share of the loss by unequal steps that remains if steps are equal: first and last slices are longer
+STEPS_BETWEEN_LOOKS = 8  # at least, of each lane in use
 
 
 def chooser(pipeline: Pipeline) -> "LaneChooser | None":
-    """What chooses among a pipeline's arrangements; None if there is no choice."""
+    """A LaneChooser for a pipeline; None if it has only one arrangement."""
     return LaneChooser(pipeline) if len(pipeline.choices) > 1 else None
 
 
 class _Waits:
-    """Seconds by rows: in proportion to their mean, but for a part that messages take whatever is in them."""
+    """Seconds by rows: proportional to rows, except for a constant share that messages take at any size."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = 0.0
@@ -41,9 +41,8 @@ class _Waits:
 
 
 class _Table:
-    """Seconds by rows, as measured last at numbers of rows that are sqrt(2) apart: between them, and beyond the first
-    and last of them, a line. What is needed is no line as a whole: weights are read once, whatever the rows, until
-    arithmetic takes longer."""
+    """Seconds by rows: recent means at numbers of rows sqrt(2) apart, with linear interpolation and extrapolation. One
+    line would not do: weights are read once, whatever the rows, until arithmetic takes longer."""
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float]] = {}  # rows and seconds
@@ -54,7 +53,7 @@ class _Table:
         self._means[place] = known[0] + LEARN * (rows - known[0]), known[1] + LEARN * (seconds - known[1])
 
     def at(self, rows: float) -> float:
-        """No slope or constant below zero."""
+        """Neither slope nor constant is taken below zero."""
         points = sorted(self._means.values())
         above = min(max(bisect.bisect(points, (rows, 0.0)), 1), len(points) - 1)
         x, y = points[above - 1] if above else points[0]
@@ -64,22 +63,22 @@ class _Table:
 
 
 class LaneChooser:
-    """Watches steps and says how many of a pipeline's lanes to use, and in which order.
+    """Decides from measured steps how many of a pipeline's lanes to use, and in which order.
 
-    A lane goes round between a replica, where a step of b rows takes c0 + c1 b (weights are read once, rows
+    A lane alternates between a replica, where a step of b rows takes c0 + c1 b (weights are read once, rows
     multiplied), and a wait for attention and its messages, which grows with b too. That is a closed queueing network
     with the lanes as customers: if all steps take the same time, n lanes on r replicas make n / (slices + wait) steps a
-    second, until the replicas or the memory workers are never idle; the more unequal steps are, the nearer it is to
-    what mean value analysis says of service times without memory (Reiser and Lavenberg 1980). In fixed order
-    each replica has n / r customers of its own; in rotational order all lanes visit all replicas in turn, so
-    that one long step holds up everyone behind it.
+    second, until the replicas or the memory workers are never idle; the more unequal steps are, the closer it is to the
+    result of mean value analysis for memoryless service times (Reiser and Lavenberg 1980). In fixed order each replica
+    has n / r customers of its own; in rotational order all lanes visit all replicas in turn, so that one long step
+    delays all lanes behind it.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.active = pipeline.start
         self._slices, self._waits = _Table(), _Waits()
-        self._attention: dict[str, float] = {}  # seconds so far, by memory worker
+        self._attention: dict[str, float] = {}  # total seconds by memory worker
         self._attention_before: Mapping[str, float] = {}
         self._steps = self._rows = self._decoding = 0
         self._seconds = self._squares = 0.0
@@ -88,8 +87,8 @@ class LaneChooser:
         self._best = pipeline.start  # at the last look
 
     def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
-        """A step of ``rows`` rows, of which so many decoded, was ``busy_s`` in slices. Between them it ``waited_s`` for
-        attention; 0 if that is not known."""
+        """Record a step of ``rows`` rows, of which ``decoding`` decoded: ``busy_s`` in slices, and ``waited_s`` between
+        them for attention; 0 if unknown."""
         self._slices.note(rows, busy_s)
         self._seconds += busy_s
         self._squares += busy_s * busy_s
@@ -100,17 +99,17 @@ class LaneChooser:
         self._decoding += decoding
 
     def note_attention(self, worker: str, seconds: float) -> None:
-        """A memory worker has spent ``seconds`` on attention so far."""
+        """Record that a memory worker has spent ``seconds`` in total on attention."""
         self._attention[worker] = seconds
 
     @property
     def due(self) -> bool:
-        """True when ``choose`` looks at the times again."""
+        """True when ``choose`` will evaluate the times again."""
         return self._steps >= STEPS_BETWEEN_LOOKS * self.active.lanes
 
     def choose(self, sequences: int, now: float) -> Arrangement:
-        """What to use where so many sequences would decode if all their prompts were done: looked at again every few
-        steps, else what is in use. ``now`` in seconds, of any clock."""
+        """The arrangement to use if ``sequences`` would decode once all prompts are done: evaluated again when ``due``,
+        otherwise the one in use. ``now``: seconds of any monotonic clock."""
         if not self.due or not sequences:
             return self.active
         lanes, steps = self.active.lanes, self._steps
@@ -125,8 +124,8 @@ class LaneChooser:
         self._attention_before = dict(self._attention)
 
         def speed(one: Arrangement) -> float:
-            # What decodes is dealt out to the lanes; prompts fill their steps as far as it is prompts that requests
-            # wait for, and are as many a round as before otherwise.
+            # Decoding rows are spread over the lanes. Prompt rows fill steps to the extent that requests wait for
+            # prompts; otherwise there are as many a round as before.
             more = one.lanes / lanes
             chunks = (rows - decoding) * (prompts + (1 - prompts) / more)
             each = decoding / more + chunks
@@ -140,7 +139,7 @@ class LaneChooser:
         return self.active
 
     def _note_waits(self, now: float) -> None:
-        """Believe the waits seen. Where replicas were hardly idle only long ones are: what it is at most."""
+        """Learn from waits. If replicas were hardly idle, only long waits were seen: they are an upper bound."""
         elapsed = now - self._since if self._since is not None else math.inf
         idle = self._seconds < SATURATED * elapsed * self._pipeline.replicas
         for rows, seconds in self._seen:
@@ -150,8 +149,8 @@ class LaneChooser:
         self._since = now
 
     def _rate(self, one: Arrangement, rows: float, attention: float, unequal: float) -> float:
-        """Steps a second of all lanes together, each of so many rows, with so much attention of the busiest worker and
-        of such a squared coefficient of variation, 1 at most."""
+        """Steps a second of all lanes together: each of ``rows`` rows and ``attention`` seconds of the busiest memory
+        worker. ``unequal``: squared coefficient of variation of step times, at most 1."""
         replicas, slices = self._pipeline.replicas, self._slices.at(rows)
         wait = max(self._waits.at(rows) if self._waits.known else 0.0, attention)
         visited, customers, systems = (replicas, one.lanes, 1) if one.rotates else (1, one.lanes // replicas, replicas)
@@ -163,7 +162,7 @@ class LaneChooser:
 
 
 def _mean_value(customers: int, stations: int, demand: float, wait: float) -> float:
-    """Throughput of a closed network of equal stations, ``demand`` seconds of each, with a wait outside them."""
+    """Throughput of a closed network of equal stations, ``demand`` seconds at each, with a wait outside them."""
     queue, rate = 0.0, 0.0
     for number in range(1, customers + 1):
         response = demand * (1 + queue)

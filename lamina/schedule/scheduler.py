@@ -4,17 +4,17 @@ A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migr
 ``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
 engine does.
 
-A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the workers hear of it with
-the lane's next plan) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the
-workers forget it and its slots are free).
+A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
+the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
+forget it and its slots are free).
 
-A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence goes on, with a token
-that is still being drawn. Where it has ended, its row is computed in vain and nobody hears of it.
+A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
+that is still being drawn. If a sequence has ended, its row is discarded.
 
-Which request is next is said by ``lamina.schedule.admission``. Where one has found no room on a memory worker for long,
-although all together have it, sequences move, one at a time (``lamina.placement.relocation``). One that moves decodes
-on while what it has so far is copied. Then it pauses: once its steps have completed, what they added is copied too, and
-the next plan says that it lives elsewhere and goes on.
+``lamina.schedule.admission`` selects the next request. If no memory worker has had room for it for long, although all
+together have, sequences move, one at a time (``lamina.placement.relocation``). A sequence that moves keeps decoding
+while its KV is copied. Then it pauses: once its steps have completed, the KV they added is copied too, and the next
+plan names its new worker and resumes it.
 """
 
 import collections
@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(eq=False, slots=True)
 class _Planned:
-    """A step in flight, with whom its parts are for: sequences that decode, and those that chunks draw for."""
+    """A step in flight, with the owners of its rows: sequences that decode, and those that chunks draw for."""
 
     plan: StepPlan
     decoding: Mapping[int, Owner]
@@ -55,13 +55,13 @@ class _Planned:
 class _Lane:
     """The requests of one lane, by what they do; dicts are ordered sets."""
 
-    running: dict[Group, None] = field(default_factory=dict)  # all of them
-    dealt: dict[Group, None] = field(default_factory=dict)  # that no plan has admitted yet
+    running: dict[Group, None] = field(default_factory=dict)  # all requests
+    dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
-    prompted: list[Group] = field(default_factory=list)  # whose prompt the last plan has finished
+    prompted: list[Group] = field(default_factory=list)  # the last plan finished their prompts
     decoding: DecodeBatch = field(default_factory=DecodeBatch)
-    finished: list[Owner] = field(default_factory=list)  # but steps in flight still run them
+    finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
     in_flight: collections.deque[_Planned] = field(default_factory=collections.deque)
     completed: int = 0  # of the steps that ``decoding`` counts
@@ -72,7 +72,7 @@ class _Lane:
 class Scheduler:
     """Fair between clients; decode before prompts; prompts are cut into chunks that share what a step has left.
 
-    What a step costs depends on its sequences, not on how many lanes, requests or memory workers there are besides.
+    The cost of planning a step depends on its sequences, not on the number of lanes, requests or memory workers.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Scheduler:
         self._kv_heads = kv_heads
         self._lanes = [_Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
         self._seats = Seats(self.active)
-        # A lane may have something to plan, has as many steps in flight as ``plannable`` was asked for, or had nothing
-        # to plan when it was asked last.
+        # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
+        # allows, or it had nothing to plan last time.
         self._changed = set(range(lanes))
         self._ahead = set[int]()
         self._resting = set[int]()
@@ -106,28 +106,28 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that no lane has yet."""
+        """Requests not dealt to a lane yet."""
         return len(self._admissions)
 
     @property
     def running(self) -> int:
-        """Requests that lanes have and that have not finished."""
+        """Requests dealt to lanes that have not finished."""
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
     def full(self) -> bool:
-        """True if no request that waits fits, and nothing has been given back since that was found."""
+        """True if no waiting request fits, and nothing has been released since that was found."""
         return self._admissions.full
 
     @property
     def sequences(self) -> int:
-        """Those that would decode if all prompts were done, of requests that have room or have not been refused it."""
+        """Sequences that would decode if all prompts were done, of requests that have room or may still get it."""
         waiting = 0 if self.full else self.waiting
         return min(self._seats.total + waiting, self.limits.max_sequences)
 
     @property
     def migrating(self) -> int | None:
-        """Number of the migration that is under way; None if there is none."""
+        """Number of the migration in progress, if any."""
         return self._relocations.migrating
 
     def in_flight(self, lane: int) -> int:
@@ -135,7 +135,7 @@ class Scheduler:
         return len(self._lanes[lane].in_flight)
 
     def check(self, prompt_length: int, params: SamplingParams) -> None:
-        """Refuse what can never be served. Raises RequestError with the figures."""
+        """Raises RequestError, with the figures, for a request that can never be served."""
         limit = self.limits.max_model_len
         if prompt_length == 0:
             raise RequestError("the prompt is empty; give at least one token")
@@ -159,7 +159,7 @@ class Scheduler:
         room = self.limits.max_model_len - prompt_length
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
-        # As many as can be kept at all: the last token drawn is not.
+        # As many as the slab can hold; the KV of the last token drawn is not kept.
         return max(1, min(room, (self.placement.largest - prompt_length) // params.n + 1))
 
     def add(self, request: Request) -> Group:
@@ -175,14 +175,14 @@ class Scheduler:
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
-        """Spread all requests over the first ``active`` lanes, in this order of their slices, as soon as no step is in
+        """Use the first ``active`` lanes, in rotational or fixed order. Requests are dealt out again once no step is in
         flight."""
         if (active, rotates) != (self.active, self.rotates):
             self.active, self.rotates = active, rotates
             self._moving = True
 
     def _move(self) -> None:
-        """Deal the requests out anew, those with many sequences first."""
+        """Deal the requests out again, those with most sequences first."""
         self._moving = False
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
         groups = sorted(running, key=lambda group: -len(group.completions))
@@ -216,13 +216,13 @@ class Scheduler:
                     own.decoding.join(group, completion, decoding.position(completion.sequence))
         for lane, own in enumerate(self._lanes):
             own.allowance = self._rows_left(lane)
-        for owner in ending:  # a request's lane releases what it is still to fork from
+        for owner in ending:  # a request's lane releases the sequence that it may still fork from
             self._lanes[owner[0].lane].ending.append(owner)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
 
-        Looked up as it goes on: what is planned for one lane may give another one something to do.
+        Evaluated lazily: planning for one lane may give another one something to do.
         """
         lane = -1
         while after := [one for one in self._candidates() if one > lane]:
@@ -241,7 +241,7 @@ class Scheduler:
     def _candidates(self) -> set[int]:
         if self._moving:
             return set(range(len(self._lanes))) - self._ahead
-        if self._admissions.due and self._resting:  # whichever is asked first deals, also to the others
+        if self._admissions.due and self._resting:  # the first lane planned deals to all of them
             return self._changed | {min(self._resting)}
         return self._changed
 
@@ -288,7 +288,7 @@ class Scheduler:
 
     @staticmethod
     def _forks(lane: _Lane) -> list[Fork]:
-        """Requests whose prompt is done decode from now on."""
+        """Requests whose prompts are done start to decode."""
         forks = []
         for group in lane.prompted:
             group.forked = True
@@ -301,11 +301,11 @@ class Scheduler:
         return forks
 
     def _release(self, lane: _Lane) -> list[int]:
-        """Let go of finished completions, whose own slots are free once this plan is applied."""
+        """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
         for group, _ in ending:
             group.holders -= 1
-            prompt = 0 if group.holders else group.prompt_length  # shared: the last one gives it back
+            prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
             self.placement.release(group.memory, group.own_tokens + prompt)
             self._admissions.given_back()
             if not group.holders:
@@ -313,7 +313,7 @@ class Scheduler:
         return [completion.sequence for _, completion in ending]
 
     def _relocated(self, lane: int) -> list[Segment]:
-        """Where a sequence of this lane lives that has moved, and goes on from now on."""
+        """The new segment of a sequence of this lane that has moved and resumes with this plan."""
         own = self._lanes[lane]
         finished = self._relocations.finish(lane, own.completed)
         if finished is None:
@@ -332,7 +332,7 @@ class Scheduler:
         own, (first, *others) = self._lanes[group.lane], group.completions
         if others or first.sequence not in own.decoding or own.completed < group.until:
             return None
-        planned = own.decoding.steps - own.completed  # one that resumed since may not run in all of them
+        planned = own.decoding.steps - own.completed  # a sequence that resumed since may not run in all of them
         return max(own.decoding.position(first.sequence) - planned, group.prompt_length)
 
     def _rows_left(self, lane: int) -> int:
@@ -340,9 +340,9 @@ class Scheduler:
         return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
 
     def _deal(self) -> None:
-        """Give lanes requests that wait, always the emptiest lane, as many prompts as its next step can run.
+        """Deal waiting requests, always to the emptiest lane, as many prompts as its next step can run.
 
-        The lanes that are not being planned admit theirs with their next plan.
+        Other lanes than the one being planned admit theirs with their next plan.
         """
         for group in self._admissions.deal(self._seats, lambda lane: self._lanes[lane].allowance > 0):
             own = self._lanes[group.lane]
@@ -352,7 +352,7 @@ class Scheduler:
             self._has_changed(group.lane)
 
     def _admit(self, lane: _Lane) -> list[Admission]:
-        """Whom the lane has been dealt, from now on known to the workers."""
+        """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [self._admission(group) for group in lane.dealt]
         for group in lane.dealt:
             lane.prompts.add(group)
@@ -369,7 +369,7 @@ class Scheduler:
 
     @staticmethod
     def _chunks(lane: _Lane, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
-        """Parts of prompts, planned from now on, of ``budget`` tokens at most, and the completions they draw for."""
+        """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
         drawing: dict[int, Owner] = {}
         for group, tokens in lane.prompts.share(budget).items():
@@ -386,7 +386,7 @@ class Scheduler:
         return chunks, drawing
 
     def migrated(self, number: int) -> None:
-        """All that migration ``number`` was to bring has arrived; nothing happens if its sequence is at its end."""
+        """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
         relocation = self._relocations.expected(number)
         if relocation is None:
             return
@@ -402,8 +402,8 @@ class Scheduler:
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
 
-        Returns, by sequence, the completions that drew a token and live: not to be changed, and the same object as
-        before if they are the same and none has joined or left the lane since.
+        Returns, by sequence, the live completions that drew a token. Read-only; the same object as the last time if no
+        sequence has joined or left the lane since.
 
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
@@ -428,13 +428,13 @@ class Scheduler:
         return {sequence: owner for sequence, owner in drawn.items() if not owner[1].finished}
 
     def finish(self, group: Group, completion: Completion) -> None:
-        """A completion has ended, by itself or by its caller's wish; with the last one the request's id is free."""
+        """A completion has ended, by itself or as its caller wants. After the last one the request's id is free."""
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
 
     def abort(self, request_id: str) -> None:
-        """End a request wherever it is; its id is free at once. Nothing happens if it is not known (any more)."""
+        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown."""
         group = self._requests.pop(request_id, None)
         if group is None:
             return
@@ -448,7 +448,7 @@ class Scheduler:
             self._end(group, completion)
 
     def _take_back(self, group: Group) -> None:
-        """No worker has heard of this request, and none will."""
+        """Undo ``_deal`` for a request that no worker knows of yet."""
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.prompt_length
@@ -469,7 +469,7 @@ class Scheduler:
             self._retire(own)
 
     def _retire(self, lane: _Lane) -> None:
-        """Hand finished completions, once no step in flight runs them, to the next plan for release."""
+        """Let the next plan release finished completions that no step in flight runs."""
         for owner in lane.finished:
             group, completion = owner
             if lane.completed >= max(group.until, completion.until):

@@ -1,10 +1,10 @@
-"""Sequences by lane, and which lane has fewest. Pure."""
+"""Number of sequences by lane, and the lane with fewest. Pure."""
 
 import heapq
 
 
 class Seats:
-    """How many sequences each lane has. A change and a question cost O(log lanes)."""
+    """Number of sequences of each lane. Changes and lookups cost O(log lanes)."""
 
     def __init__(self, lanes: int) -> None:
         self.taken = [0] * lanes
@@ -12,7 +12,7 @@ class Seats:
         self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date
 
     def change(self, lane: int, sequences: int) -> None:
-        """``lane`` has so many more sequences, or fewer."""
+        """``lane`` has ``sequences`` more than before, or fewer if negative."""
         self.taken[lane] += sequences
         self.total += sequences
         heapq.heappush(self._fewest, (self.taken[lane], lane))
@@ -22,7 +22,7 @@ class Seats:
 
     @property
     def emptiest(self) -> int:
-        """The lane with fewest sequences, the first of several."""
+        """The lane with fewest sequences; of several, the first."""
         while self._fewest[0][0] != self.taken[self._fewest[0][1]]:
             heapq.heappop(self._fewest)
         return self._fewest[0][1]

@@ -1,13 +1,13 @@
-"""Requests that wait to be admitted, shared fairly between clients. Pure: no clock, no threads.
+"""Requests that wait to be admitted, in an order that is fair to clients. Pure: no clock, no threads.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), counted in tokens as in "Fairness in Serving Large
-Language Models" (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has been given so far, on a scale on
-which a newcomer begins where the queue now is. The lowest tag is next. Deficit round robin takes constant time, but has
-a quantum to choose: with one that is too small it goes round many times for a large request, with one too large small
-requests wait. Here a newcomer comes before anybody's second request, however large.
+Language Models" (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has received so far, where a new
+client starts at the queue's current tag. The lowest tag is next. Deficit round robin takes constant time, but needs a
+quantum: too small, it takes many rounds for a large request; too large, small requests wait. Here a new client comes
+before any other client's second request, however large.
 
-Of two clients that both have requests waiting all the time, neither is given more than the other by more than one
-request of each. A client is charged for all the KV tokens that its request reserves: they are what others cannot have.
+Between two clients that always have requests waiting, the service received differs by at most one request of each. A
+client is charged for all KV tokens that its request reserves, since others cannot have them.
 """
 
 import heapq
@@ -17,12 +17,14 @@ from lamina.errors import OverloadedError
 from lamina.groups import Group
 from lamina.types import Client
 
+MAX_WAITING = 16384  # requests of one client, besides those that run
+
 
 class _Line:
-    """The requests of one connection, first in, first out."""
+    """The requests of one connection, in order of arrival."""
 
     def __init__(self) -> None:
-        self._groups = OrderedDict[Group, None]()  # unlike a dict's, its first is found in constant time
+        self._groups = OrderedDict[Group, None]()  # unlike in a dict, the first is found in constant time
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -41,19 +43,19 @@ class _Line:
 
 
 class WaitingQueue:
-    """Requests in the order in which they are to be admitted: fair between accounts, within an account fair between its
-    connections, within a connection first in, first out.
+    """Requests in the order of admission: fair between accounts, within an account fair between its connections, within
+    a connection in order of arrival.
 
     A change costs O(log clients), whatever the number of requests. A client without requests keeps its tag until the
-    others have caught up with it, so that it gains nothing by coming and going. When nobody waits, tags are forgotten.
+    others have caught up with it, so that it gains nothing by leaving and returning. Tags are dropped when none waits.
     """
 
     def __init__(self, level: int = 0) -> None:
-        """``level``: the field of ``Client`` that tells apart those who share."""
+        """``level``: the field of ``Client`` that distinguishes the clients of this queue."""
         self._level = level
         self._lines: dict[str, WaitingQueue | _Line] = {}
         self._order: list[tuple[int, int, str]] = []  # a heap of (tag, joined, name): one for each of the lines
-        self._now = 0  # the tag of who was served last
+        self._now = 0  # the tag of the client served last
         self._joined = 0
         self._length = 0
 
@@ -73,18 +75,18 @@ class WaitingQueue:
         self._length += 1
 
     def _next(self) -> "WaitingQueue | _Line":
-        """The line whose turn it is. Those in front of it without requests are forgotten."""
+        """The line served next. Drops lines before it that have no requests."""
         while not (line := self._lines[self._order[0][2]]):
             self._now, _, name = heapq.heappop(self._order)
             del self._lines[name]
         return line
 
     def first(self) -> Group:
-        """The request to be admitted next; there must be one."""
+        """The request to admit next. The queue must not be empty."""
         return self._next().first()
 
     def pop(self) -> Group:
-        """Take out the first request and charge its client for it."""
+        """Remove the first request and charge its client for it."""
         group = self._next().pop()
         self._now, joined, name = self._order[0]
         heapq.heapreplace(self._order, (self._now + group.tokens, joined, name))
@@ -92,7 +94,7 @@ class WaitingQueue:
         return group
 
     def remove(self, group: Group) -> None:
-        """Take out a request, wherever it waits."""
+        """Remove a request."""
         self._lines[group.request.client[self._level]].remove(group)
         self._shorten()
 
@@ -104,14 +106,14 @@ class WaitingQueue:
 
 
 class Places:
-    """How many requests an engine takes at once, and whose they are.
+    """Bounds how many requests an engine holds, by client.
 
-    A client may take as many places as are still free (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM
-    Transactions on Networking 1998). Alone it gets half of all; whatever some take, others still find places.
+    A client may hold as many places as are still free (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking 1998). Alone it gets half of all; whatever some hold, others still find places.
     """
 
     def __init__(self, most: int) -> None:
-        """``most``: for one client alone."""
+        """``most``: places that a client gets if it is alone."""
         self._free = 2 * most
         self._clients: dict[str, Client] = {}  # by request
         self._taken: dict[Client, int] = {}
@@ -123,19 +125,19 @@ class Places:
         return len(self._clients)
 
     def take(self, request_id: str, client: Client) -> None:
-        """Raises OverloadedError, with the figures, if this client has its share."""
+        """Raises OverloadedError, with the figures, if this client already holds its share."""
         taken = self._taken.get(client, 0)
         if taken >= self._free:
             raise OverloadedError(
-                f"{len(self)} requests are in the engine, {taken} of them from this client, which may have as many as "
-                f"there are free places: {self._free}; try again later"
+                f"{len(self)} requests are in the engine, {taken} of them from this client, which may have at most as "
+                f"many as there are free places: {self._free}; try again later"
             )
         self._clients[request_id] = client
         self._taken[client] = taken + 1
         self._free -= 1
 
     def leave(self, request_id: str) -> None:
-        """A request has ended; nothing happens if it is not here."""
+        """A request has ended. Does nothing if it holds no place."""
         client = self._clients.pop(request_id, None)
         if client is not None:
             self._free += 1

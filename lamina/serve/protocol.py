@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, SkipValidation, Val
 from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
-from lamina.engine.engine import MAX_WAITING
 from lamina.errors import RequestError
 from lamina.frontend.prompts import Prompt, as_prompts
 from lamina.models.chat import joined_text
+from lamina.schedule.waiting import MAX_WAITING
 from lamina.serve import fields
 from lamina.serve.errors import APIError, from_validation
 from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams

@@ -1,9 +1,8 @@
-"""The runtime under a virtual clock: its own Scheduler, Placement, Pipeline and LaneChooser; its workers are models.
+"""The runtime under a virtual clock: its own turn, scheduler, placement and pipeline; its workers are models.
 
-``Simulation`` does what ``Engine._step`` does: it takes in what workers say, plans steps for lanes that have fewer than
-two in flight, and hears of drawn tokens. Tokens have no value here; a request ends when it has drawn as many as it is
-said to. Decisions take no virtual time (``Result.decisions`` says what they cost in CPU time); the control plane has
-no latency. Every one of a worker's slowness and every message between the pools is the virtual cluster's.
+``Simulation`` drives the turn as ``Engine._step`` does. Tokens have no value here; a request ends when it has drawn as
+many as its arrival says. Decisions take no virtual time (``Result.decisions`` says what they cost in CPU time), and the
+control plane has no latency. All slowness of workers and all messages between the pools are the virtual cluster's.
 """
 
 import bisect
@@ -18,9 +17,11 @@ from lamina.cluster import sizing
 from lamina.config import EngineConfig
 from lamina.errors import RequestError
 from lamina.placement.map import Placement
+from lamina.protocol.messages import StepDone
 from lamina.protocol.timeline import Span
-from lamina.schedule.lanes import LaneChooser, chooser
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.scheduler import Limits
+from lamina.schedule.turn import Turn
+from lamina.schedule.waiting import MAX_WAITING
 from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
@@ -28,13 +29,11 @@ from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.simulate.step_times import StepModel
 from lamina.types import Request, SamplingParams, StepPlan
 
-DEPTH = 2  # steps in flight in one lane: the runtime's plan_ahead
-TIMED = 8  # one turn of so many has its decisions timed: reading the clock of CPU time is a system call
-MOST_WAITING = 16384  # with the scheduler; others wait outside, in order, which decides nothing and saves their prompts
+TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 
 
 class _Numbers:
-    """What a mapping says of a lane's sequences, looked up anew only when they are another object than the last."""
+    """Values of a mapping for a lane's sequences, looked up again only if these are another object than the last."""
 
     def __init__(self, numbers: Mapping[int, int]) -> None:
         self._numbers = numbers
@@ -42,7 +41,7 @@ class _Numbers:
         self._last: Ints = np.zeros(0, np.int64)
 
     def of(self, sequences: Collection[int]) -> Ints:
-        """Of sequences that do not change while they are the same object."""
+        """``sequences`` must not change while they are the same object."""
         if sequences is not self._sequences:
             self._sequences = sequences
             self._last = np.array([self._numbers[sequence] for sequence in sequences], np.int64)
@@ -53,7 +52,7 @@ class Simulation:
     """One run. ``run`` is called once."""
 
     def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
-        """Raises ConfigError for what cannot be."""
+        """Raises ConfigError for an impossible deployment."""
         self._deployment = deployment
         self._arrivals = arrivals
         self._asked = arrivals.asked
@@ -70,8 +69,8 @@ class Simulation:
         self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=False)
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._numbers = {name: index for index, name in enumerate(self._memories)}
-        self._scheduler = self._make_scheduler()
-        self._lanes = chooser(self._pipeline)
+        self._turn = self._make_turn()
+        self._scheduler = self._turn.scheduler
         self._cluster = _native.VirtualCluster(
             deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
         )
@@ -82,8 +81,8 @@ class Simulation:
         lanes = range(self._pipeline.lanes)
         self._requests = [_Numbers(self._live) for _ in lanes]
         self._decoding = [_Numbers(self._homes) for _ in lanes]
-        self._rows: dict[int, tuple[int, int]] = {}  # by step in flight, and those that decode
-        self._migration: tuple[float, int] | None = None  # when the latest is done, and its number
+        self._rows: dict[int, int] = {}  # by step in flight
+        self._migration: tuple[float, int] | None = None  # end of the latest, and its number
         self._steps = 0
         self._queued_s = self._refused_s = 0.0
         self._next = 0  # of the arrivals
@@ -92,23 +91,22 @@ class Simulation:
         self._clock: Callable[[], float] = _stopped
         self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
 
-    def _make_scheduler(self) -> Scheduler:
+    def _make_turn(self) -> Turn:
         deployment, shape = self._deployment, self._deployment.model
         longest = int((self._arrivals.prompt + self._asked).max(initial=2))
         capacity = deployment.memory_cost.kv_tokens
         sequences = sizing.most_sequences(self._config, self._pipeline)
-        scheduler = Scheduler(
+        return Turn(
             Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
             Placement(dict.fromkeys(self._memories, capacity)),
-            self._pipeline.lanes,
+            self._pipeline,
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
+            plan_ahead=self._config.plan_ahead,
         )
-        scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
-        return scheduler
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
-        """By lane and by the turn a step begins with: the replicas of its slices, in order, as the Pipeline says."""
+        """By lane and by the first turn of a step: the replicas of its slices, in order."""
         pipeline, slices = self._pipeline, self._deployment.model.layers + 1
         period = pipeline.replicas if rotates else 1
         return [
@@ -117,7 +115,7 @@ class Simulation:
         ]
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
-        """Play everything out. ``on_progress`` hears how many requests have ended, now and then."""
+        """Simulate to the end. ``on_progress`` is called from time to time with the number of requests that ended."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
             before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
@@ -125,7 +123,7 @@ class Simulation:
             finished = self._cluster.advance(self._next_from_outside())
             if finished is not None:
                 now, lane, step, busy, waited = finished
-                self._complete(now, lane, step, busy, waited)
+                self._take(now, lane, StepDone(step, [], rows=self._rows.pop(step), busy_s=busy, waited_s=waited))
             else:
                 now = self._next_from_outside()
                 assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
@@ -139,9 +137,9 @@ class Simulation:
         return self._result(now)
 
     def _next_from_outside(self) -> float:
-        """When the next request may come in, fault happens or migration is done."""
+        """Time of the next arrival, fault or end of a migration."""
         arrival = fault = math.inf
-        if self._next < len(self._arrival_s) and self._scheduler.waiting < MOST_WAITING:
+        if self._next < len(self._arrival_s) and self._scheduler.waiting < MAX_WAITING:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
@@ -159,7 +157,7 @@ class Simulation:
         while (
             self._next < len(self._arrival_s)
             and self._arrival_s[self._next] <= now
-            and self._scheduler.waiting < MOST_WAITING
+            and self._scheduler.waiting < MAX_WAITING
             and not self._dead
         ):
             self._arrive(self._next)
@@ -168,7 +166,7 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
         try:
-            self._scheduler.check(prompt, params)  # before its tokens are made, which may be more than memory holds
+            self._scheduler.check(prompt, params)  # before making its tokens, which may exceed the memory
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
@@ -177,7 +175,7 @@ class Simulation:
         group = self._scheduler.add(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
-        completion.generated.append(0)  # what it is to run wherever a plan must say it
+        completion.generated.append(0)  # for plans that must name its last token
         self._live[completion.sequence] = index
 
     def _strike(self, fault: Fault, now: float) -> None:
@@ -189,7 +187,7 @@ class Simulation:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
     def _die(self, now: float) -> None:
-        """A lost worker ends every request with an error, and the engine: what comes later is refused."""
+        """A lost worker ends the engine and all requests with an error; later ones are refused."""
         self._dead = True
         come = max(self._next, bisect.bisect_left(self._arrival_s, now))
         for index in (*self._live.values(), *range(self._next, come)):
@@ -200,48 +198,34 @@ class Simulation:
 
     # -- the engine's turn --------------------------------------------------------------------------------------
 
-    def _complete(self, now: float, lane: int, step: int, busy_s: float, waited_s: float) -> None:
-        sequences = self._scheduler.sequences  # before what ends gives room back
-        begun = self._clock()
-        drawn = self._scheduler.complete(lane, step)
-        self._decisions.seconds["complete"] += self._clock() - begun
-        rows = self._rows.pop(step)
-        if self._lanes is not None:
-            self._choose_lanes(self._lanes, now, sequences, rows, busy_s, waited_s)
-        requests = self._requests[lane].of(drawn)
-        if ended := self._log.draw(now, requests):
-            owners = list(drawn.values())
-            for place in ended:
-                group, completion = owners[place]
-                self._scheduler.finish(group, completion)
-                self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
-
-    def _choose_lanes(
-        self, chooser: LaneChooser, now: float, sequences: int, rows: tuple[int, int], busy_s: float, waited_s: float
-    ) -> None:
-        chooser.note_step(*rows, busy_s, waited_s)
-        if chooser.due:
-            for index, name in enumerate(self._memories):
-                chooser.note_attention(name, self._cluster.memory_work(index)[0])
-            chosen = chooser.choose(sequences, now)
-            self._scheduler.use_lanes(chosen.lanes, chosen.rotates)
+    def _take(self, now: float, lane: int, answer: StepDone) -> None:
+        """A worker has answered a step of ``lane``."""
+        for done in self._turn.in_order(answer):
+            begun = self._clock()
+            drawn = self._turn.complete(done)
+            self._decisions.seconds["complete"] += self._clock() - begun
+            if drawn and (ended := self._log.draw(now, self._requests[lane].of(drawn))):
+                owners = list(drawn.values())
+                for place in ended:
+                    group, completion = owners[place]
+                    self._scheduler.finish(group, completion)
+                    self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
 
     def _launch(self, now: float) -> None:
-        """All the steps that lanes may have in flight begin; those without sequences are done at once."""
+        """Begin all steps that lanes have room for. Those without sequences are done at once."""
         if self._dead:
             return
+        if self._turn.reviews_lanes:
+            for index, name in enumerate(self._memories):
+                self._turn.note_attention(name, self._cluster.memory_work(index)[0])
         begun = self._clock()
-        scheduler = self._scheduler
-        planned: list[StepPlan] = []
-        for lane in scheduler.plannable(DEPTH):
-            while scheduler.in_flight(lane) < DEPTH and (plan := scheduler.plan(lane)) is not None:
-                planned.append(plan)
+        planned = list(self._turn.plan(now))
         self._decisions.seconds["plan"] += self._clock() - begun
-        empty = [plan for plan in planned if not plan.runs]
         for plan in planned:
             self._submit(plan, now)
+        empty = [plan for plan in planned if not plan.runs]
         for plan in empty:
-            scheduler.complete(plan.lane, plan.step)
+            self._take(now, plan.lane, StepDone(plan.step, []))
         if empty:
             self._launch(now)
 
@@ -250,7 +234,7 @@ class Simulation:
             del self._homes[sequence]
         for segment in plan.moved:
             self._homes[segment.sequence] = self._numbers[segment.worker]
-        for migration in plan.migrations:  # one at a time; the one before may have been given up
+        for migration in plan.migrations:  # one at a time; the one before may have been cancelled
             seconds = self._model.migration_seconds(migration.stop - migration.start)
             self._migration = now + seconds, migration.number
         for admission in plan.admitted:
@@ -261,7 +245,7 @@ class Simulation:
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
         decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
         times = self._model.times(plan, decoding, [self._homes[chunk.sequence] for chunk in plan.chunks])
-        self._rows[plan.step] = times.rows, len(plan.decoding.sequences)
+        self._rows[plan.step] = times.rows
         orders = self._replicas[plan.rotates][plan.lane]
         tick = self._pipeline.tick(plan.lane, plan.turn)
         self._cluster.submit(

@@ -9,7 +9,7 @@ import pytest
 
 from lamina.cluster.bringup import Cluster
 from lamina.config import EngineConfig
-from lamina.engine import engine as module
+from lamina.engine import watch
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.models import directory
@@ -79,7 +79,7 @@ def server() -> Iterator[ControlServer]:
 
 def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPatch) -> RequestOutput:
     """One token of a request whose one step takes longer than the limit."""
-    monkeypatch.setattr(module, "PROGRESS_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(watch, "PROGRESS_TIMEOUT_S", LIMIT_S)
     scripted = Scripted(server, 2.5 * LIMIT_S, reports)
     greetings = 0
     while greetings < 2:
@@ -115,4 +115,4 @@ def test_a_step_that_nobody_gets_on_with_ends_the_engine(
 ) -> None:
     output = generate(server, False, monkeypatch)
     assert output.outputs[0].finish_reason is FinishReason.ERROR
-    assert output.error is not None and "no worker has got on with step" in output.error
+    assert output.error is not None and "no worker has made progress on step" in output.error

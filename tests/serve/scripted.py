@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from lamina.engine.engine import EngineStats, MemoryStats
+from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.protocol.choice import Choice, Transport

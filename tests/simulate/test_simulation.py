@@ -14,6 +14,7 @@ from lamina.placement.map import Placement
 from lamina.plan import hardware, models
 from lamina.plan.cost import ROUND_TRIP_S
 from lamina.plan.workload import TracedRequest
+from lamina.schedule import turn
 from lamina.schedule.scheduler import Scheduler
 from lamina.simulate import (
     Arrivals,
@@ -189,7 +190,7 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
                 plans.append(plan)
             return plan
 
-    monkeypatch.setattr(under_test, "Scheduler", Watched)
+    monkeypatch.setattr(turn, "Scheduler", Watched)
     deployment = pools(compute_workers=3, memory_workers=2, lanes=6, pipelining="fixed")
     simulation = under_test.Simulation(deployment, mixed(150), [], 0)
     limits, capacities = simulation._scheduler.limits, simulation._scheduler.placement.capacities
@@ -259,7 +260,7 @@ def test_a_lost_worker_ends_every_request_with_an_error_as_the_runtime_does() ->
 
 
 def test_who_came_before_a_loss_ends_with_an_error_wherever_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "MOST_WAITING", 2)
+    monkeypatch.setattr(under_test, "MAX_WAITING", 2)
     arrivals = arriving(*((0.01 * i, 2000, 200) for i in range(60)))
     result = simulate(pools(max_num_seqs=4), arrivals, faults=[Fault("memory", 0, 0.3)])
     states = np.array(result.log.states)

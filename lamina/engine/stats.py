@@ -1,0 +1,33 @@
+"""Figures that the engine reports."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Token slots of one memory worker, from its latest report."""
+
+    used: int
+    capacity: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters of an engine.
+
+    Attributes:
+        running, waiting: requests; both 0 once the engine has stopped.
+        steps: completed. moved: sequences that went from one memory worker to another.
+        dead: why the engine has stopped, if it has.
+        silent: seconds without an answer, by worker, of workers that may be declared lost soon.
+    """
+
+    running: int
+    waiting: int
+    steps: int
+    moved: int
+    memory: Mapping[str, MemoryStats]
+    dead: str | None
+    silent: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,91 @@
+"""One round of decisions: answers in, plans out. Pure; the engine and the simulator drive the same object."""
+
+from collections.abc import Iterator, Mapping
+
+from lamina.groups import Owner
+from lamina.pipeline import Pipeline
+from lamina.placement.map import Placement
+from lamina.protocol.messages import StepDone
+from lamina.schedule.answers import Answers
+from lamina.schedule.lanes import chooser
+from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.types import StepPlan
+
+DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
+
+
+class Turn:
+    """Takes what workers say of steps, in the order of each lane's steps, and plans the steps that lanes have room for.
+
+    A round of its driver:
+
+        for done in turn.in_order(answer):
+            drawn = turn.complete(done)  # tokens go to these; turn.scheduler.finish for those that end
+        for plan in turn.plan(now):
+            ...  # send it
+
+    Attributes:
+        scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
+            lanes are decided here alone.
+        in_flight: plans by step, until ``complete``.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        placement: Placement,
+        pipeline: Pipeline,
+        *,
+        attentions: int,
+        kv_heads: int,
+        plan_ahead: bool = True,
+    ) -> None:
+        """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
+        planned before the tokens of the running one are known."""
+        self.scheduler = Scheduler(limits, placement, pipeline.lanes, attentions=attentions, kv_heads=kv_heads)
+        self.in_flight: dict[int, StepPlan] = {}
+        self._depth = DEPTH if plan_ahead else 1
+        self._answers = Answers()
+        self._chooser = chooser(pipeline)
+        self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
+        self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
+
+    def in_order(self, answer: StepDone) -> list[StepDone]:
+        """The answers that ``complete`` may have now that this one has come: none while one before it is missing."""
+        return self._answers.take(self.in_flight[answer.step], answer)
+
+    def complete(self, done: StepDone) -> Mapping[int, Owner]:
+        """A step has run. Returns those that drew a token, by sequence, as ``Scheduler.complete`` does.
+
+        The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
+        """
+        plan = self.in_flight.pop(done.step)
+        if self._chooser is not None and done.rows:
+            self._sequences = self.scheduler.sequences
+            self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
+        return self.scheduler.complete(plan.lane, plan.step)
+
+    @property
+    def reviews_lanes(self) -> bool:
+        """True if the next ``plan`` looks at how many lanes to use, and so at ``note_attention``."""
+        return self._chooser is not None and self._chooser.due
+
+    def note_attention(self, worker: str, seconds: float) -> None:
+        """A memory worker has spent ``seconds`` on attention so far."""
+        if self._chooser is not None:
+            self._chooser.note_attention(worker, seconds)
+
+    def plan(self, now: float) -> Iterator[StepPlan]:
+        """The steps that begin now, for lanes with room for them; each is in flight once it is returned.
+
+        ``now``: seconds of any monotonic clock.
+        """
+        if self._chooser is not None and self._chooser.due:
+            chosen = self._chooser.choose(self._sequences, now)
+            self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
+        scheduler, depth = self.scheduler, self._depth
+        for lane in scheduler.plannable(depth):
+            while scheduler.in_flight(lane) < depth and (plan := scheduler.plan(lane)) is not None:
+                self._answers.expect(plan)
+                self.in_flight[plan.step] = plan
+                yield plan

@@ -1,0 +1,207 @@
+"""The turn, driven by workers that answer in any order, and built alike by the engine and the simulator."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.cluster import sizing
+from lamina.cluster.bringup import Cluster
+from lamina.config import EngineConfig
+from lamina.engine import engine
+from lamina.models import directory
+from lamina.models.tokenizer import Tokenizer
+from lamina.pipeline import Arrangement, Pipeline
+from lamina.placement.map import Placement
+from lamina.plan import hardware, models
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import StepDone
+from lamina.schedule.scheduler import Limits
+from lamina.schedule.turn import DEPTH, Turn
+from lamina.simulate import Arrivals, Deployment, runtime
+from lamina.types import AttentionSpec, DType, StepPlan
+from tests.schedule.schedules import ATTENTIONS, LIMITS, request
+
+FIXED = Pipeline(3, 1)
+CHOICES = Pipeline(4, 2, choices=(Arrangement(4), Arrangement(2), Arrangement(3, rotates=True)))
+ENOUGH = 2000
+
+
+class Driver:
+    """Workers that answer in any order, and callers that come and go, around one turn; checks what it plans."""
+
+    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random) -> None:
+        self.depth, self.chance = depth, chance
+        placement = Placement({"memory0": 60, "memory1": 40})
+        self.turn = Turn(LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=2, plan_ahead=depth > 1)
+        self.unanswered: dict[int, StepPlan] = {}
+        self.planned: dict[int, list[int]] = {}  # by lane: steps that run
+        self.completed: dict[int, list[int]] = {}
+        self.known: set[int] = set()  # sequences that workers keep
+        self.ended = Counter[str]()
+        self.live: dict[str, Any] = {}
+        self.migrations: list[int] = []
+        self.now = 0.0
+
+    def come(self, name: str) -> None:
+        prompt, most, n = self.chance.randint(1, 20), self.chance.randint(1, 8), self.chance.randint(1, 3)
+        self.live[name] = self.turn.scheduler.add(request(name, prompt, max_tokens=most, n=n))
+
+    def go(self) -> None:
+        """A caller gives up."""
+        if self.live:
+            name = self.chance.choice(list(self.live))
+            self.turn.scheduler.abort(name)
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        self.ended[name] += 1
+        del self.live[name]
+
+    def answer(self) -> None:
+        """Any step in flight ends, whichever began first."""
+        if not self.unanswered:
+            return
+        plan = self.unanswered.pop(self.chance.choice(list(self.unanswered)))
+        rows = sum(len(step.tokens) for step in plan.sequences)
+        early = StepDone(plan.step, [], rows=rows, busy_s=self.chance.random(), waited_s=self.chance.random())
+        for done in self.turn.in_order(early):
+            if rows:
+                self.completed.setdefault(plan.lane, []).append(done.step)
+            for group, completion in self.turn.complete(done).values():
+                name = group.request.request_id
+                assert name in self.live and not completion.finished, "a token for a request that has ended"
+                completion.generated.append(7)
+                assert len(completion.generated) <= group.max_tokens
+                if len(completion.generated) == group.max_tokens or self.chance.random() < 0.1:
+                    self.turn.scheduler.finish(group, completion)
+                    if not group.alive:
+                        self.end(name)
+
+    def plan(self) -> None:
+        self.now += self.chance.random()
+        in_flight = Counter(plan.lane for plan in self.turn.in_flight.values())
+        for plan in self.turn.plan(self.now):
+            assert in_flight[plan.lane] < self.depth, "a plan for a lane without room"
+            in_flight[plan.lane] += 1
+            self.unanswered[plan.step] = plan
+            if plan.runs:
+                self.planned.setdefault(plan.lane, []).append(plan.step)
+            running = {step.sequence for other in self.turn.in_flight.values() for step in other.sequences}
+            assert not running & set(plan.released), "slots of a step in flight are released"
+            self.known.difference_update(plan.released)
+            for admission in plan.admitted:
+                self.known.update(range(admission.sequence, admission.sequence + admission.count))
+            assert {step.sequence for step in plan.sequences} <= self.known
+            self.migrations += [migration.number for migration in plan.migrations]
+
+    def turn_once(self) -> None:
+        """What a round of the engine or the simulator does."""
+        for _ in range(self.chance.randint(0, 3)):
+            self.answer()
+        if self.migrations and self.chance.random() < 0.5:
+            self.turn.scheduler.migrated(self.migrations.pop(0))
+        if self.turn.reviews_lanes:
+            self.turn.note_attention("memory0", self.now * self.chance.random())
+        self.plan()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    pipeline=st.sampled_from([FIXED, CHOICES]),
+    depth=st.integers(1, DEPTH),
+    requests=st.integers(0, 25),
+    leaving=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**32),
+)
+def test_each_request_ends_once_and_every_slot_comes_back(
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, seed: int
+) -> None:
+    chance = random.Random(seed)
+    driver = Driver(pipeline, depth, chance)
+    for number in range(requests):
+        driver.come(str(number))
+        if chance.random() < leaving:
+            driver.go()
+        driver.turn_once()
+    for _ in range(ENOUGH):
+        if not driver.live and not driver.turn.in_flight:
+            break
+        driver.turn_once()
+    assert driver.ended == Counter(map(str, range(requests)))
+    assert driver.completed == driver.planned, "steps of a lane complete in the order in which they were planned"
+    scheduler = driver.turn.scheduler
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
+    assert not driver.turn.in_flight and not driver.known
+    assert not any(scheduler.placement.reserved.values())
+
+
+def test_lanes_are_chosen_from_what_steps_took() -> None:
+    """Slices alone take time: nothing overlaps, and every lane more reads the weights again."""
+    pipeline = Pipeline(2, 1, choices=(Arrangement(2), Arrangement(1)))
+    turn = Turn(Limits(4, 8, 512), Placement({"memory0": 2000}), pipeline, attentions=1, kv_heads=1)
+    for name in ("0", "1"):
+        turn.scheduler.add(request(name, 1, max_tokens=400))
+    now = 0.0
+    used = [turn.scheduler.active]
+    for _ in range(100):
+        for plan in list(turn.plan(now)):
+            now += 1.0
+            answer = StepDone(plan.step, [], rows=len(plan.sequences), busy_s=1.0, waited_s=1e-3)
+            for done in turn.in_order(answer):
+                for _, completion in turn.complete(done).values():
+                    completion.generated.append(7)
+        used.append(turn.scheduler.active)
+    assert used[0] == 2 and used[-1] == 1
+
+
+class NoWorkers:
+    def ended(self) -> Mapping[str, str]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    class Recorded(Turn):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append((args, kwargs))
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "Turn", Recorded)
+    monkeypatch.setattr(runtime, "Turn", Recorded)
+    catalogue, shape = hardware.load(), models.find("Llama-2-7B")
+    deployment = Deployment(
+        model=shape, compute=catalogue["a100"], compute_workers=2, memory=catalogue["rtx3090"], memory_workers=1
+    )
+    runtime.Simulation(deployment, Arrivals(np.array([0.0]), np.array([5]), np.array([3])), [], 0)
+    ((limits, placement, pipeline), _) = made[0]
+
+    config = EngineConfig()
+    specs = tuple(AttentionSpec(layer, shape.query_heads, shape.kv_heads, 8, 8, 1.0) for layer in range(shape.layers))
+    engine_pipeline = sizing.pipeline(config, 2, shared=False)
+    cluster = Cluster(("compute0", "compute1"), placement.capacities, specs, DType.FLOAT32, 1, engine_pipeline, {})
+    control = ControlServer(["compute0", "compute1", "memory0"])
+    model = directory.find(None)
+    engine.Engine(config, model, Tokenizer(model), limits, control, NoWorkers(), cluster).close()
+
+    (simulated, simulated_settings), (real, real_settings) = made
+    assert pipeline == real[2] and simulated_settings == real_settings
+    assert simulated[1].capacities == real[1].capacities
+    assert limits.max_num_seqs == sizing.most_sequences(config, engine_pipeline)
+    plans = []
+    for arguments, named in made:
+        turn = Turn(arguments[0], Placement(arguments[1].capacities), *arguments[2:], **named)
+        for number in range(6):
+            turn.scheduler.add(request(str(number), number % 3 + 1, max_tokens=2))
+        plans.append(list(turn.plan(0.0)))
+    assert plans[0] == plans[1]
+    assert max(Counter(plan.lane for plan in plans[0]).values()) == DEPTH
