@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from lamina.engine.engine import EngineStats
+from lamina.engine.stats import EngineStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
