@@ -3,7 +3,8 @@
 // when they end.
 //
 // A doorbell is a 64-bit sequence number in device memory (a peer's: by CUDA IPC) or pinned host memory.
-// Compiled for the current GPU by transport/device/polling.py, and by nvcc in tests: so it includes no headers.
+// Compiled for the current GPU by transport/device/polling.py, and by nvcc in tests: so it includes no
+// headers.
 
 namespace {
 
