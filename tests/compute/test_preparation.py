@@ -184,7 +184,7 @@ CHANGES = {
     "torch build": _set(torch, "__version__", "0.0+other"),
     "processor's vectors": _set(torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
     "processor's paths": _set(native, "attention_paths", lambda: []),
-    **{name: _code(name) for name in ("types.py", "lamina/lowering/fuse.py", "kernels/memory.py", "models/weights.py")},
+    **{name: _code(name) for name in ("types.py", "lowering/fuse.py", "kernels/memory.py", "models/weights.py")},
     **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
 }
 
