@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused() -> None:
         (["--listen", "127.0.0.1:70000", "--secret-file", "unused"], "a port up to 65535"),
         (["--listen", "0.0.0.0:7000", "--secret-file", "unused"], "give the one that the other host connects to"),
         (["--connect", "no.such.host.invalid:5", "--secret-file", "unused"], "'no.such.host.invalid' does not resolve"),
-        (["--connect", "[::1]:5", "--secret-file", "unused"], "'[::1]' has no IPv4"),
+        (["--connect", "[::1]:5", "--secret-file", "unused"], "'[::1]' does not resolve to an IPv4 address"),
         (["--json", "/nowhere/figures.json"], "in a folder that does not exist"),
     ):
         done = run(*arguments)

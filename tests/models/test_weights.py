@@ -169,7 +169,7 @@ def test_missing_expert(tmp_path: Path, part: str) -> None:
     save(tmp_path, "mixtral")
     drop(tmp_path, f"model.layers.0.block_sparse_moe.experts.2.{part}.weight")
     name = "model.layers.0.mlp.experts.gate_up_proj" if part == "w1" else "model.layers.0.mlp.experts.down_proj"
-    with pytest.raises(ModelError, match=name + r".*(asks for \[12, |incomplete)"):
+    with pytest.raises(ModelError, match=name + r".*(requires \[12, |incomplete)"):
         load(find(tmp_path, tokenizer=False), name)
 
 

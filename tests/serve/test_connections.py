@@ -208,7 +208,7 @@ except ConfigError as error:
     assert 16 <= int(low) < 100 - connections.RESERVED_FILES
     limit, most = map(int, raised.split())
     assert limit == min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1024) and 900 < most < limit
-    assert "Raise the limit (ulimit -n" in refused
+    assert "Raise the limit: ulimit -n" in refused
 
 
 def _closing() -> Any:

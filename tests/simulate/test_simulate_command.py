@@ -27,7 +27,7 @@ POOLS = ("--model", "Llama-2-7B", "--compute", "a100:2", "--memory", "rtx3090:2"
 def test_a_summary_requests_and_a_timeline(trace: Path, tmp_path: Path) -> None:
     done = run(*POOLS, "--trace", trace, "--requests", tmp_path / "r.csv", "--trace-out", tmp_path / "t.json")
     assert done.returncode == 0, done.stderr
-    for part in ("60 finished", "TTFT", "TBT", "per million tokens", "compute a100-80g:2", "memory rtx3090:2"):
+    for part in ("60 finished", "TTFT", "TBT", "per million output tokens", "compute a100-80g:2", "memory rtx3090:2"):
         assert part in done.stdout
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 61
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -68,7 +68,7 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--fail", "memory:2@1s"), "there are 2, counted from 0"),
+        (("--fail", "memory:2@1s"), "the pool has 2, counted from 0"),
         (("--slow", "memory:1"), "such as compute:0@60s:2x"),
         (("--requests", "r.txt"), "ends in .csv or .parquet"),
         (("--requests", "/nowhere/r.csv"), "in a folder that does not exist"),

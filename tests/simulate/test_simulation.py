@@ -367,7 +367,7 @@ def test_kv_travels_before_a_disaggregated_request_decodes() -> None:
     [
         (System.LAMINA, alone(), [], "two pools"),
         (System.TENSOR_PARALLEL, pools(), [], "one pool"),
-        (System.LAMINA, pools(), [Fault("memory", 1, 1.0)], "there are 1, counted from 0"),
+        (System.LAMINA, pools(), [Fault("memory", 1, 1.0)], "the pool has 1, counted from 0"),
         (System.LAMINA, pools(lanes=1, compute_workers=2), [], "1 lanes cannot keep 2 replicas"),
         (System.DISAGGREGATED, pools(compute_workers=2, tensor_parallel=2, memory_workers=3), [], "do not divide"),
     ],

@@ -90,7 +90,7 @@ def test_linear_layers_stay_whole() -> None:
     [
         (lambda model, x, positions: x.view(1, 5, WIDTH), "5 tokens at a time"),
         (lambda model, x, positions: x * 2 if x.shape[1] == 5 else x, "5 tokens at a time"),
-        (lambda model, x, positions: x * 2 if x.shape[1] < 100 else x, "tokens, which 1000 are not"),
+        (lambda model, x, positions: x * 2 if x.shape[1] < 100 else x, "tokens, which 1000 violates"),
         (lambda model, x, positions: x + model.seen.add_(1.0), "writes into a weight or buffer"),
     ],
 )

@@ -31,7 +31,7 @@ def test_without_a_driver_the_error_says_what_to_install(monkeypatch: pytest.Mon
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    with pytest.raises(TransportError, match=r"no NVIDIA driver \(libcuda.so.1.*install it"):
+    with pytest.raises(TransportError, match=r"NVIDIA driver cannot be loaded \(libcuda.so.1.*install it"):
         ability(0)
 
 
