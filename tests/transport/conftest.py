@@ -92,6 +92,8 @@ class FarProcess:
         self.process.kill()
 
     def close(self) -> None:
+        if self in self._spare:
+            return  # a test has closed its pair already
         try:
             self.call("close")
         except (RuntimeError, OSError, EOFError, TimeoutError):
