@@ -2,7 +2,7 @@
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
     python bench/gpu.py [tests tune attention merge polling loop torch_sdpa flash_attention flashinfer]
-                        [--device cuda:0] [--json FILE]
+                        [--device 0] [--json FILE]
 
 ``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a card,
 measure everything they compare with in the same run and write ``results/gpu-<card>.json``; without a card they say what
@@ -156,7 +156,7 @@ def compiled(args: argparse.Namespace) -> None:
 
 
 def require_card(index: int) -> str:
-    """The card's name. Ends the program if there is none, saying what is missing."""
+    """The GPU's name. Ends the program, saying what is missing, if there is no such GPU."""
     try:
         return require(index, find()).name
     except ConfigError as error:
@@ -232,7 +232,7 @@ def attempt(what: str, device: int, deadline_s: float) -> dict[str, Any]:
 
 
 def measured(args: argparse.Namespace) -> None:
-    """Every part that was asked for, one after another. Ends with status 1 if one failed."""
+    """Run the requested parts one after another. Ends with status 1 if one failed."""
     name = require_card(args.device)
     path = args.json or RESULTS / f"gpu-{name.lower().replace(' ', '-')}.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -256,7 +256,7 @@ def main() -> None:
     if args.what == ["compile"]:
         compiled(args)
     elif not set(args.what) <= set(DEADLINES_S):
-        parser.error(f"{args.what} is none of compile, {', '.join(DEADLINES_S)}")
+        parser.error(f"unknown part in {args.what}; give compile, {', '.join(DEADLINES_S)}")
     elif args.here:
         if len(args.what) != 1 or args.what == ["tests"]:
             parser.error("--here takes one of " + ", ".join(list(DEADLINES_S)[1:]))

@@ -76,7 +76,7 @@ class ProfileStore:
 
     @classmethod
     def beside(cls, hardware: Path | None) -> "ProfileStore | None":
-        """The store that ``lamina plan --measure`` wrote next to a hardware file; None if there is none."""
+        """The store that ``lamina plan --measure`` wrote next to a hardware file; None if it does not exist."""
         store = cls(hardware.with_suffix(".sqlite")) if hardware else None
         return store if store and store.file.is_file() else None
 

@@ -51,7 +51,7 @@ class RequestLog:
 
     @property
     def first_s(self) -> Floats:
-        """Times of the first tokens; NaN where there is none."""
+        """Times of the first tokens; NaN for requests without one."""
         return self._tokens.first_s()
 
     @property
