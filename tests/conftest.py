@@ -1,9 +1,14 @@
 """Fixtures of all tests."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+
+# Triton reads it when it is imported, and torch may import it before any test of a kernel is collected. Kernels run in
+# its interpreter unless TRITON_INTERPRET=0 says that there is a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
