@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from lamina.cli import app
+from lamina.cluster.launchers import local
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.compute.preparation import prepare
 from lamina.config import EngineConfig
@@ -103,7 +104,7 @@ serve, holding_the_lock, calls = store.KvStore.serve, ctypes.PyDLL(None), []
 def slow(*arguments):
     calls.append(1)
     if len(calls) == 1:
-        holding_the_lock.sleep(5)
+        holding_the_lock.sleep(4)
     return serve(*arguments)
 store.KvStore.serve = slow
 worker.main()
@@ -111,7 +112,7 @@ worker.main()
 
 
 class SlowWorkers(LocalWorkers):
-    """Memory workers whose first attention takes 5 s of native code that holds Python's lock."""
+    """Memory workers whose first attention takes 4 s of native code that holds Python's lock."""
 
     def command(self, name: str, module: str) -> list[str]:
         slow = [sys.executable, "-P", "-c", SLOW_MEMORY_WORKER]
@@ -130,6 +131,7 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
     monkeypatch.setattr(liveness, "PING_S", 0.2)
     monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 1.0)  # the stopped one does not end by itself
     workers = SlowWorkers()
     engine = launch(config(checkpoint), workers=workers)
     finals: list[RequestUpdate] = []

@@ -18,7 +18,7 @@ from tests.runtime.checkpoints import write_prepared
 
 WAVE = 1000  # requests
 WARM_WAVES = 8
-"""oneDNN keeps a kernel for each number of rows, and the rarer numbers come late. Over waves of this kind five processes
+"""oneDNN keeps a kernel for each number of rows, and the rarer numbers come late. Over waves of this kind the processes
 grew by 35, 15, 7, 1.5, 0.4, 0.7, 1.4, 1.2, 0.7, 0.0 and 0.3 MB."""
 WAVES = 3
 LEAK = 1500
