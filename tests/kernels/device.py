@@ -1,4 +1,4 @@
-"""The backend under test, Triton's interpreter or a card if TRITON_INTERPRET=0; ``give`` and ``take`` cross over."""
+"""The backend under test, Triton's interpreter or a GPU if TRITON_INTERPRET=0; ``give`` and ``take`` cross over."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -33,7 +33,7 @@ BACKEND = make_backend()
 
 
 def sweep_on_device(cases: Mapping[str, Any], ordinary: Collection[str]) -> list[Any]:
-    """A sweep of which a card always runs every case, and the slow interpreter those named unless asked for all."""
+    """A sweep of which a GPU always runs every case, and the slow interpreter those named unless asked for all."""
     return sweep(cases, ordinary if INTERPRETED else cases)
 
 

@@ -79,13 +79,13 @@ WAVES = {
     "as many as run at once": ([1024] * 64, 66, [1] * 64),
     "more than run at once": ([1024] * 100, 66, [1] * 100),
     "one long among many": ([500_000] + [1024] * 99, 66, [34] + [1] * 99),  # the long one is cut still
-    "more than run at once on a small card": ([1024] * 30, 20, [1] * 30),
-    "one long among many on a small card": ([500_000] + [1024] * 29, 20, [11] + [1] * 29),
+    "more than run at once on a small GPU": ([1024] * 30, 20, [1] * 30),
+    "one long among many on a small GPU": ([500_000] + [1024] * 29, 20, [11] + [1] * 29),
 }
-ON_A_SMALL_CARD = [name for name in WAVES if "small card" in name]  # planned in a tenth of the time
+ON_A_SMALL_GPU = [name for name in WAVES if "small GPU" in name]  # planned in a tenth of the time
 
 
-@pytest.mark.parametrize("wave", sweep_on_device(WAVES, ["long", "shorter", *ON_A_SMALL_CARD]))
+@pytest.mark.parametrize("wave", sweep_on_device(WAVES, ["long", "shorter", *ON_A_SMALL_GPU]))
 def test_a_step_is_one_wave_of_equal_parts(wave):
     lengths, wanted, parts = wave
     _, splits = plan([decode(tokens) for tokens in lengths], make_spec(1, 1, 16), wanted, least_tokens=256)
