@@ -182,7 +182,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: signal.Signals) -> None:
     shared_before = set(os.listdir("/dev/shm"))
     engine = subprocess.Popen(

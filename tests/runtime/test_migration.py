@@ -161,7 +161,7 @@ def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
         engine.close()
 
 
-@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("victim", ["source", pytest.param("target", marks=pytest.mark.slow)])
 def test_a_memory_worker_killed_while_a_segment_moves_ends_every_request_with_an_error(
     model: Model, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
