@@ -22,7 +22,7 @@ from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, WorkerError
-from lamina.lowering import Room
+from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.links import Wait, set_up_links
@@ -74,7 +74,7 @@ class Lane:
     """The steps of one lane that have not finished here, and what the first of them still waits for.
 
     Attributes:
-        room: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
+        workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
             empty.
         awaited: doorbells that the next slice still waits for, ``since`` then.
         reported: when the engine was last told that the lane makes progress.
@@ -84,7 +84,7 @@ class Lane:
     """
 
     links: LaneLinks
-    room: Room = field(default_factory=lambda: Room(0))
+    workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     awaited: list[tuple[int, int]] = field(default_factory=list)
     since: float = 0.0
@@ -241,7 +241,7 @@ class ComputeWorker:
         for sequence, tokens in plan.histories.items():
             self._sequences[sequence].generated = list(tokens)
         if not plan.sequences:
-            self._lanes[plan.lane].room = Room(0)  # an empty lane needs no memory
+            self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
                 self._done.append(StepDone(plan.step, []))
             return
@@ -252,9 +252,9 @@ class ComputeWorker:
         exchange = StepExchange(
             plan, self._segments, lane.links, self._runner.dtype, self._overlap, self._threads, rows
         )
-        if lane.room.rows != rows:
-            lane.room = Room(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, lane.links, lane.room))
+        if lane.workspace.rows != rows:
+            lane.workspace = Workspace(rows)
+        lane.steps.append(StepRun(plan, self._replica, exchange, lane.links, lane.workspace))
         if len(lane.steps) == 1:
             self._await(lane)
 
