@@ -22,7 +22,9 @@ class Liveness:
         self.awake_s = 0.0
         self._turned = now
         self._pinged = float("-inf")
-        self._heard: dict[str, float] = {}  # when, by awake_s; a worker is watched once it has been heard
+        # When, by awake_s, the longest silent first: looking at these alone does not cost more with more workers. A
+        # worker is watched once it has been heard.
+        self._heard: dict[str, float] = {}
 
     def turn(self, now: float) -> bool:
         """Begin a turn at ``now`` of a monotonic clock; True if pings are to be sent."""
@@ -35,6 +37,7 @@ class Liveness:
 
     def heard(self, worker: str) -> None:
         """A message from ``worker`` arrived in this turn."""
+        self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
 
     def suspects(self) -> dict[str, float]:
@@ -46,4 +49,9 @@ class Liveness:
         return self._silent(LOST_S)
 
     def _silent(self, limit_s: float) -> dict[str, float]:
-        return {worker: self.awake_s - at for worker, at in self._heard.items() if self.awake_s - at >= limit_s}
+        silent = {}
+        for worker, at in self._heard.items():
+            if self.awake_s - at < limit_s:
+                break
+            silent[worker] = self.awake_s - at
+        return silent
