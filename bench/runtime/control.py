@@ -110,6 +110,7 @@ class Scripted:
     def play(self) -> None:
         """Until the engine says stop. Compute workers answer at once; the others are looked at now and then."""
         looked, reported, number = time.monotonic(), time.monotonic(), 0
+        busy = set[Any]()  # memory workers that were told of steps since the last report
         while True:
             for dealer, payload in _arrived(self._computes, 10):
                 message = self._decoder.decode(payload)
@@ -123,13 +124,13 @@ class Scripted:
                 looked = now
                 for dealer, payload in _arrived(self._heartbeats, 0):
                     dealer.send(payload)
-                for _ in _arrived(self._memories, 0):
-                    pass
+                busy |= {dealer for dealer, _ in _arrived(self._memories, 0)}
             if now - reported >= USAGE_S:
                 reported, number = now, number + 1
                 usage = self._encoder.encode(SlabUsage(1000 + number, 8, float(number)))
-                for dealer, _ in self._memories.sockets:
+                for dealer in busy:
                     dealer.send(usage)
+                busy.clear()
 
 
 def _arrived(poller: zmq.Poller, timeout_ms: int) -> Iterator[tuple[Any, bytes]]:
@@ -186,8 +187,9 @@ def run(engine: Engine, steps: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def measure(computes: int, memories: int, batch: int, seconds: float) -> Cost:
-    """One cluster."""
+def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
+    """One cluster of so many compute and memory workers."""
+    computes, memories = pool
     compute_names = tuple(f"compute{number}" for number in range(computes))
     memory_names = tuple(f"memory{number}" for number in range(memories))
     control = Counting([*compute_names, *memory_names])
@@ -238,12 +240,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="interleaved; medians are printed")
     parser.add_argument("--pools", default="2+8,8+64,50+200,200+800", help="compute+memory workers")
     options = parser.parse_args()
-    pools = [tuple(map(int, each.split("+"))) for each in options.pools.split(",")]
-    found: dict[tuple[int, ...], list[Cost]] = {pool: [] for pool in pools}
+    pools = [(int(each.partition("+")[0]), int(each.partition("+")[2])) for each in options.pools.split(",")]
+    found: dict[tuple[int, int], list[Cost]] = {pool: [] for pool in pools}
     for _ in range(options.rounds):
         for pool in pools:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-                found[pool].append(fresh.submit(measure, *pool, options.batch, options.seconds).result())
+                found[pool].append(fresh.submit(measure, pool, options.batch, options.seconds).result())
     table = Table(title=f"Engine CPU, steps of {options.batch} sequences")
     for column in ("compute + memory", "us/step", "ratio", "us/token", "ratio", "messages/step", "steps/s", "idle %"):
         table.add_column(column, justify="right")

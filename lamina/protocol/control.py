@@ -189,7 +189,7 @@ class ControlServer:
         return came
 
     def _ping(self) -> None:
-        for worker in self.bootstraps:
+        for worker in filter(self.liveness.is_quiet, self.bootstraps):
             with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: liveness notices its silence
                 self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
 

@@ -1,6 +1,6 @@
 """Which workers respond: a process may stop without exiting (SIGSTOP, a debugger, a machine or network that hangs).
 
-The engine pings every worker once a second, and a native thread of the worker echoes the ping (``protocol.control``):
+The engine pings every worker that it has not heard from for a second, once a second, and a native thread of the worker echoes the ping (``protocol.control``):
 neither a long step nor a native call that holds Python's lock nor a slow load delays the echo.
 """
 
@@ -39,6 +39,10 @@ class Liveness:
         """A message from ``worker`` arrived in this turn."""
         self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
+
+    def is_quiet(self, worker: str) -> bool:
+        """True if nothing has come from ``worker`` for ``PING_S``, so that a ping would tell something."""
+        return self.awake_s - self._heard.get(worker, float("-inf")) >= PING_S
 
     def suspects(self) -> dict[str, float]:
         """Seconds of silence of the workers that have been silent for ``SUSPECT_S``."""

@@ -161,7 +161,7 @@ class Recipients:
         """The plan for the compute workers: the same for all, but for what some of them have missed."""
         if not strange and self._untold.keys().isdisjoint(replicas):
             return [(replicas, plan)]
-        addressed = []
+        addressed: list[tuple[tuple[str, ...], StepPlan]] = []
         for replica in replicas:
             _, released = self._untold.pop(replica, (now, []))
             missed = [self._admissions[one] for one in strange if replica not in self._knowing[one]]
