@@ -1,6 +1,7 @@
 """Which workers respond: a process may stop without exiting (SIGSTOP, a debugger, a machine or network that hangs).
 
-The engine pings every worker that it has not heard from for a second, once a second, and a native thread of the worker echoes the ping (``protocol.control``):
+The engine pings every worker from which nothing has come for a second, and a native thread of the worker echoes the
+ping (``protocol.control``):
 neither a long step nor a native call that holds Python's lock nor a slow load delays the echo.
 """
 
