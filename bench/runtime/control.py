@@ -89,9 +89,9 @@ class Scripted:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToWorker)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * len(bootstraps) + 16)
+        self._heartbeats = self._connect(bootstraps, HEARTBEAT)  # first: a worker that greets is watched
         self._computes = self._connect(one for one in bootstraps if one.name.startswith("compute"))
         self._memories = self._connect(one for one in bootstraps if one.name.startswith("memory"))
-        self._heartbeats = self._connect(bootstraps, HEARTBEAT)
         for dealer, _ in (*self._computes.sockets, *self._memories.sockets):
             dealer.send(self._encoder.encode(Hello("scripted")))
 
