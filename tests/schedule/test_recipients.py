@@ -171,3 +171,17 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
     assert not any(replica.segments for replica in driver.replicas.values())
     assert not any((driver.recipients._homes, driver.recipients._knowing, driver.recipients._admissions))
+
+
+def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:
+    recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, choices=(Arrangement(2), Arrangement(4))))
+    admission = Admission(0, 2, 1, [Segment(0, "memory0", (0, 2), (0, None))], SamplingParams(), 0)
+    nobody = DecodeRows([], [], [])
+    recipients.of(StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5], [0, 1])], nobody), 0.0)
+    dealt_out_again = StepPlan(2, 1, 0, [], [], [], [], nobody, histories={0: [7], 1: []})
+    assert recipients.of(dealt_out_again, 0.0) == [
+        (("compute1",), msgspec.structs.replace(dealt_out_again, admitted=[admission]))
+    ]
+    ((told, plan),) = recipients.of(StepPlan(3, 1, 0, [], [0, 1], [], [], nobody), 0.0)
+    assert told == ("compute1",) and plan.released == [0, 1]
+    assert dict(recipients.overdue(RELEASE_S)) == {"compute0": [0, 1], "memory0": [0, 1]}
