@@ -15,7 +15,17 @@ from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import for_sequence, message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
-from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    Overlap,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
 from tests.schedule.schedules import request
 from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, Driver
 
