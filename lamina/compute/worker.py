@@ -32,6 +32,7 @@ from lamina.protocol.messages import (
     Connected,
     LoadProgress,
     ModelLoaded,
+    Release,
     Step,
     StepDone,
     Stop,
@@ -221,16 +222,21 @@ class ComputeWorker:
             self._running = False
         elif isinstance(message, Step):
             self._take_in(message.plan)
+        elif isinstance(message, Release):
+            self._release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
+
+    def _release(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            self._segments.pop(sequence, None)
+            self._sequences.pop(sequence, None)
+            self._drawn.pop(sequence, None)
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
-        for sequence in plan.released:
-            self._segments.pop(sequence, None)
-            self._sequences.pop(sequence, None)
-            self._drawn.pop(sequence, None)
+        self._release(plan.released)
         for segment in plan.moved:
             self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
@@ -245,8 +251,6 @@ class ComputeWorker:
             if self._replica.begins(plan):
                 self._done.append(StepDone(plan.step, []))
             return
-        if not plan.rotates and not self._replica.begins(plan):
-            return  # another replica runs all of it
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
