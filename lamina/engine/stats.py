@@ -20,6 +20,8 @@ class EngineStats:
     Attributes:
         running, waiting: requests; both 0 once the engine has stopped.
         steps: completed. moved: sequences that went from one memory worker to another.
+        recoveries: times that workers were lost and the others went on. recomputed: tokens whose KV was lost with them,
+            and is computed again.
         dead: why the engine has stopped, if it has.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
     """
@@ -30,4 +32,6 @@ class EngineStats:
     moved: int
     memory: Mapping[str, MemoryStats]
     dead: str | None
+    recoveries: int = 0
+    recomputed: int = 0
     silent: Mapping[str, float] = field(default_factory=dict)

@@ -7,12 +7,13 @@ simpler than decoding at both places at once, and correct at any speed of the ne
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
+from lamina.topology import Topology
 from lamina.types import Migration
 
 
@@ -59,6 +60,21 @@ class Relocations:
         if self._current is not None and self._current.group is group:
             self._placement.release(self._current.target, group.tokens)
             self._current = None
+
+    def cancel(self) -> None:
+        """Nothing moves any more: what was on its way stays, complete, where it was."""
+        if self._current is not None:
+            self._placement.release(self._current.target, self._current.group.tokens)
+            self._current = None
+        self._begun.clear()
+
+    def on(self, workers: Collection[str]) -> list[Group]:
+        """The requests with KV on these memory workers."""
+        return [group for worker in workers for group in self._residents[worker]]
+
+    def apply(self, topology: Topology) -> None:
+        """Only the memory workers of ``topology`` hold KV from now on; no request may be placed on another."""
+        self._residents = {worker: groups for worker, groups in self._residents.items() if worker in topology.names}
 
     def make_room(self, tokens: int, worker: str | None) -> str | None:
         """Start to move a sequence, if none moves and that helps to fit ``tokens`` on ``worker`` (None: on any).

@@ -37,6 +37,10 @@ class Liveness:
         """A message from ``worker`` arrived in this turn."""
         self._heard[worker] = self.awake_s
 
+    def forget(self, worker: str) -> None:
+        """Watch a worker no more."""
+        self._heard.pop(worker, None)
+
     def suspects(self) -> dict[str, float]:
         """Seconds of silence of the workers that have been silent for ``SUSPECT_S``."""
         return self._silent(SUSPECT_S)

@@ -29,7 +29,9 @@ from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
 from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.chunks import PromptBatch
+from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
+from lamina.topology import Topology
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 
@@ -181,12 +183,44 @@ class Scheduler:
             self.active, self.rotates = active, rotates
             self._moving = True
 
+    def end_epoch(self) -> None:
+        """No step in flight will complete, and no sequence that moves will arrive: requests are as the steps that have
+        completed left them. Deals all of them out again."""
+        for own in self._lanes:
+            chunked = {group.completions[0].sequence: group for group in own.running}
+            for planned in reversed(own.in_flight):
+                for chunk in planned.plan.chunks:
+                    if (group := chunked.get(chunk.sequence)) is not None:
+                        group.cached, group.forked = chunk.start, False
+            own.in_flight.clear()
+            own.completed = own.decoding.steps
+            self._retire(own)
+        self._ahead.clear()
+        self._relocations.cancel()
+        self._move()
+
+    def apply(self, topology: Topology) -> Remains:
+        """Only the memory workers of ``topology`` hold KV from now on."""
+        self.placement.apply(topology)
+        self._relocations.apply(topology)
+        return self.remains()
+
+    def remains(self) -> Remains:
+        """What workers have to know of all requests, between ``end_epoch`` and the next plan."""
+        kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
+        admitted = [[self._admission(group) for group in own.running if group not in own.dealt] for own in self._lanes]
+        known = [group for own in self._lanes for group in own.running if group not in own.dealt]
+        known += [group for own in self._lanes for group, _ in own.ending]
+        for group in known:
+            completions = group.completions if group.forked else group.completions[:1]
+            kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
+        return Remains([own.turn for own in self._lanes], kept, admitted)
+
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
         self._moving = False
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
         groups = sorted(running, key=lambda group: -len(group.completions))
-        before = [own.decoding for own in self._lanes]
         dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
         for own in self._lanes:
@@ -198,7 +232,7 @@ class Scheduler:
         self._admissions.given_back()
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
-            decoding, group.lane, group.until = before[group.lane], self._seats.emptiest, 0
+            group.lane, group.until = self._seats.emptiest, 0
             self._seats.change(group.lane, group.seats)
             own = self._lanes[group.lane]
             own.running[group] = None
@@ -213,7 +247,8 @@ class Scheduler:
                 group.completions[0].until = 0
             else:
                 for completion in group.alive:
-                    own.decoding.join(group, completion, decoding.position(completion.sequence))
+                    completion.until = 0
+                    own.decoding.join(group, completion, group.kept(completion))
         for lane, own in enumerate(self._lanes):
             own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases the sequence that it may still fork from

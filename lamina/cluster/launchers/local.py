@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 
 STOP_TIMEOUT_S = 5.0
@@ -71,6 +72,21 @@ class LocalWorkers:
             return {}
         codes = {name: process.poll() for name, process in self._processes.items()}
         return {name: _describe(code) for name, code in codes.items() if code is not None}
+
+    def end(self, name: str) -> None:
+        """Kill one worker and wait until it has exited: from then on it cannot write into the arenas of others.
+
+        Raises TransportError if the kernel does not end it.
+        """
+        process = self._processes.pop(name)
+        process.kill()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise TransportError(
+                f"worker {name} (process {process.pid}) was killed, but has not ended within {STOP_TIMEOUT_S:.0f} s; "
+                f"it may wait for a device or a network file system"
+            ) from error
 
     def kill(self) -> None:
         """Kill all workers at once."""
