@@ -145,7 +145,8 @@ class Engine:
         if dead is not None:
             known = running = 0
         waiting = max(0, known - running)
-        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._watch.silent)
+        dropped, usage = self._scheduler.dropped, dict(self._usage)
+        return EngineStats(running, waiting, self._steps, self._moved, dropped, usage, dead, self._watch.silent)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -232,6 +233,7 @@ class Engine:
             group, completion = drawn[draw.sequence]
             completion.generated.append(draw.token)
             tracked = self._tracked[group.request.request_id]
+            tracked.group = group
             self._touched[group.request.request_id] = tracked
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)

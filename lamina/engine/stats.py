@@ -20,6 +20,7 @@ class EngineStats:
     Attributes:
         running, waiting: requests; both 0 once the engine has stopped.
         steps: completed. moved: sequences that went from one memory worker to another.
+        preempted: requests whose KV was dropped and computed again, counted each time.
         dead: why the engine has stopped, if it has.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
     """
@@ -28,6 +29,7 @@ class EngineStats:
     waiting: int
     steps: int
     moved: int
+    preempted: int
     memory: Mapping[str, MemoryStats]
     dead: str | None
     silent: Mapping[str, float] = field(default_factory=dict)

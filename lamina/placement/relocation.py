@@ -7,7 +7,7 @@ simpler than decoding at both places at once, and correct at any speed of the ne
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -48,6 +48,10 @@ class Relocations:
     def migrating(self) -> int | None:
         """Number of the migration in progress, if any."""
         return None if self._current is None or self._current.arrived else self._current.number
+
+    def residents(self, worker: str) -> Iterable[Group]:
+        """Requests placed on a worker, also those that have ended and are not released yet."""
+        return self._residents[worker]
 
     def settle(self, group: Group) -> None:
         """A request has been placed on ``group.memory``."""
