@@ -54,16 +54,17 @@ WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave th
 
 @dataclass
 class SequenceCopy:
-    """What it takes to draw the tokens of one sequence; ``generated`` are those it has been given back, in order."""
+    """What it takes to draw the tokens of completion ``index``; ``generated`` are those it has run, in order."""
 
     admission: Admission
+    sequence: int
     index: int
     generated: list[int] = field(default_factory=list)
 
     def row(self, position: int, eos_token_ids: list[int]) -> Row:
         """The sampler's view of the token to draw for ``position``."""
         return Row(
-            sequence=self.admission.sequence + self.index,
+            sequence=self.sequence,
             params=self.admission.params,
             seed=self.admission.seed,
             completion=self.index,
@@ -302,21 +303,25 @@ class ComputeWorker:
             self._await(lane)
 
     def _admit(self, admission: Admission) -> None:
-        for index in range(admission.count):
-            sequence = admission.sequence + index
+        for place, index in enumerate(admission.indices):
+            sequence = admission.sequence + place
             self._segments[sequence] = for_sequence(sequence, admission.segments)
-            self._sequences[sequence] = SequenceCopy(admission, index)
+            self._sequences[sequence] = SequenceCopy(admission, sequence, index)
 
     def _remember(self, step: StepRun) -> None:
-        """Add the tokens that decoding sequences were given back to their histories, as every replica does."""
+        """Add the generated tokens that the step has run to their sequences' histories, as every replica does.
+
+        A chunk of a sequence whose KV was dropped may hold tokens of the prompt before them, or tokens known already.
+        """
         if not step.take_news():
             return
         row = 0
         for part in step.plan.sequences:
-            copy = self._sequences.get(part.sequence)
-            if copy is not None and part.start >= copy.admission.prompt_length:
-                copy.generated += step.tokens[row : row + len(part.tokens)]
-            row += len(part.tokens)
+            copy, count = self._sequences.get(part.sequence), len(part.tokens)
+            if copy is not None:
+                known = copy.admission.prompt_length + len(copy.generated) - part.start
+                copy.generated += step.tokens[row + max(known, 0) : row + count]
+            row += count
 
     def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
         """One token for every sequence that the step draws for; several may share a prompt's last row."""

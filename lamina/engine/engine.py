@@ -161,8 +161,8 @@ class Engine:
         if dead is not None:
             known = running = 0
         waiting = max(0, known - running)
-        usage, recovered = dict(self._usage), (self._recoveries, self._recomputed)
-        return EngineStats(running, waiting, self._steps, self._moved, usage, dead, *recovered, self._watch.silent)
+        usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, self._watch.silent)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -255,6 +255,7 @@ class Engine:
             group, completion = drawn[draw.sequence]
             completion.generated.append(draw.token)
             tracked = self._tracked[group.request.request_id]
+            tracked.group = group
             self._touched[group.request.request_id] = tracked
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)

@@ -37,6 +37,9 @@ class Metrics:
             "lamina_sequences_moved", "Sequences moved between memory workers to make space.", stats.moved
         )
         yield CounterMetricFamily(
+            "lamina_preemptions", "Requests whose KV was dropped, to be computed again later.", stats.preempted
+        )
+        yield CounterMetricFamily(
             "lamina_recoveries", "Times that workers were lost and the others went on.", stats.recoveries
         )
         yield CounterMetricFamily(

@@ -7,7 +7,7 @@ simpler than decoding at both places at once, and correct at any speed of the ne
 """
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -50,6 +50,10 @@ class Relocations:
         """Number of the migration in progress, if any."""
         return None if self._current is None or self._current.arrived else self._current.number
 
+    def residents(self, worker: str) -> Iterable[Group]:
+        """Requests placed on a worker, also those that have ended and are not released yet."""
+        return self._residents[worker]
+
     def settle(self, group: Group) -> None:
         """A request has been placed on ``group.memory``."""
         self._residents[group.memory][group] = None
@@ -67,10 +71,6 @@ class Relocations:
             self._placement.release(self._current.target, self._current.group.tokens)
             self._current = None
         self._begun.clear()
-
-    def on(self, workers: Collection[str]) -> list[Group]:
-        """The requests with KV on these memory workers."""
-        return [group for worker in workers for group in self._residents[worker]]
 
     def apply(self, topology: Topology) -> None:
         """Only the memory workers of ``topology`` hold KV from now on; no request may be placed on another."""

@@ -65,6 +65,12 @@ class Admissions:
         if self._waiting.first() is group:
             self._exhausted = False
 
+    def put_back(self, group: Group) -> None:
+        """Queue a request that was admitted before, ahead of all others."""
+        self._aside = {group: self._steps, **self._aside}
+        self._kept = None  # for another one, which is not the first any more
+        self._exhausted = False
+
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
         if group in self._aside:
@@ -141,7 +147,7 @@ class Admissions:
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
         if group not in self._aside:
-            if len(self._aside) == MOST_ASIDE:
+            if len(self._aside) >= MOST_ASIDE:
                 return False
             self._waiting.pop()
             self._aside[group] = self._steps

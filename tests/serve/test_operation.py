@@ -120,6 +120,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_requests_waiting",): 2,
         ("lamina_steps_total",): 3,
         ("lamina_sequences_moved_total",): 4,
+        ("lamina_preemptions_total",): 5,
         ("lamina_kv_slots_used", "memory0"): 5,
         ("lamina_kv_slots", "memory0"): 9,
         ("lamina_links", "same host", "shm"): 1,
