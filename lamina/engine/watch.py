@@ -58,7 +58,8 @@ class Watch:
 
     def complain(self, reporter: str, worker: str, reason: str) -> None:
         """``reporter`` cannot reach ``worker``, whose process may still run."""
-        self._complaints.add(reporter, worker, reason, self._control.liveness.awake_s)
+        if worker in self._members:  # not one whose loss the reporter has noticed later than the engine
+            self._complaints.add(reporter, worker, reason, self._control.liveness.awake_s)
 
     @property
     def ended(self) -> dict[str, str]:

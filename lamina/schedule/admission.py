@@ -15,6 +15,7 @@ from lamina.placement.map import Placement
 from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
+from lamina.topology import Topology
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
@@ -83,6 +84,12 @@ class Admissions:
     def given_back(self) -> None:
         """Room or seats have been released."""
         self._exhausted = False
+
+    def apply(self, topology: Topology) -> None:
+        """Only the memory workers of ``topology`` hold KV from now on."""
+        self._exhausted = False
+        if self._kept is not None and self._kept.worker not in topology.names:
+            self._kept = None
 
     def step_completed(self) -> None:
         """Advance the time of those set aside by a step."""

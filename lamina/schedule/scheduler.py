@@ -189,26 +189,16 @@ class Scheduler:
             self.active, self.rotates = active, rotates
             self._moving = True
 
-    def end_epoch(self) -> None:
-        """No step in flight will complete, and no sequence that moves will arrive: requests are as the steps that have
-        completed left them. Deals all of them out again."""
-        for own in self._lanes:
-            owners = {one.sequence: (group, one) for group in own.running for one in group.completions}
-            for chunk in (chunk for planned in reversed(own.in_flight) for chunk in planned.plan.chunks):
-                group, completion = owners[chunk.sequence]
-                group.withdraw(completion, chunk.start)
-            own.in_flight.clear()
-            own.completed = own.decoding.steps
-            self._retire(own)
-        self._ahead.clear()
-        self._relocations.cancel()
-        self._move()
-
     def apply(self, topology: Topology) -> Remains:
-        """Between ``end_epoch`` and the next plan: only the memory workers of ``topology`` hold KV from now on.
+        """End the epoch: only the memory workers of ``topology`` hold KV from now on.
 
-        Requests that have lost theirs wait again, before all others. Returns what workers know of the requests.
+        No step in flight will complete, and no sequence that moves will arrive: requests are as the steps that have
+        completed left them. Those that have lost KV wait again, before all others; the rest is dealt out again. Returns
+        what workers know of the requests until the next plan.
         """
+        for own in self._lanes:
+            self._withdraw(own)
+        self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
         dropped = sorted((group for worker in lost for group in self.holders(worker)), key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
@@ -221,7 +211,20 @@ class Scheduler:
                 self._give_back(group)
         self.placement.apply(topology)
         self._relocations.apply(topology)
+        self._admissions.apply(topology)
+        self._move()
         return self._remains(len(dropped), recomputed)
+
+    def _withdraw(self, lane: _Lane) -> None:
+        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
+        owners = {one.sequence: (group, one) for group in lane.running for one in group.completions}
+        for chunk in (chunk for planned in reversed(lane.in_flight) for chunk in planned.plan.chunks):
+            group, completion = owners[chunk.sequence]
+            group.withdraw(completion, chunk.start)
+        lane.in_flight.clear()
+        lane.completed = lane.decoding.steps
+        self._ahead.clear()
+        self._retire(lane)
 
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}

@@ -68,7 +68,6 @@ class Turn:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
             self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
-        self.scheduler.end_epoch()
         return self.scheduler.apply(topology)
 
     def begin_epoch(self) -> None:

@@ -17,6 +17,7 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
+from lamina.protocol import liveness
 from lamina.types import CompletionOutput, DType, RequestOutput, SamplingParams
 from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
 
@@ -179,3 +180,13 @@ def test_a_killed_compute_worker_is_noticed_as_a_pause(
 ) -> None:
     wanted = config(checkpoint, 2, 1, **settings)
     assert_same(survive(wanted, [("compute0", signal.SIGKILL)], 150), undisturbed)
+
+
+def test_killed_and_stopped_memory_workers_are_noticed_as_pauses(
+    checkpoint: Path, undisturbed: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three, one after another: what they had is computed again on those that are left."""
+    monkeypatch.setattr(liveness, "PING_S", 0.2)
+    monkeypatch.setattr(liveness, "LOST_S", 3.0)
+    losses = [("memory1", signal.SIGKILL), ("memory0", signal.SIGSTOP)]
+    assert_same(survive(config(checkpoint, 1, 3), losses, 150), undisturbed)
