@@ -1,4 +1,4 @@
-"""Epochs that end at any point of a schedule: nothing is lost but what had not completed, and no token is drawn twice."""
+"""Epochs that end at any point of a schedule: only what had not completed is lost, and no token is drawn twice."""
 
 import itertools
 
