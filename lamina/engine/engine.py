@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import math
 import os
 import random
 import threading
@@ -29,6 +30,7 @@ from lamina.protocol.messages import (
     Failed,
     Migrated,
     PeerLost,
+    Release,
     SlabUsage,
     Step,
     StepDone,
@@ -38,6 +40,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
+from lamina.schedule.recipients import Recipients
 from lamina.schedule.scheduler import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
@@ -89,6 +92,7 @@ class Engine:
             plan_ahead=config.plan_ahead,
         )
         self._scheduler = self._turn.scheduler
+        self._recipients = Recipients(cluster.computes, cluster.pipeline)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._watch = Watch(control, workers, self._turn, self.topology)
@@ -212,8 +216,11 @@ class Engine:
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
-        for plan in self._turn.plan(time.monotonic()):
-            self._send(plan)
+        now = time.monotonic()
+        for plan in self._turn.plan(now):
+            self._send(plan, now)
+        for worker, sequences in self._recipients.overdue(now if self._turn.in_flight else math.inf):
+            self._tell([worker], Release(sequences))
         self._timeline.add("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
@@ -264,13 +271,12 @@ class Engine:
                 group, _ = drawn[sequence]
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
 
-    def _send(self, plan: StepPlan) -> None:
+    def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
         self._watch.began(plan)
         self._moved += len(plan.moved)
-        replicas = [self.topology.computes[replica] for replica in self.topology.pipeline.replicas_of(plan.lane)]
-        # Memory workers apply the changes of every plan, so that slots are freed and forked in this order.
-        self._tell([*self.topology.capacities, *replicas], Step(plan, self.topology.epoch))
+        for workers, part in self._recipients.of(plan, now):
+            self._tell(workers, Step(part, self.topology.epoch))
 
     def _tell(self, workers: Sequence[str], message: ToWorker) -> None:
         try:
@@ -349,12 +355,10 @@ class Engine:
             remains.dropped,
             remains.recomputed,
         )
+        self._recipients.apply(topology)
         for worker, kept in remains.kept.items():
-            self._tell([worker], EndEpoch(topology, remains.turns, kept=kept))
-        for replica, worker in enumerate(topology.computes):
-            own = [lane for lane in range(len(remains.turns)) if replica in topology.pipeline.replicas_of(lane)]
-            admitted = [admission for lane in own for admission in remains.admitted[lane]]
-            self._tell([worker], EndEpoch(topology, remains.turns, admitted=admitted))
+            self._tell([worker], EndEpoch(topology, remains.turns, kept))
+        self._tell(topology.computes, EndEpoch(topology, remains.turns))
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending

@@ -103,8 +103,7 @@ class KvStore:
         for fork in plan.forks:
             if fork.parent in self._segments:
                 self._fork(fork)
-        for sequence in plan.released:
-            self._forget(sequence)
+        self.release(plan.released)
         for segment in plan.moved:
             if segment.worker == self.worker:
                 self._segments[segment.sequence] = [segment]
@@ -132,6 +131,11 @@ class KvStore:
         for sequence, segments in self._segments.items():
             start, stop = self._range(segments)
             self.slab.truncate(sequence, max(0, min(kept[sequence], stop or kept[sequence]) - start))
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget sequences and free their slots. Those not known here are ignored."""
+        for sequence in sequences:
+            self._forget(sequence)
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""

@@ -24,11 +24,13 @@ from lamina.protocol.fence import Fence
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
+    USAGE_S,
     Connect,
     Connected,
     EndEpoch,
     MemorySetup,
     Migrated,
+    Release,
     SlabReady,
     SlabUsage,
     Step,
@@ -111,6 +113,9 @@ class MemoryWorker:
         self._busy_s = 0.0
         self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
         self._reported = 0.0
+        self._usage = SlabUsage(0, 0)  # as last sent
+        self._usage_sent = 0.0
+        self._usage_repeated = True  # the last two sent were equal
 
     def run(self) -> None:
         """Serve the compute workers."""
@@ -119,6 +124,7 @@ class MemoryWorker:
                 self._serve_once()
             except PeerLostError as error:
                 self._fence.lose(error)
+            self._tell_usage()
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -165,7 +171,6 @@ class MemoryWorker:
             lane.drop(turn)
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin(topology)
-        self._report_usage()
 
     def _begin(self, lane: Lane) -> None:
         """Serve the piece of a request that has arrived, or its first cut."""
@@ -260,12 +265,23 @@ class MemoryWorker:
             self._migrations.apply(message.plan)
             if not tables.rows.empty:
                 self._lanes[message.plan.lane].steps.append(tables)
-            self._report_usage()
+        elif isinstance(message, Release):
+            self._store.release(message.sequences)
+            self._migrations.release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
 
-    def _report_usage(self) -> None:
-        self._control.send(SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s))
+    def _tell_usage(self) -> None:
+        """Tell the engine now and then how much is in use, and at once when nothing is any more."""
+        now = time.monotonic()
+        emptied = self._usage.sequences > 0 and self._store.sequences == 0
+        if not emptied and now - self._usage_sent < USAGE_S:
+            return
+        usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
+        repeats = usage == self._usage
+        if not (repeats and self._usage_repeated):
+            self._control.send(usage)
+        self._usage, self._usage_repeated, self._usage_sent = usage, repeats, now
 
     def _tell_migrated(self, number: int) -> None:
         self._control.send(Migrated(number))

@@ -7,7 +7,7 @@ from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.timeline import Span
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import Admission, AttentionSpec, DType, LoadFormat, Logprob, Overlap, StepPlan
+from lamina.types import AttentionSpec, DType, LoadFormat, Logprob, Overlap, StepPlan
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
@@ -77,7 +77,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: run this plan, which belongs to ``epoch``. A worker that is in a later one ignores it."""
+    """Engine to worker: run this plan, or the part of it that concerns the worker. It belongs to ``epoch``: a worker
+    that is in a later one ignores it."""
 
     plan: StepPlan
     epoch: Epoch = FIRST
@@ -90,15 +91,19 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         turns: by lane: the turn of its next attention. No doorbell of a lane was rung with a later one's number.
-        kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences.
-        admitted: for a compute worker: the requests that it knows; it forgets all others. What their sequences have
-            drawn comes with the plans that need it.
+        kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences. A
+            compute worker forgets all: plans tell it again what it needs.
     """
 
     topology: Topology
     turns: list[int]
     kept: dict[int, int] = {}
-    admitted: list[Admission] = []
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: forget these sequences, which no plan for this worker has released."""
+
+    sequences: list[int]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -177,9 +182,9 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known after the latest plan was applied.
+    """Memory worker to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
 
-    ``busy_s``: time spent on attention so far.
+    Sent every ``USAGE_S`` until two in a row are equal, and as soon as the slab is empty.
     """
 
     used: int
@@ -187,6 +192,7 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
 
 
+USAGE_S = 0.5  # between two SlabUsage of one worker
 REPORT_S = 1.0  # least time between two Working of one worker
 
 
@@ -234,7 +240,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
-ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | EndEpoch | Stop
+ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Release | EndEpoch | Stop
 ToEngine = (
     Hello
     | LoadProgress

@@ -228,11 +228,10 @@ class Scheduler:
 
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
-        admitted = [[self._admission(group) for group in own.running if group not in own.dealt] for own in self._lanes]
         for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
             completions = group.alive if group.forked else group.completions[:1]
             kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
-        return Remains([own.turn for own in self._lanes], kept, admitted, dropped, recomputed)
+        return Remains([own.turn for own in self._lanes], kept, dropped, recomputed)
 
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""

@@ -147,6 +147,10 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = EN
         time.sleep(0.02)
 
 
+def wait_for_recoveries(engine: Engine, count: int) -> None:
+    wait_until(lambda: engine.stats().recoveries >= count, f"recovery {count}")
+
+
 def survive(
     settings: EngineConfig, losses: Sequence[tuple[str, signal.Signals]], every: int
 ) -> list[list[CompletionOutput]]:
@@ -159,7 +163,7 @@ def survive(
         for number, (victim, how) in enumerate(losses):
             streams.wait_for_tokens((number + 1) * every)
             workers.signal(victim, how)
-            wait_until(lambda done=number + 1: engine.stats().recoveries >= done, f"{victim}: {engine.stats()}")
+            wait_for_recoveries(engine, number + 1)
         results = streams.results()
         wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
         stats = engine.stats()

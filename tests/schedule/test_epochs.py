@@ -33,10 +33,9 @@ class Losing(Cluster):
         remains = self.scheduler.apply(self.topology)
         assert remains.turns == self._turns
         self.memories = [memory for memory in self.memories if memory.name not in lost]
-        admitted = {one.sequence + place for lane in remains.admitted for one in lane for place in range(one.count)}
         for memory in self.memories:
             kept = remains.kept[memory.name]
-            assert kept.keys() <= memory.here & admitted
+            assert kept.keys() <= memory.here
             for sequence in list(memory.slab.sequences):
                 if sequence not in kept:
                     memory.forget(sequence)
@@ -45,7 +44,6 @@ class Losing(Cluster):
                 shared = 0 if sequence in self._firsts else self.requests[index][0]
                 assert tokens == max(self._computed.get(sequence, 0), shared)
                 memory.slab.truncate(sequence, tokens)
-        self._computed = {sequence: tokens for sequence, tokens in self._computed.items() if sequence in admitted}
 
     @property
     def _firsts(self) -> set[int]:
