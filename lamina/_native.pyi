@@ -635,6 +635,9 @@ class TcpEndpoint:
     def disconnect(self, sender: TcpSender) -> None:
         """Close a sender and forget it."""
 
+    def cut(self, sender: TcpSender) -> None:
+        """Close a sender, and receive nothing from its peer from now on."""
+
     def expect(self, stream: int, identity: int, is_new: bool) -> tuple[int, int] | None:
         """
         Prepare for another connection of a stream: (its byte wanted next, number for accept()).

@@ -10,6 +10,7 @@
     │   └── RequestError              an invalid prompt or sampling parameter
     ├── TransportError                a peer, an arena or a doorbell
     │   ├── PeerLostError             the peer has exited, closed its endpoint or stopped answering
+    │   ├── UnreachableError          workers that the control plane cannot reach
     │   ├── RefusedError              an endpoint rejected a connection
     │   └── DeadlineError (TimeoutError)  a wait passed its deadline
     ├── CapacityError                 a slab has too few free token slots
@@ -21,6 +22,8 @@
 
 Messages name the fact, the numbers and the remedy.
 """
+
+from collections.abc import Mapping
 
 
 class LaminaError(Exception):
@@ -57,6 +60,15 @@ class PeerLostError(TransportError):
     def __init__(self, peer: str, detail: str) -> None:
         super().__init__(f"lost peer {peer}: {detail}")
         self.peer = peer
+
+
+class UnreachableError(TransportError):
+    """Workers that the control plane cannot reach: ``workers`` gives the reason for each."""
+
+    def __init__(self, workers: Mapping[str, str]) -> None:
+        named = "; ".join(f"worker {worker}: {reason}" for worker, reason in workers.items())
+        super().__init__(f"cannot reach workers on the control plane: {named}")
+        self.workers = workers
 
 
 class RefusedError(TransportError):

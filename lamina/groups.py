@@ -10,6 +10,9 @@ class Completion:
     """One sequence and the tokens it has drawn.
 
     Attributes:
+        known: how many of the generated tokens were drawn before its KV was dropped: they run again, like a prompt.
+        cached, goal: of the tokens that run before it draws, those in planned steps, and all of them. The prompt is
+            the first completion's; the others begin behind it when they are forked.
         until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release.
     """
@@ -17,32 +20,41 @@ class Completion:
     sequence: int
     index: int
     generated: list[int] = field(default_factory=list)
+    known: int = 0
+    cached: int = 0
+    goal: int = 0
     finished: bool = False
     retired: bool = False
     until: int = 0
 
+    @property
+    def left(self) -> int:
+        """Tokens not in any planned step that must run before it draws."""
+        return self.goal - self.cached
+
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A request with its completions.
+    """A request with its completions: all of them, or those that go on after its KV was dropped.
 
     Attributes:
+        arrival: counts the requests; the same after its KV was dropped.
         prompt_length: tokens of the prompt, which the completions share.
         own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
         tokens: most KV tokens of the request.
         lane: -1 while it waits. memory, heads: the placement of its KV.
-        cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
-        until: number of the last step of its lane that runs a chunk of its prompt.
+        until: number of the last step of its lane that runs a chunk of it.
+        forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
     """
 
     request: Request
     max_tokens: int
     completions: list[Completion]
+    arrival: int = 0
     lane: int = -1
     memory: str = ""
     heads: tuple[int, int] = (0, 0)
-    cached: int = 0
     until: int = 0
     forked: bool = False
     seats: int = 0
@@ -55,16 +67,44 @@ class Group:
         self.prompt_length = len(self.request.prompt_token_ids)
         self.own_tokens = self.max_tokens - 1
         self.tokens = self.prompt_length + len(self.completions) * self.own_tokens
+        first, *others = self.completions
+        first.goal = self.prompt_length if others else self.prompt_length + first.known
 
     @property
-    def prompt_left(self) -> int:
-        """Tokens of the prompt not in any planned step."""
-        return self.prompt_length - self.cached
+    def to_run(self) -> int:
+        """Tokens of the prompt and generated ones that must run before all its completions draw."""
+        return self.prompt_length + sum(completion.known for completion in self.completions)
 
-    @property
-    def prompt_done(self) -> bool:
-        """True when planned steps cover the whole prompt."""
-        return self.cached >= self.prompt_length
+    def fork(self) -> list[Completion]:
+        """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""
+        self.forked = True
+        for completion in self.completions:
+            completion.cached = max(completion.cached, self.prompt_length)
+            completion.goal = self.prompt_length + completion.known
+        return [completion for completion in self.alive if completion is not self.completions[0]]
+
+    def withdraw(self, completion: Completion, cached: int) -> None:
+        """Steps in flight will not run tokens from ``cached`` on: they run again."""
+        completion.cached = cached
+        if cached < self.prompt_length and self.forked:
+            first, *others = self.completions
+            self.forked = False
+            first.goal = self.prompt_length if others else self.prompt_length + first.known
+            for other in others:
+                other.cached = other.goal = 0
+
+    def draws_after(self, completion: Completion) -> list[Completion]:
+        """The completions that draw a token once this one has run the tokens up to its goal."""
+        if self.forked or len(self.completions) == 1:
+            return [completion]
+        return [one for one in self.alive if not one.known]
+
+    def known_tokens(self, completion: Completion, start: int, stop: int) -> list[int]:
+        """The tokens at positions [start, stop) of a completion, of the prompt and generated."""
+        prompt, length = self.request.prompt_token_ids, self.prompt_length
+        if stop <= length:
+            return prompt[start:stop]
+        return prompt[start:] + completion.generated[max(start - length, 0) : stop - length]
 
     @property
     def alive(self) -> list[Completion]:
@@ -79,9 +119,18 @@ class Group:
             return {}
         return {completion.sequence: completion.generated[:-1] for completion in self.alive}
 
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV its completions have, with what they share counted once; no step of it is in flight."""
+        shared = min(self.kept(self.completions[0]), self.prompt_length)
+        return shared + sum(max(self.kept(one) - self.prompt_length, 0) for one in self.alive)
+
     def kept(self, completion: Completion) -> int:
         """Tokens of a completion whose KV is on the memory worker, its prompt's included."""
-        return self.cached + max(len(completion.generated) - 1, 0)
+        runs = completion if self.forked else self.completions[0]
+        if runs.cached < self.prompt_length + completion.known:
+            return runs.cached
+        return self.prompt_length + max(len(completion.generated) - 1, 0)
 
 
 Owner = tuple[Group, Completion]

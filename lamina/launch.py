@@ -18,6 +18,7 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
 from lamina.protocol.control import ControlServer
 from lamina.protocol.secret import from_file
+from lamina.topology import Role
 from lamina.transport.listener import LOOPBACK
 
 
@@ -68,7 +69,7 @@ def launch(
     return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
 
 
-def _names(text: str, role: pool.Role) -> tuple[str, ...]:
+def _names(text: str, role: Role) -> tuple[str, ...]:
     entries = pool.parse(text)
     pool.check_available(role, entries, find_devices())
     return tuple(f"{role}{index}" for index in range(sum(entry.count for entry in entries)))

@@ -60,6 +60,22 @@ class Pipeline:
         """True if sequences may change lanes, and so replicas."""
         return self.replicas == 1 or self.moves or bool(self.choices)
 
+    def with_replicas(self, replicas: int) -> "Pipeline":
+        """This pipeline on fewer replicas. Lanes keep their numbers, as slots and doorbells do: some may not be used.
+
+        Fixed arrangements keep their lanes per replica, as far as they were a choice; rotational ones need one lane
+        more than replicas.
+        """
+        choices = [
+            Arrangement(replicas + 1, rotates=True)
+            if one.rotates
+            else Arrangement(one.lanes // self.replicas * replicas)
+            for one in self.choices
+            if replicas > 1 or not one.rotates
+        ]
+        lanes = replicas + 1 if self.rotates else self.lanes
+        return Pipeline(lanes, replicas, self.rotates, tuple(dict.fromkeys(choices)))
+
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
         """The replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the default."""
         rotating = self.rotates if rotates is None else rotates

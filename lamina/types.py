@@ -323,7 +323,8 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request that is new to the workers: sequences [sequence, sequence + count), one per completion.
 
     The first sequence runs the prompt; the others are forked from it. ``segments`` say where their KV lives.
-    ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them.
+    ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them. ``indices`` are
+    those of the completions within the request: some may have ended before the KV of the others was dropped.
     """
 
     sequence: int
@@ -333,6 +334,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
     params: SamplingParams
     seed: int
     prompt: list[int] = []
+    indices: list[int] = []
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):

@@ -6,10 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.pipeline import Pipeline
+from lamina.pipeline import Arrangement, Pipeline
 
 rotational = st.integers(1, 6).map(lambda replicas: Pipeline(replicas + 1, replicas, rotates=True))
 fixed = st.tuples(st.integers(1, 5), st.integers(0, 6)).map(lambda pair: Pipeline(pair[0] + pair[1], pair[0]))
+
+choosing = st.integers(1, 5).map(
+    lambda replicas: Pipeline(
+        3 * replicas,
+        replicas,
+        choices=(
+            *(Arrangement(each * replicas) for each in (2, 1, 3)),
+            *((Arrangement(replicas + 1, rotates=True),) if replicas > 1 else ()),
+        ),
+    )
+)
 
 
 def play(pipeline: Pipeline, turns: int, slice_time: int, attention_time: int) -> list[tuple[int, int, int, int]]:
@@ -112,3 +123,16 @@ def test_sequences_may_change_lanes_only_among_the_same_replicas(
 def test_impossible_pipelines_are_refused(lanes: int, replicas: int, rotates: bool) -> None:
     with pytest.raises(ValueError, match="lanes"):
         Pipeline(lanes, replicas, rotates)
+
+
+@given(st.one_of(rotational, fixed, choosing), st.data())
+def test_any_pipeline_goes_on_with_fewer_replicas(pipeline: Pipeline, data: st.DataObject) -> None:
+    """On the lanes that exist, each of which some replica runs, and in the same orders as far as there are any."""
+    left = pipeline.with_replicas(data.draw(st.integers(1, pipeline.replicas)))
+    assert left.lanes <= pipeline.lanes and left.rotates == pipeline.rotates
+    for one in (left.start, *left.choices):
+        assert left.replicas <= one.lanes <= pipeline.lanes
+        assert not one.rotates or one.lanes == left.replicas + 1
+        used = {left.replica(lane, 0, one.rotates) for lane in range(one.lanes)}
+        assert used == set(range(left.replicas))
+    assert {one.rotates for one in left.choices} >= {False} & {one.rotates for one in pipeline.choices}

@@ -84,6 +84,13 @@ class Endpoint(Protocol):
         """Forget a peer; from now on its loss does not interrupt waits."""
         ...
 
+    def cut(self, peer: Peer) -> None:
+        """``disconnect`` from a peer that must not reach this arena again: nothing it has sent arrives from now on.
+
+        A peer that shares memory with this process must have ended before: nothing else keeps it from writing.
+        """
+        ...
+
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``.
 

@@ -49,11 +49,14 @@ class _Sent:
     operation: Operation
     arena: "NullArena"
     place: int  # offset of a write, number of a doorbell
+    sender: int  # number of its endpoint
     data: bytes
     sequence: int
 
     def arrive(self) -> None:
         with _changed:
+            if self.sender in self.arena.refused:
+                return
             if self.operation is Operation.WRITE:
                 self.arena.data[self.place : self.place + len(self.data)] = self.data
             else:
@@ -100,7 +103,7 @@ class Faults:
             case Fault.CORRUPT:
                 middle = len(sent.data) // 2
                 damaged = bytes(byte ^ (index == middle) for index, byte in enumerate(sent.data))
-                _Sent(sent.operation, sent.arena, sent.place, damaged, sent.sequence).arrive()
+                _Sent(sent.operation, sent.arena, sent.place, sent.sender, damaged, sent.sequence).arrive()
 
     def _next(self, operation: Operation) -> Fault | None:
         scheduled = next((entry for entry in self._schedule if entry.operation is operation), None)
@@ -123,6 +126,7 @@ class NullArena:
         self.doorbells = doorbells
         self.data = bytearray(nbytes)
         self.sequences = [0] * doorbells
+        self.refused = set[int]()  # numbers of endpoints that were cut
         self.gone = False
 
     def view(self, offset: int, nbytes: int) -> Buffer:
@@ -134,8 +138,9 @@ class NullArena:
 class NullPeer:
     """A connected arena of this process."""
 
-    def __init__(self, name: str, arena: NullArena) -> None:
+    def __init__(self, name: str, number: int, arena: NullArena) -> None:
         self.name = name
+        self.number = number
         self.nbytes = arena.nbytes
         self.doorbells = arena.doorbells
         self.arena = arena
@@ -198,7 +203,7 @@ class NullEndpoint:
         arena = _arenas.get(where.number)
         if arena is None or arena.gone:
             raise PeerLostError(where.name, "its endpoint is closed")
-        peer = NullPeer(where.name, arena)
+        peer = NullPeer(where.name, where.number, arena)
         self._peers.append(peer)
         return peer
 
@@ -206,16 +211,22 @@ class NullEndpoint:
         """Forget a peer; from now on its loss does not interrupt waits."""
         self._peers.remove(self._connected(peer))
 
+    def cut(self, peer: Peer) -> None:
+        """``disconnect``; operations of that peer that are still on their way never arrive."""
+        known = self._connected(peer)
+        self._registered().refused.add(known.number)
+        self._peers.remove(known)
+
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         content = _content(data)
         check_range(offset, len(content), peer.nbytes)
-        self.faults.send(_Sent(Operation.WRITE, self._living(peer), offset, content, 0))
+        self.faults.send(_Sent(Operation.WRITE, self._living(peer), offset, self._number, content, 0))
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
         check_doorbell(doorbell, peer.doorbells)
-        self.faults.send(_Sent(Operation.RING, self._living(peer), doorbell, b"", sequence))
+        self.faults.send(_Sent(Operation.RING, self._living(peer), doorbell, self._number, b"", sequence))
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
@@ -232,8 +243,8 @@ class NullEndpoint:
         own = self._registered()
         check_fetch(fetch, peer, own)
         content = bytes(self._living(peer).view(fetch.offset, fetch.nbytes))
-        self.faults.send(_Sent(Operation.WRITE, own, fetch.to, content, 0))
-        self.faults.send(_Sent(Operation.RING, own, fetch.doorbell, b"", fetch.sequence))
+        self.faults.send(_Sent(Operation.WRITE, own, fetch.to, self._number, content, 0))
+        self.faults.send(_Sent(Operation.RING, own, fetch.doorbell, self._number, b"", fetch.sequence))
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
         """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""

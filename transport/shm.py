@@ -109,6 +109,10 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         del self._peers[index]
         os.close(known.pidfd)
 
+    def cut(self, peer: Peer) -> None:
+        """``disconnect``. A process keeps its mapping of this arena: it must have ended, or it can still write."""
+        self.disconnect(peer)
+
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         native = self._connected(peer).native

@@ -115,6 +115,12 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         self._registered().streams.disconnect(known.sender)
         self._peers.remove(known)
 
+    def cut(self, peer: Peer) -> None:
+        """``disconnect``, and close the streams of that peer: what has not been read of them never arrives."""
+        known = self._connected(peer)
+        self._registered().streams.cut(known.sender)
+        self._peers.remove(known)
+
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         known = self._connected(peer)

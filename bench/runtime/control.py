@@ -65,6 +65,9 @@ class NoProcesses:
         """None ever is."""
         return {}
 
+    def end(self, worker: str) -> None:
+        """None can be lost."""
+
     def close(self) -> None:
         """They stop when told to."""
 

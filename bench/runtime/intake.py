@@ -56,7 +56,18 @@ class Scripted:
 
     def stats(self) -> EngineStats:
         """Alive and idle."""
-        return EngineStats(running=0, waiting=0, steps=0, moved=0, memory={}, dead=None, silent={})
+        return EngineStats(
+            running=0,
+            waiting=0,
+            steps=0,
+            moved=0,
+            preempted=0,
+            recoveries=0,
+            recomputed=0,
+            memory={},
+            dead=None,
+            silent={},
+        )
 
 
 def gaps(base: str, begin: Any, results: Any) -> None:

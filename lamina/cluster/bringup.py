@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.cluster.gather import Gather, OnProgress, Workers
 from lamina.cluster.linking import link
+from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
 from lamina.protocol.channel import LANDING_NBYTES, Layout
@@ -25,6 +27,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.wire import reply_nbytes, request_nbytes
 from lamina.schedule.scheduler import Limits
+from lamina.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.transport.endpoint import spin_s
 from lamina.types import AttentionSpec, DType, TransportName
 
@@ -61,6 +64,18 @@ class Cluster:
     parameters: int
     pipeline: Pipeline
     links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
+    hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
+    epoch: Epoch = FIRST
+
+    @property
+    def topology(self) -> Topology:
+        """The members at the start."""
+
+        def member(name: str, role: Role) -> Member:
+            return Member(name, role, CPU, self.hosts.get(name, ""), self.capacities.get(name, 0))
+
+        computes = [member(name, "compute") for name in self.computes]
+        return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
 
 
 def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
@@ -79,7 +94,9 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
     control.send(plan.memories, setup)
     gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
-    links = _connect(control, gather, plan, loaded, {hello.host for hello in greetings.values()})
+    hosts = {name: hello.host for name, hello in greetings.items()}
+    epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
+    links = _connect(control, gather, plan, loaded, set(hosts.values()), epoch)
     return Cluster(
         plan.computes,
         dict.fromkeys(plan.memories, capacity),
@@ -88,6 +105,8 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
         loaded.parameters,
         plan.pipeline,
         links,
+        hosts,
+        epoch,
     )
 
 
@@ -121,7 +140,7 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
 
 
 def _connect(
-    control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str]
+    control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str], epoch: Epoch
 ) -> dict[tuple[str, str], Choice]:
     rows = plan.compute_setup.rows
     per_token = max(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
@@ -149,6 +168,6 @@ def _connect(
     links = link(control, gather, plan.transport, offers, pairs)
     if layout.migrates:
         links |= link(control, gather, plan.transport, offers, list(itertools.combinations(memories, 2)), links)
-    control.send(everyone, Connect(computes, memories, layout, plan.pipeline))
+    control.send(everyone, Connect(computes, memories, layout, plan.pipeline, epoch))
     gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
     return links

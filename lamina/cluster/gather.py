@@ -34,6 +34,13 @@ class Workers(Protocol):
         """Workers that have exited, with the known reason."""
         ...
 
+    def end(self, worker: str) -> None:
+        """End this worker at once. When this returns it can do nothing any more, and ``ended`` leaves it out.
+
+        Raises TransportError if it cannot be ended.
+        """
+        ...
+
     def close(self) -> None:
         """End all workers. Idempotent."""
         ...

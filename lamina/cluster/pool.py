@@ -11,11 +11,9 @@ import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from lamina.errors import ConfigError
-
-Role = Literal["compute", "memory"]
+from lamina.topology import Role
 
 CPU = "cpu"
 GPUS = {

@@ -23,13 +23,14 @@ from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
 
 @dataclass(frozen=True)
 class Replica:
-    """What all steps of a compute worker share.
+    """What all steps that a compute worker runs in one epoch share.
 
     Attributes:
-        number: of this replica in the pipeline.
+        number: of this replica in the pipeline. names: of all, by their numbers.
     """
 
     number: int
+    names: tuple[str, ...]
     pipeline: Pipeline
     runner: SliceRunner
     timeline: Timeline
@@ -162,7 +163,7 @@ class StepRun:
             timeline.add("chunk attention", lane, begun)
         following = self._replicas[index + 1]
         if following != self._replica.number:
-            self._send_context(self._links.contexts[following], self.plan.turn + index + 1)
+            self._send_context(self._links.contexts[self._replica.names[following]], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
         # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.

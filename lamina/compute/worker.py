@@ -7,6 +7,7 @@ steps, so that none of this delays a slice that could run.
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,15 +22,17 @@ from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
-from lamina.errors import DeadlineError, LogitsError, WorkerError
+from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.links import Wait, set_up_links
+from lamina.protocol.fence import Fence
+from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
     ComputeSetup,
     Connected,
+    EndEpoch,
     LoadProgress,
     ModelLoaded,
     Release,
@@ -43,23 +46,26 @@ from lamina.protocol.messages import (
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements, for_sequence
+from lamina.topology import Epoch
 from lamina.types import Admission, Segment, StepPlan
 
 IDLE_SLICE_S = 1.0
+WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
 
 
 @dataclass
 class SequenceCopy:
-    """What it takes to draw the tokens of one sequence; ``generated`` are those it has been given back, in order."""
+    """What it takes to draw the tokens of completion ``index``; ``generated`` are those it has run, in order."""
 
     admission: Admission
+    sequence: int
     index: int
     generated: list[int] = field(default_factory=list)
 
     def row(self, position: int, eos_token_ids: list[int]) -> Row:
         """The sampler's view of the token to draw for ``position``."""
         return Row(
-            sequence=self.admission.sequence + self.index,
+            sequence=self.sequence,
             params=self.admission.params,
             seed=self.admission.seed,
             completion=self.index,
@@ -95,15 +101,29 @@ class Lane:
     waited_s: float = 0.0
     waits: int = 0
 
+    def drop(self) -> None:
+        """Forget all steps."""
+        self.steps.clear()
+        self.awaited = []
+        self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
+
 
 class ComputeWorker:
     """Runs plans until the engine says stop."""
 
     def __init__(
-        self, control: ControlClient, setup: ComputeSetup, replica: Replica, lanes: Sequence[Lane], wait: Wait
+        self,
+        control: ControlClient,
+        setup: ComputeSetup,
+        replica: Replica,
+        links: Links,
+        lanes: Sequence[Lane],
+        wait: Wait,
+        epoch: Epoch,
     ) -> None:
-        """``wait`` waits for messages of ``lanes``."""
+        """``wait`` waits for messages of ``lanes``, which use ``links``."""
         self._control = control
+        self._fence = Fence(control, links, epoch)
         self._replica = replica
         self._runner = replica.runner
         self._timeline = replica.timeline
@@ -121,12 +141,19 @@ class ComputeWorker:
     def run(self) -> None:
         """Run the engine's plans."""
         while self._running:
-            self._serve_once()
+            try:
+                self._serve_once()
+            except PeerLostError as error:
+                self._fence.lose(error)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
     def _serve_once(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
+        if not self._fence.open:
+            if (message := self._fence.stand_by(self._wait)) is not None:
+                self._handle(message)
+            return
         active = [lane for lane in self._lanes if lane.steps]
         if len(active) > 1:
             active.sort(key=lambda lane: lane.steps[0].tick)
@@ -141,6 +168,20 @@ class ComputeWorker:
         self._run_slice(ready)
         if unsent:  # there was no pause to send it in: what was finished a slice ago must not wait longer
             self._answer()
+
+    def _end_epoch(self, message: EndEpoch) -> None:
+        """Drop every step, and forget every request: plans tell again of those that go on."""
+        topology = message.topology
+        for lane in self._lanes:
+            lane.drop()
+        self._done.clear()
+        self._drawn.clear()
+        self._segments.clear()
+        self._sequences.clear()
+        names = topology.computes
+        number = names.index(self._replica.names[self._replica.number])
+        self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
+        self._fence.begin(topology)
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
@@ -210,18 +251,22 @@ class ComputeWorker:
                 self._handle(self._control.receive(IDLE_SLICE_S))
                 return
             begun = self._timeline.now()
-            lane, target = awaited[self._wait([target for _, target in awaited], IDLE_SLICE_S)]
+            lane, target = awaited[self._wait([target for _, target in awaited], WAITING_SLICE_S)]
             self._timeline.add("wait", lane.steps[0].plan.lane, begun)
             lane.awaited.remove(target)
             self._note_wait(lane)
-        except DeadlineError:
-            return  # the engine, which hears from every worker, ends a step that makes no progress
+        except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
+            if awaited and (message := self._control.poll()) is not None:
+                self._handle(message)
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Stop):
             self._running = False
         elif isinstance(message, Step):
-            self._take_in(message.plan)
+            if message.epoch >= self._fence.epoch:
+                self._take_in(message.plan)
+        elif isinstance(message, EndEpoch):
+            self._end_epoch(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
         else:
@@ -240,10 +285,7 @@ class ComputeWorker:
         for segment in plan.moved:
             self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
-            for index in range(admission.count):
-                sequence = admission.sequence + index
-                self._segments[sequence] = for_sequence(sequence, admission.segments)
-                self._sequences[sequence] = SequenceCopy(admission, index)
+            self._admit(admission)
         for sequence, tokens in plan.histories.items():
             self._sequences[sequence].generated = list(tokens)
         if not plan.sequences:
@@ -262,16 +304,26 @@ class ComputeWorker:
         if len(lane.steps) == 1:
             self._await(lane)
 
+    def _admit(self, admission: Admission) -> None:
+        for place, index in enumerate(admission.indices):
+            sequence = admission.sequence + place
+            self._segments[sequence] = for_sequence(sequence, admission.segments)
+            self._sequences[sequence] = SequenceCopy(admission, sequence, index)
+
     def _remember(self, step: StepRun) -> None:
-        """Add the tokens that decoding sequences were given back to their histories, as every replica does."""
+        """Add the generated tokens that the step has run to their sequences' histories, as every replica does.
+
+        A chunk of a sequence whose KV was dropped may hold tokens of the prompt before them, or tokens known already.
+        """
         if not step.take_news():
             return
         row = 0
         for part in step.plan.sequences:
-            copy = self._sequences.get(part.sequence)
-            if copy is not None and part.start >= copy.admission.prompt_length:
-                copy.generated += step.tokens[row : row + len(part.tokens)]
-            row += len(part.tokens)
+            copy, count = self._sequences.get(part.sequence), len(part.tokens)
+            if copy is not None:
+                known = copy.admission.prompt_length + len(copy.generated) - part.start
+                copy.generated += step.tokens[row + max(known, 0) : row + count]
+            row += count
 
     def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
         """One token for every sequence that the step draws for; several may share a prompt's last row."""
@@ -299,9 +351,10 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     setup = expect(control, ComputeSetup)
     runner = _load(control, setup)
     links, connect = set_up_links(control, resources)
-    replica = Replica(connect.computes.index(control.name), connect.pipeline, runner, Timeline(setup.trace))
+    names = tuple(connect.computes)
+    replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
     lanes = [Lane(each) for each in lane_links(links, connect)]
-    worker = ComputeWorker(control, setup, replica, lanes, links.settle())
+    worker = ComputeWorker(control, setup, replica, links, lanes, links.settle(), connect.epoch)
     control.send(Connected())
     once_set_up()
     return worker

@@ -7,23 +7,37 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
+from lamina.engine.epochs import Ending
 from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
-from lamina.engine.watch import LAST_WORDS_S, POLL_S, Watch, exited
-from lamina.errors import EngineDeadError, LaminaError, RequestError, TransportError
+from lamina.engine.watch import POLL_S, Watch
+from lamina.errors import EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
 from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Failed, Migrated, Release, SlabUsage, Step, StepDone, ToEngine, Working
+from lamina.protocol.messages import (
+    EndEpoch,
+    EpochEnded,
+    Failed,
+    Migrated,
+    PeerLost,
+    Release,
+    SlabUsage,
+    Step,
+    StepDone,
+    ToEngine,
+    ToWorker,
+    Working,
+)
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
 from lamina.schedule.recipients import Recipients
@@ -65,6 +79,7 @@ class Engine:
         self.max_model_len = limits.max_model_len
         self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
         self.cluster = cluster
+        self.topology = cluster.topology
         self._control = control
         self._workers = workers
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
@@ -80,7 +95,9 @@ class Engine:
         self._recipients = Recipients(cluster.computes, cluster.pipeline)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._watch = Watch(control, workers, self._turn)
+        self._watch = Watch(control, workers, self._turn, self.topology)
+        self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
+        self._recoveries = self._recomputed = 0
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
@@ -148,7 +165,8 @@ class Engine:
         if dead is not None:
             known = running = 0
         waiting = max(0, known - running)
-        return EngineStats(running, waiting, self._steps, self._moved, dict(self._usage), dead, self._watch.silent)
+        usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, self._watch.silent)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -209,23 +227,29 @@ class Engine:
         for request_id, tracked in touched.items():
             self._publish(request_id, tracked)
         self._timeline.add("tell callers", -1, begun)
-        self._require_workers()
-        self._watch.check()
+        self._check_workers()
 
     def _take(self, worker: str, message: ToEngine) -> None:
+        if worker not in self.topology.names:
+            return  # it was lost after it sent this
         if isinstance(message, StepDone):
-            self._watch.progressed([self._turn.in_flight[message.step].lane], worker)
+            if (plan := self._turn.in_flight.get(message.step)) is not None:
+                self._watch.progressed([plan.lane], worker)
             for done in self._turn.in_order(message):
                 self._complete(done)
         elif isinstance(message, SlabUsage):
-            self._usage[worker] = MemoryStats(message.used, self.cluster.capacities[worker], message.sequences)
+            self._usage[worker] = MemoryStats(message.used, self._usage[worker].capacity, message.sequences)
             self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
             self._watch.progressed(message.lanes, worker)
         elif isinstance(message, Migrated):
             self._scheduler.migrated(message.number)
+        elif isinstance(message, EpochEnded):
+            self._note_ended(worker, message)
+        elif isinstance(message, PeerLost):
+            self._watch.complain(worker, message.peer, message.reason)
         elif isinstance(message, Failed):
-            raise self._watch.root_cause(worker, message)
+            self._watch.failed(worker, message)
         else:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
 
@@ -238,6 +262,7 @@ class Engine:
             group, completion = drawn[draw.sequence]
             completion.generated.append(draw.token)
             tracked = self._tracked[group.request.request_id]
+            tracked.group = group
             self._touched[group.request.request_id] = tracked
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)
@@ -251,13 +276,14 @@ class Engine:
         self._watch.began(plan)
         self._moved += len(plan.moved)
         for workers, part in self._recipients.of(plan, now):
-            self._tell(workers, Step(part))
+            self._tell(workers, Step(part, self.topology.epoch))
 
-    def _tell(self, workers: Sequence[str], message: Step | Release) -> None:
+    def _tell(self, workers: Sequence[str], message: ToWorker) -> None:
         try:
             self._control.send(workers, message)
-        except TransportError as error:
-            raise self._why_unreachable(error) from error
+        except UnreachableError as error:
+            for worker, reason in error.workers.items():
+                self._watch.complain("engine", worker, reason)
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -287,23 +313,62 @@ class Engine:
             self._tracked.pop(request_id, None)
             self._places.leave(request_id)
 
-    def _require_workers(self) -> None:
-        for worker, reason in self._workers.ended().items():
+    def _check_workers(self) -> None:
+        """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""
+        if self._watch.ended:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
-            raise exited(worker, reason)
+        lost = self._watch.lost()
+        if not lost and self._ending is not None:
+            overdue = self._ending.overdue(self._control.liveness.awake_s)
+            lost = {
+                worker: TransportError(f"worker {worker} holds all others up: {why}") for worker, why in overdue.items()
+            }
+        if lost:
+            self._lose(lost)
+        self._watch.check()
 
-    def _why_unreachable(self, error: TransportError) -> LaminaError:
-        """The last words of a worker that cannot be reached, or how it ended, or ``error`` if neither is known."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while time.monotonic() < deadline:
-            try:
-                for worker, message in self._control.receive(POLL_S):
-                    self._take(worker, message)
-                self._require_workers()
-            except LaminaError as cause:
-                return cause
-        return error
+    def _lose(self, lost: Mapping[str, LaminaError]) -> None:
+        """End the epoch: go on without these workers. Raises the reason for the loss if no worker of a role is left."""
+        if role := self.topology.lacks(lost):
+            raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
+        for worker in lost:
+            self._workers.end(worker)
+        now = self._control.liveness.awake_s
+        lost_at = now if self._ending is None else self._ending.lost_at
+        self.topology = topology = self.topology.without(lost)
+        self._ending = Ending(topology, lost_at, now)
+        self._control.apply(topology)
+        self._watch.apply(topology)
+        remains = self._turn.apply(topology)
+        self._usage = {name: usage for name, usage in self._usage.items() if name in topology.names}
+        self._recomputed += remains.recomputed
+        for why in lost.values():
+            log.warning("%s", why)
+        log.warning(
+            "epoch %d ends without %s: %d compute and %d memory workers go on; %d requests have lost KV, and %d tokens "
+            "are computed again",
+            topology.epoch.number - 1,
+            ", ".join(lost),
+            len(topology.computes),
+            len(topology.capacities),
+            remains.dropped,
+            remains.recomputed,
+        )
+        self._recipients.apply(topology)
+        for worker, kept in remains.kept.items():
+            self._tell([worker], EndEpoch(topology, remains.turns, kept))
+        self._tell(topology.computes, EndEpoch(topology, remains.turns))
+
+    def _note_ended(self, worker: str, message: EpochEnded) -> None:
+        ending = self._ending
+        if ending is None or not ending.note(worker, message):
+            return
+        self._ending = None
+        self._recoveries += 1
+        self._turn.begin_epoch()
+        seconds = self._control.liveness.awake_s - ending.lost_at
+        log.warning("epoch %d begins %.2f s after the loss was noticed", ending.topology.epoch.number, seconds)
 
     def _end(self) -> None:
         """End all requests with an error, then the workers. A failure of one part does not stop the others."""
@@ -325,7 +390,7 @@ class Engine:
             _call_back(tracked)
 
     def _end_workers(self) -> None:
-        told = tell_to_stop(self._control, (*self.cluster.computes, *self.cluster.capacities))
+        told = tell_to_stop(self._control, self.topology.names)
         if self._on_trace:
             spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
             hand_over(spans, self._on_trace)

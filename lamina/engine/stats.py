@@ -20,6 +20,9 @@ class EngineStats:
     Attributes:
         running, waiting: requests; both 0 once the engine has stopped.
         steps: completed. moved: sequences that went from one memory worker to another.
+        preempted: requests whose KV was dropped and computed again, counted each time.
+        recoveries: times that workers were lost and the others went on. recomputed: tokens whose KV was lost with them,
+            and is computed again.
         dead: why the engine has stopped, if it has.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
     """
@@ -28,6 +31,9 @@ class EngineStats:
     waiting: int
     steps: int
     moved: int
+    preempted: int
+    recoveries: int
+    recomputed: int
     memory: Mapping[str, MemoryStats]
     dead: str | None
     silent: Mapping[str, float] = field(default_factory=dict)

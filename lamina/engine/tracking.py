@@ -22,6 +22,9 @@ class _Text:
 class TrackedRequest:
     """A request from its submission to its terminal state. Not thread-safe.
 
+    Attributes:
+        group: the request in the scheduler: another one after its KV was dropped.
+
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
 
@@ -33,11 +36,11 @@ class TrackedRequest:
         self._news = [self._no_news(index) for index in range(request.params.n)]
         self._texts: list[_Text] = []
         self._error: str | None = None
-        self._group: Group | None = None
+        self.group: Group | None = None
 
     def start(self, group: Group) -> None:
         """The request has been added to the scheduler; its completions may now draw tokens."""
-        self._group = group
+        self.group = group
         params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
         stops = StopStrings(params.stop)
         for _ in group.completions:
@@ -94,7 +97,7 @@ class TrackedRequest:
         return CompletionUpdate(index, logprobs=None if self.request.params.logprobs is None else [])
 
     def _placement(self) -> tuple[Segment, ...]:
-        group = self._group
+        group = self.group
         if group is None or group.lane < 0:
             return ()
         heads = group.heads

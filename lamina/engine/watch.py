@@ -3,16 +3,17 @@
 from collections.abc import Iterable, Mapping
 
 from lamina.cluster.gather import Workers, failure, silence
-from lamina.errors import DeadlineError, LaminaError, PeerLostError, TransportError
+from lamina.engine.epochs import Complaints
+from lamina.errors import DeadlineError, LaminaError, TransportError
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Failed
 from lamina.schedule.turn import Turn
+from lamina.topology import Topology
 from lamina.types import Migration, StepPlan
 
 PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
 MIGRATION_TIMEOUT_S = 600.0
 POLL_S = 0.1
-LAST_WORDS_S = 2.0  # from a worker's exit until its process status and last messages can be read
 
 
 class Watch:
@@ -24,14 +25,23 @@ class Watch:
         silent: seconds without an answer, by worker, of those that are suspected.
     """
 
-    def __init__(self, control: ControlServer, workers: Workers, turn: Turn) -> None:
+    def __init__(self, control: ControlServer, workers: Workers, turn: Turn, topology: Topology) -> None:
         self.silent: Mapping[str, float] = {}
         self._control = control
         self._workers = workers
         self._turn = turn
+        self._members = topology.names
+        self._complaints = Complaints()
+        self._failures: dict[str, Failed] = {}  # the last words of workers
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
         self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
+
+    def apply(self, topology: Topology) -> None:
+        """Only members of ``topology`` are watched from now on."""
+        self._members = topology.names
+        self._complaints.apply(topology)
+        self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
 
     def began(self, plan: StepPlan) -> None:
         """A plan is about to be sent."""
@@ -45,11 +55,39 @@ class Watch:
             self._progress.pop(lane, None)
             self._progress[lane] = self._control.liveness.awake_s, worker
 
-    def check(self) -> None:
-        """Raises TransportError if a worker is silent, or a step or a migration has made no progress, for too long."""
+    def failed(self, worker: str, message: Failed) -> None:
+        """A worker has said why it cannot continue."""
+        self._failures[worker] = message
+
+    def complain(self, reporter: str, worker: str, reason: str) -> None:
+        """``reporter`` cannot reach ``worker``, whose process may still run."""
+        if worker in self._members:  # not one whose loss the reporter has noticed later than the engine
+            self._complaints.add(reporter, worker, reason, self._control.liveness.awake_s)
+
+    @property
+    def ended(self) -> dict[str, str]:
+        """Members whose processes have exited, with the known reason."""
+        return {worker: reason for worker, reason in self._workers.ended().items() if worker in self._members}
+
+    def lost(self) -> dict[str, LaminaError]:
+        """Members that take no more part, with the cause; some of their processes may still run."""
         self.silent = self._control.liveness.suspects()
-        if lost := self._control.liveness.lost():
-            raise silence(lost)
+        lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
+        lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
+        lost |= {worker: self._cause(worker, message) for worker, message in self._failures.items()}
+        if not lost and (due := self._complaints.due(self._control.liveness.awake_s)) is not None:
+            worker, reason = due
+            lost[worker] = TransportError(f"worker {worker} cannot be reached, although its process runs: {reason}")
+        return lost
+
+    def _cause(self, worker: str, message: Failed) -> LaminaError:
+        """Why a worker failed. A wait past its deadline is a consequence of another worker's silence, if one is."""
+        if message.kind == DeadlineError.__name__ and self.silent:
+            return silence(self.silent)
+        return failure(worker, message)
+
+    def check(self) -> None:
+        """Raises TransportError if a step or a migration has made no progress for too long."""
         now = self._control.liveness.awake_s
         if (stuck := self._stuck(now)) is not None:
             step, lane, worker = stuck
@@ -77,20 +115,6 @@ class Watch:
                     return step, lane, worker
             del self._progress[lane]  # nothing runs there
         return None
-
-    def root_cause(self, worker: str, message: Failed) -> LaminaError:
-        """Why workers failed. A lost peer and a wait past its deadline are consequences: what the peer reports, its
-        exit or its silence is the cause."""
-        failures = {worker: message}
-        failures |= {name: other for name, other in self._control.receive(POLL_S) if isinstance(other, Failed)}
-        name, first = min(failures.items(), key=lambda item: item[1].kind == PeerLostError.__name__)
-        ended = {worker: reason for worker, reason in self._workers.ended().items() if worker not in failures}
-        if first.kind == PeerLostError.__name__ and ended:
-            return exited(*next(iter(ended.items())))
-        suspects = self._control.liveness.suspects()
-        if first.kind in (PeerLostError.__name__, DeadlineError.__name__) and suspects:
-            return silence(suspects)
-        return failure(name, first)
 
 
 def exited(worker: str, reason: str) -> TransportError:

@@ -162,7 +162,8 @@ class Migrations:
             self._incoming.remove(coming)
             self._on_done(coming.migration.number)
 
-    def forget(self, peer: str) -> None:
-        """Drop the migrations from and to a memory worker that has exited and is disconnected."""
-        self._outgoing = [own for own in self._outgoing if own.migration.target != peer]
-        self._incoming = [coming for coming in self._incoming if coming.migration.source != peer]
+    def drop(self) -> None:
+        """Forget all migrations: no sequence moves any more."""
+        self._outgoing.clear()
+        self._incoming.clear()
+        self._moving.clear()

@@ -7,6 +7,7 @@ memory worker arrive the same way (``lamina.memory.migrations``).
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,8 +175,18 @@ class Puller:
             self._free.append(number)
             self._finish(piece)
 
+    def drop(self) -> None:
+        """Forget all pieces. Those that peers are sending still occupy their places until they arrive."""
+        self._waiting.clear()
+        self._coming = [(dataclasses.replace(piece, keep=_discard, lane=-1), number) for piece, number in self._coming]
+        self._left = collections.Counter((piece.lane, piece.turn) for piece, _ in self._coming)
+
     def _finish(self, piece: Piece) -> None:
         key = piece.lane, piece.turn
         self._left[key] -= 1
         if not self._left[key]:
             del self._left[key]
+
+
+def _discard(content: memoryview) -> None:
+    """Nobody wants these bytes any more."""

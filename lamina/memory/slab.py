@@ -72,6 +72,11 @@ class Slab:
         """Slots that some sequence owns; a shared slot counts once."""
         return self.capacity - self.free_slots
 
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that are open."""
+        return list(self._tables)
+
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._tables
 

@@ -1,6 +1,6 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +119,18 @@ class KvStore:
                 self._segments[admission.sequence] = admission.segments
                 self.slab.open(admission.sequence)
         return self._plan_step(plan)
+
+    def truncate(self, kept: Mapping[int, int]) -> None:
+        """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
+
+        Sequences that have no segment here are ignored.
+        """
+        for sequence in self.slab.sequences:
+            if sequence not in kept or sequence not in self._segments:
+                self._forget(sequence)
+        for sequence, segments in self._segments.items():
+            start, stop = self._range(segments)
+            self.slab.truncate(sequence, max(0, min(kept[sequence], stop or kept[sequence]) - start))
 
     def release(self, sequences: Sequence[int]) -> None:
         """Forget sequences and free their slots. Those not known here are ignored."""

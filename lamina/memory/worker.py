@@ -8,9 +8,8 @@ arrives before its plan. Slab changes happen in the order in which the engine se
 
 import collections
 import contextlib
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,12 +20,14 @@ from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import Floats, KvStore, StepTables
 from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
 from lamina.protocol.control import ControlClient, expect
+from lamina.protocol.fence import Fence
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
     USAGE_S,
     Connect,
     Connected,
+    EndEpoch,
     MemorySetup,
     Migrated,
     Release,
@@ -41,8 +42,6 @@ from lamina.protocol.messages import (
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import reply_number, request_number
-
-log = logging.getLogger(__name__)
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues
@@ -74,7 +73,7 @@ class Lane:
 
     number: int
     request: Inbox
-    replies: list[Outbox]
+    replies: Mapping[str, Outbox]
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
     layer: int = 0
     piece: int = 0
@@ -83,6 +82,13 @@ class Lane:
     lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
     work: Iterator[None] | None = None
     reply: Reply | None = None
+
+    def drop(self, turn: int) -> None:
+        """Forget all steps; the next one's first attention has this turn or a later one."""
+        self.steps.clear()
+        self.layer = self.piece = 0
+        self.awaited = request_number(turn, 0)
+        self.work = self.reply = None
 
 
 class MemoryWorker:
@@ -96,8 +102,8 @@ class MemoryWorker:
         self._store = store
         self._links = links
         self._wait = wait
-        self._pipeline, self._computes = connect.pipeline, connect.computes
-        self._peers = set(connect.computes)
+        self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
+        self._fence = Fence(control, links, connect.epoch)
         self._puller = Puller(links.fetch, links.arena, connect.layout, store)
         self._migrations = Migrations(store, self._puller, links.arena, connect, links.outbox, self._tell_migrated)
         self._lanes = _lanes(links, connect)
@@ -117,14 +123,15 @@ class MemoryWorker:
             try:
                 self._serve_once()
             except PeerLostError as error:
-                self._forget(error.peer)
+                self._fence.lose(error)
             self._tell_usage()
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
     def _serve_once(self) -> None:
-        if not self._peers:  # every compute worker has exited, and the engine stops without them
-            self._handle(self._control.receive(PLAN_TIMEOUT_S))
+        if not self._fence.open:
+            if (message := self._fence.stand_by(self._wait)) is not None:
+                self._handle(message)
             return
         begun = next(((lane, lane.work) for lane in self._order if lane.work is not None), None)
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
@@ -152,14 +159,27 @@ class MemoryWorker:
         elif begun is not None:
             self._go_on(*begun)
 
+    def _end_epoch(self, message: EndEpoch) -> None:
+        """Drop every step, pull and migration, and what they have left in the slab."""
+        topology = message.topology
+        for peer in set(self._links.peers) - topology.names:
+            self._puller.forget(peer)
+        self._puller.drop()
+        self._migrations.drop()
+        self._store.truncate(message.kept)
+        for lane, turn in zip(self._lanes, message.turns, strict=True):
+            lane.drop(turn)
+        self._pipeline, self._computes = topology.pipeline, topology.computes
+        self._fence.begin(topology)
+
     def _begin(self, lane: Lane) -> None:
         """Serve the piece of a request that has arrived, or its first cut."""
         self._order.remove(lane)
         self._order.append(lane)
-        deadline = time.monotonic() + PLAN_TIMEOUT_S
-        while self._running and not lane.steps:  # the data overtook its plan
+        deadline, epoch = time.monotonic() + PLAN_TIMEOUT_S, self._fence.epoch
+        while self._running and self._fence.epoch == epoch and not lane.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))
-        if not self._running:
+        if not self._running or self._fence.epoch != epoch:
             return
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.layers[lane.layer].spec
@@ -203,7 +223,7 @@ class MemoryWorker:
         number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
         if step.rows.pulled:
             self._puller.add(self._computes[self._pipeline.replica(number, turn, rotates)], lane.layer, step)
-        outbox = lane.replies[self._pipeline.replica(number, turn + 1, rotates)]
+        outbox = lane.replies[self._computes[self._pipeline.replica(number, turn + 1, rotates)]]
         ends = lane.layer == len(self._store.layers) - 1
         pulled = turn if ends else turn + 1 - BULK_SLOTS
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
@@ -236,7 +256,11 @@ class MemoryWorker:
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Stop):
             self._running = False
+        elif isinstance(message, EndEpoch):
+            self._end_epoch(message)
         elif isinstance(message, Step):
+            if message.epoch < self._fence.epoch:
+                return
             tables = self._store.apply(message.plan)
             self._migrations.apply(message.plan)
             if not tables.rows.empty:
@@ -262,14 +286,6 @@ class MemoryWorker:
     def _tell_migrated(self, number: int) -> None:
         self._control.send(Migrated(number))
 
-    def _forget(self, peer: str) -> None:
-        """A peer has exited: the engine decides what becomes of the requests that needed it."""
-        log.info("%s: worker %s has exited", self._control.name, peer)
-        self._peers.discard(peer)
-        self._links.disconnect(peer)
-        self._puller.forget(peer)
-        self._migrations.forget(peer)
-
 
 def _lanes(links: Links, connect: Connect) -> list[Lane]:
     layout, own = connect.layout, connect.memories.index(links.name)
@@ -277,7 +293,7 @@ def _lanes(links: Links, connect: Connect) -> list[Lane]:
         Lane(
             lane,
             Inbox(links.arena, layout.request(lane)),
-            [links.outbox(name, layout.reply(lane, own)) for name in connect.computes],
+            {name: links.outbox(name, layout.reply(lane, own)) for name in connect.computes},
         )
         for lane in range(layout.lanes)
     ]

@@ -44,6 +44,15 @@ class Metrics:
         yield CounterMetricFamily(
             "lamina_sequences_moved", "Sequences moved between memory workers to make space.", stats.moved
         )
+        yield CounterMetricFamily(
+            "lamina_preemptions", "Requests whose KV was dropped, to be computed again later.", stats.preempted
+        )
+        yield CounterMetricFamily(
+            "lamina_recoveries", "Times that workers were lost and the others went on.", stats.recoveries
+        )
+        yield CounterMetricFamily(
+            "lamina_tokens_recomputed", "Tokens computed again because a worker was lost.", stats.recomputed
+        )
         used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use.", labels=["worker"])
         slots = GaugeMetricFamily("lamina_kv_slots", "Token slots in total.", labels=["worker"])
         for worker, memory in stats.memory.items():

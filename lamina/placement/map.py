@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Mapping
 
 from lamina.errors import RequestError
+from lamina.topology import Topology
 
 
 class Placement:
@@ -20,6 +21,16 @@ class Placement:
         self.left_in_all = sum(capacities.values())
         self._places = {name: place for place, name in enumerate(capacities)}
         self._most_left: list[tuple[int, int, str]] = []  # a heap of (-left, place, worker); some are out of date
+        self._sort()
+
+    def apply(self, topology: Topology) -> None:
+        """Only the memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
+        for worker in self.capacities.keys() - topology.capacities.keys():
+            if self.reserved.pop(worker):
+                raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
+            del self.capacities[worker]
+        self.largest = max(self.capacities.values())
+        self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
         self._sort()
 
     def require_possible(self, tokens: int) -> None:

@@ -7,12 +7,13 @@ simpler than decoding at both places at once, and correct at any speed of the ne
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
+from lamina.topology import Topology
 from lamina.types import Migration
 
 
@@ -49,6 +50,10 @@ class Relocations:
         """Number of the migration in progress, if any."""
         return None if self._current is None or self._current.arrived else self._current.number
 
+    def residents(self, worker: str) -> Iterable[Group]:
+        """Requests placed on a worker, also those that have ended and are not released yet."""
+        return self._residents[worker]
+
     def settle(self, group: Group) -> None:
         """A request has been placed on ``group.memory``."""
         self._residents[group.memory][group] = None
@@ -59,6 +64,17 @@ class Relocations:
         if self._current is not None and self._current.group is group:
             self._placement.release(self._current.target, group.tokens)
             self._current = None
+
+    def cancel(self) -> None:
+        """Nothing moves any more: what was on its way stays, complete, where it was."""
+        if self._current is not None:
+            self._placement.release(self._current.target, self._current.group.tokens)
+            self._current = None
+        self._begun.clear()
+
+    def apply(self, topology: Topology) -> None:
+        """Only the memory workers of ``topology`` hold KV from now on; no request may be placed on another."""
+        self._residents = {worker: groups for worker, groups in self._residents.items() if worker in topology.names}
 
     def make_room(self, tokens: int, worker: str | None) -> str | None:
         """Start to move a sequence, if none moves and that helps to fit ``tokens`` on ``worker`` (None: on any).

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
-from lamina.errors import DeadlineError, TransportError, WorkerError
+from lamina.errors import DeadlineError, TransportError, UnreachableError, WorkerError
 from lamina.protocol.liveness import Liveness
 from lamina.protocol.messages import (
     ComputeSetup,
@@ -34,6 +34,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.secret import Secret
 from lamina.protocol.secret import new as new_secret
+from lamina.topology import Topology
 from lamina.transport.listener import LOOPBACK
 from lamina.transport.refusals import Refusals
 
@@ -127,6 +128,7 @@ class ControlServer:
         self.bootstraps: Mapping[str, Bootstrap] = {
             name: self._issue(name, f"tcp://{host}:{port}", public, parent_pid or os.getpid()) for name in workers
         }
+        self._members = set(workers)
         self._encoder = msgspec.msgpack.Encoder()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -140,14 +142,26 @@ class ControlServer:
         self._keys.workers[public] = name
         return Bootstrap(name, address, engine_key, public, private, self._secret.data_plane, parent_pid)
 
+    def apply(self, topology: Topology) -> None:
+        """Only members of ``topology`` are pinged and heard from now on."""
+        for worker in self._members - topology.names:
+            self.liveness.forget(worker)
+        self._members &= topology.names
+
     def send(self, workers: Sequence[str], message: ToWorker) -> None:
-        """Send one message to several workers; encoded once."""
+        """Send one message to several workers; encoded once.
+
+        Raises UnreachableError for those that cannot be reached, after it has been sent to all others.
+        """
         payload = self._encoder.encode(message)
+        unreachable: dict[str, str] = {}
         for worker in workers:
             try:
                 self._socket.send_multipart([worker.encode(), payload], copy=True)
             except zmq.ZMQError as error:
-                raise TransportError(f"cannot reach worker {worker} on the control plane: {error}") from error
+                unreachable[worker] = str(error)
+        if unreachable:
+            raise UnreachableError(unreachable)
 
     def wake(self) -> None:
         """End the current or next ``receive`` early. Any thread."""
@@ -182,6 +196,8 @@ class ControlServer:
             if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
                 self._refusals.add("NAME", "a message arrived under a name that does not match its key")
                 continue
+            if worker not in self._members:
+                continue  # it was lost, and is not believed any more
             self.liveness.heard(worker)
             if not identity.bytes.endswith(HEARTBEAT):
                 came = True
@@ -189,7 +205,7 @@ class ControlServer:
         return came
 
     def _ping(self) -> None:
-        for worker in filter(self.liveness.is_quiet, self.bootstraps):
+        for worker in filter(self.liveness.is_quiet, self._members):
             with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: liveness notices its silence
                 self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
 
@@ -279,8 +295,10 @@ class ControlClient:
             raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
         return self._decode(self._socket.recv())
 
-    def poll(self) -> ToWorker | None:
-        """The engine's next message if one has arrived."""
+    def poll(self, timeout_s: float = 0.0) -> ToWorker | None:
+        """The engine's next message; None if none has arrived within ``timeout_s``."""
+        if timeout_s and not self._socket.poll(_milliseconds(timeout_s)):
+            return None
         try:
             return self._decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:

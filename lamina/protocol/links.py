@@ -17,6 +17,7 @@ from lamina.protocol.channel import ALIGNMENT, Outbox, Slot
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.messages import Connect, Link, Linked, Register, Registered
+from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Fetch, Peer, Sizes, deadline_error
 from lamina.transport.rdma.endpoint import RdmaEndpoint
@@ -107,6 +108,7 @@ class Links:
         self._own = arena
         self._endpoints = dict(endpoints)
         self._links: dict[str, _Link] = {}
+        self._members = set[str]()  # the peers that were linked, without those that do not take part any more
         self._closed = False
 
     def link(self, link: Link) -> Linked:
@@ -162,6 +164,7 @@ class Links:
 
     def settle(self) -> Wait:
         """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``."""
+        self._members = set(self._links)
         for transport, endpoint in list(self._endpoints.items()):
             if all(link.endpoint is not endpoint for link in self._links.values()):
                 endpoint.close()
@@ -173,6 +176,37 @@ class Links:
     def _wait(self) -> Wait:
         endpoints = list(self._endpoints.values())
         return endpoints[0].wait if len(endpoints) == 1 else WaitInTurns(self.name, self._own.native, endpoints)
+
+    @property
+    def peers(self) -> list[str]:
+        """The peers that this worker exchanges data with, also those whose link was cut since ``apply``."""
+        return sorted(self._members)
+
+    def has(self, name: str) -> bool:
+        """True if there is a link to this peer."""
+        return name in self._links
+
+    def apply(self, topology: Topology) -> None:
+        """Only members of ``topology`` take part from now on: cut the links to all others."""
+        for name in self._members - topology.names:
+            self.cut(name)
+        self._members &= topology.names
+
+    def cut(self, name: str) -> None:
+        """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
+        if link := self._links.pop(name, None):
+            link.endpoint.cut(link.peer)
+
+    def ring(self, name: str, sequence: int) -> None:
+        """Ring the doorbell that a peer's ``bell`` names, behind everything sent to it. Without a link, or with a peer
+        that is lost, nothing happens: ``wait`` reports it."""
+        if link := self._links.get(name):
+            with contextlib.suppress(PeerLostError):
+                link.endpoint.ring(link.peer, self._place(self.name, link.peer).doorbell, sequence)
+
+    def bell(self, name: str) -> int:
+        """The doorbell that ``ring`` of this peer rings here. Its numbers begin beyond the rounds of ``link``."""
+        return self._place(name, self.arena).doorbell
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
         """Sends into a slot of a linked peer."""

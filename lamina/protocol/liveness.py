@@ -41,6 +41,10 @@ class Liveness:
         self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
 
+    def forget(self, worker: str) -> None:
+        """Watch a worker no more."""
+        self._heard.pop(worker, None)
+
     def is_quiet(self, worker: str) -> bool:
         """True if nothing has come from ``worker`` for ``PING_S``, so that a ping would tell something."""
         return self.awake_s - self._heard.get(worker, float("-inf")) >= PING_S

@@ -6,6 +6,7 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.timeline import Span
+from lamina.topology import FIRST, Epoch, Topology
 from lamina.types import AttentionSpec, DType, LoadFormat, Logprob, Overlap, StepPlan
 
 
@@ -64,19 +65,39 @@ class Link(msgspec.Struct, tag=True, frozen=True):
 class Connect(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: all links are up, and this is what they are for; answered by Connected.
 
-    A worker's number is its index in ``computes`` or ``memories``, which name all workers of a pool.
+    A worker's number is its index in ``computes`` or ``memories``, which name all workers of a pool. ``epoch`` is the
+    first.
     """
 
     computes: list[str]
     memories: list[str]
     layout: Layout
     pipeline: Pipeline
+    epoch: Epoch = FIRST
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: run this plan, or the part of it that concerns the worker."""
+    """Engine to worker: run this plan, or the part of it that concerns the worker. It belongs to ``epoch``: a worker
+    that is in a later one ignores it."""
 
     plan: StepPlan
+    epoch: Epoch = FIRST
+
+
+class EndEpoch(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: workers were lost; drop every step in flight and be ready for the epoch of ``topology``.
+
+    Answered by EpochEnded. All plans sent before it have been applied; of what their steps did, only this remains:
+
+    Attributes:
+        turns: by lane: the turn of its next attention. No doorbell of a lane was rung with a later one's number.
+        kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences. A
+            compute worker forgets all: plans tell it again what it needs.
+    """
+
+    topology: Topology
+    turns: list[int]
+    kept: dict[int, int] = {}
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -187,6 +208,23 @@ class Migrated(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class EpochEnded(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: it has dropped all of the epochs before ``epoch`` and sends nothing of them any more.
+
+    Something that the ``missing`` peers sent in an earlier epoch may still arrive. Sent again once there are none.
+    """
+
+    epoch: Epoch
+    missing: list[str]
+
+
+class PeerLost(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: it has no link to ``peer`` any more. Its steps stop until the epoch ends."""
+
+    peer: str
+    reason: str
+
+
 class Traced(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine, its last message: what it did when."""
 
@@ -202,7 +240,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
-ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Release | Stop
+ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Release | EndEpoch | Stop
 ToEngine = (
     Hello
     | LoadProgress
@@ -215,6 +253,8 @@ ToEngine = (
     | SlabUsage
     | Working
     | Migrated
+    | EpochEnded
+    | PeerLost
     | Traced
     | Failed
 )

@@ -15,6 +15,7 @@ from lamina.placement.map import Placement
 from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
+from lamina.topology import Topology
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
@@ -65,6 +66,12 @@ class Admissions:
         if self._waiting.first() is group:
             self._exhausted = False
 
+    def put_back(self, group: Group) -> None:
+        """Queue a request that was admitted before, ahead of all others."""
+        self._aside = {group: self._steps, **self._aside}
+        self._kept = None  # for another one, which is not the first any more
+        self._exhausted = False
+
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
         if group in self._aside:
@@ -77,6 +84,12 @@ class Admissions:
     def given_back(self) -> None:
         """Room or seats have been released."""
         self._exhausted = False
+
+    def apply(self, topology: Topology) -> None:
+        """Only the memory workers of ``topology`` hold KV from now on."""
+        self._exhausted = False
+        if self._kept is not None and self._kept.worker not in topology.names:
+            self._kept = None
 
     def step_completed(self) -> None:
         """Advance the time of those set aside by a step."""
@@ -141,7 +154,7 @@ class Admissions:
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
         if group not in self._aside:
-            if len(self._aside) == MOST_ASIDE:
+            if len(self._aside) >= MOST_ASIDE:
                 return False
             self._waiting.pop()
             self._aside[group] = self._steps

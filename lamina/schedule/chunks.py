@@ -1,14 +1,14 @@
-"""How the prompts of a lane share a step. Pure."""
+"""How the prompts of a lane share a step, and other tokens that are known before they run. Pure."""
 
 import heapq
 
-from lamina.groups import Group
+from lamina.groups import Completion, Group, Owner
 
 SMALLEST = 64  # tokens: a smaller chunk is not worth its share of a step's fixed costs
 
 
 class PromptBatch:
-    """Requests with prompt tokens left to run.
+    """Sequences with tokens of a prompt left to run, or with tokens whose KV was dropped.
 
     Half of a step's prompt budget is the oldest prompt's, so that each takes at most twice as long as in order of
     arrival; the other half goes to those with fewest tokens left. So a short prompt does not wait for long ones, equal
@@ -17,63 +17,61 @@ class PromptBatch:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[Group, None] = {}  # the oldest first
-        self._shortest: list[tuple[int, int, Group]] = []  # a heap of (left, sequence, group); some are out of date
+        self._owners: dict[Completion, Group] = {}  # the oldest first
+        self._shortest: list[tuple[int, int, Completion]] = []  # a heap of (left, sequence, ...); some are out of date
 
-    def add(self, group: Group) -> None:
-        """Run the prompt of a request, or what is left of it."""
-        self._groups[group] = None
-        self._note(group)
+    def add(self, group: Group, completion: Completion) -> None:
+        """Run the tokens that a completion has left."""
+        self._owners[completion] = group
+        self._note(completion)
 
-    def discard(self, group: Group) -> None:
-        """Do not run this prompt any more. Does nothing if it is not here."""
-        self._groups.pop(group, None)
+    def discard(self, completion: Completion) -> None:
+        """Do not run this completion's tokens any more. Does nothing if it is not here."""
+        self._owners.pop(completion, None)
 
     def clear(self) -> None:
-        """Remove all prompts."""
-        self._groups.clear()
+        """Remove all."""
+        self._owners.clear()
         self._shortest.clear()
 
-    def share(self, budget: int) -> dict[Group, int]:
-        """Tokens of each prompt in the next step, ``budget`` in total at most. Removes prompts that it finishes."""
-        if budget <= 0 or not self._groups:
+    def share(self, budget: int) -> dict[Owner, int]:
+        """Tokens of each in the next step, ``budget`` in total at most. Removes those that it finishes."""
+        if budget <= 0 or not self._owners:
             return {}
-        oldest = next(iter(self._groups))
-        shares = {oldest: min(oldest.prompt_left, (budget + 1) // 2)}
+        oldest = next(iter(self._owners))
+        shares = {oldest: min(oldest.left, (budget + 1) // 2)}
         spare = budget - shares[oldest]
-        while spare and (group := self._pop_shortest()) is not None:
-            if spare < min(SMALLEST, group.prompt_left):
-                more = min(spare, oldest.prompt_left - shares[oldest])
+        while spare and (one := self._pop_shortest()) is not None:
+            if spare < min(SMALLEST, one.left):
+                more = min(spare, oldest.left - shares[oldest])
                 shares[oldest] += more
                 spare -= more
-            tokens = min(spare, group.prompt_left - shares.get(group, 0))
+            tokens = min(spare, one.left - shares.get(one, 0))
             if tokens:
-                shares[group] = shares.get(group, 0) + tokens
+                shares[one] = shares.get(one, 0) + tokens
                 spare -= tokens
-            elif group not in shares:
-                self._note(group)
-        shares[oldest] += min(spare, oldest.prompt_left - shares[oldest])
-        for group, tokens in shares.items():
-            group.cached += tokens
-            if group.prompt_done:
-                del self._groups[group]
+            elif one not in shares:
+                self._note(one)
+        shares[oldest] += min(spare, oldest.left - shares[oldest])
+        shared: dict[Owner, int] = {}
+        for one, tokens in shares.items():
+            one.cached += tokens
+            shared[self._owners[one], one] = tokens
+            if one.left:
+                self._note(one)
             else:
-                self._note(group)
-        return shares
+                del self._owners[one]
+        return shared
 
-    def _note(self, group: Group) -> None:
-        heapq.heappush(self._shortest, self._entry(group))
-        if len(self._shortest) > 4 * len(self._groups) + SMALLEST:
-            self._shortest = [self._entry(each) for each in self._groups]
+    def _note(self, completion: Completion) -> None:
+        heapq.heappush(self._shortest, (completion.left, completion.sequence, completion))
+        if len(self._shortest) > 4 * len(self._owners) + SMALLEST:
+            self._shortest = [(each.left, each.sequence, each) for each in self._owners]
             heapq.heapify(self._shortest)
 
-    @staticmethod
-    def _entry(group: Group) -> tuple[int, int, Group]:
-        return group.prompt_left, group.completions[0].sequence, group
-
-    def _pop_shortest(self) -> Group | None:
+    def _pop_shortest(self) -> Completion | None:
         while self._shortest:
-            left, _, group = heapq.heappop(self._shortest)
-            if group in self._groups and left == group.prompt_left:
-                return group
+            left, _, one = heapq.heappop(self._shortest)
+            if one in self._owners and left == one.left:
+                return one
         return None

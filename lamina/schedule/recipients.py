@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from lamina.pipeline import Pipeline
+from lamina.topology import Topology
 from lamina.types import Admission, DecodeRows, Segment, StepPlan
 
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
@@ -58,6 +59,15 @@ class Recipients:
         self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
+
+    def apply(self, topology: Topology) -> None:
+        """A new epoch: compute workers know of no sequence any more, and those of lost memory workers are forgotten."""
+        self._computes, self._pipeline = topology.computes, topology.pipeline
+        self._decoding.clear()
+        self._untold.clear()
+        self._homes = {one: homes for one, homes in self._homes.items() if topology.names.issuperset(homes)}
+        self._admissions = {one: self._admissions[one] for one in self._homes}
+        self._knowing = {one: set(homes) for one, homes in self._homes.items()}
 
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
         """The workers to send something to, and what: the next plan, whole or the part that concerns them.

@@ -1,12 +1,14 @@
 """Continuous batching: which tokens of which sequences run in the next step of a lane.
 
-A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort`` and
-``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
+A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort``, ``drop``
+and ``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
 engine does.
 
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
-forget it and its slots are free).
+forget it and its slots are free). ``drop`` releases it early: it waits again, and the tokens that it has, of the prompt
+and generated, run as a prompt does. Draws depend on the request's seed, the completion and the index of the token
+alone, so it goes on with the tokens it would have drawn.
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
 that is still being drawn. If a sequence has ended, its row is discarded.
@@ -25,11 +27,14 @@ from dataclasses import dataclass, field
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
+from lamina.placement.recovery import again
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
 from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.chunks import PromptBatch
+from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
+from lamina.topology import Topology
 from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 
@@ -59,7 +64,7 @@ class _Lane:
     dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
-    prompted: list[Group] = field(default_factory=list)  # the last plan finished their prompts
+    prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
     decoding: DecodeBatch = field(default_factory=DecodeBatch)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
@@ -84,6 +89,7 @@ class Scheduler:
         kv_heads: int,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first."""
+        self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
         self.active = lanes
@@ -101,6 +107,7 @@ class Scheduler:
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed)
         self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
+        self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
 
@@ -169,7 +176,8 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
         completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
-        group = Group(request, self._max_tokens(length, request.params), completions, heads=(0, self._kv_heads))
+        most = self._max_tokens(length, request.params)
+        group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
         self._requests[request.request_id] = group
         self._admissions.add(group)
         return group
@@ -181,12 +189,55 @@ class Scheduler:
             self.active, self.rotates = active, rotates
             self._moving = True
 
+    def apply(self, topology: Topology) -> Remains:
+        """End the epoch: only the memory workers of ``topology`` hold KV from now on.
+
+        No step in flight will complete, and no sequence that moves will arrive: requests are as the steps that have
+        completed left them. Those that have lost KV wait again, before all others; the rest is dealt out again. Returns
+        what workers know of the requests until the next plan.
+        """
+        for own in self._lanes:
+            self._withdraw(own)
+        self._relocations.cancel()
+        lost = self.placement.capacities.keys() - topology.names
+        dropped = sorted((group for worker in lost for group in self.holders(worker)), key=lambda group: -group.arrival)
+        recomputed = sum(group.computed for group in dropped)
+        for group in dropped:
+            self.drop(group)
+        for own in self._lanes:
+            gone = [owner for owner in own.ending if owner[0].memory in lost]
+            own.ending = [owner for owner in own.ending if owner[0].memory not in lost]
+            for group, _ in gone:
+                self._give_back(group)
+        self.placement.apply(topology)
+        self._relocations.apply(topology)
+        self._admissions.apply(topology)
+        self._move()
+        return self._remains(len(dropped), recomputed)
+
+    def _withdraw(self, lane: _Lane) -> None:
+        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
+        owners = {one.sequence: (group, one) for group in lane.running for one in group.completions}
+        for chunk in (chunk for planned in reversed(lane.in_flight) for chunk in planned.plan.chunks):
+            group, completion = owners[chunk.sequence]
+            group.withdraw(completion, chunk.start)
+        lane.in_flight.clear()
+        lane.completed = lane.decoding.steps
+        self._ahead.clear()
+        self._retire(lane)
+
+    def _remains(self, dropped: int, recomputed: int) -> Remains:
+        kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
+        for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
+            completions = group.alive if group.forked else group.completions[:1]
+            kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
+        return Remains([own.turn for own in self._lanes], kept, dropped, recomputed)
+
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
         self._moving = False
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
         groups = sorted(running, key=lambda group: -len(group.completions))
-        before = [own.decoding for own in self._lanes]
         dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
         for own in self._lanes:
@@ -198,22 +249,24 @@ class Scheduler:
         self._admissions.given_back()
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
-            decoding, group.lane, group.until = before[group.lane], self._seats.emptiest, 0
+            group.lane, group.until = self._seats.emptiest, 0
             self._seats.change(group.lane, group.seats)
             own = self._lanes[group.lane]
             own.running[group] = None
             own.histories |= group.histories
             if group in dealt:
                 own.dealt[group] = None
-            elif not group.prompt_done:
-                own.prompts.add(group)
-            elif not group.forked:
-                own.prompted.append(group)
             elif self._relocations.is_paused(group):
                 group.completions[0].until = 0
             else:
-                for completion in group.alive:
-                    own.decoding.join(group, completion, decoding.position(completion.sequence))
+                for completion in group.alive if group.forked else group.completions[:1]:
+                    completion.until = 0
+                    if completion.left:
+                        own.prompts.add(group, completion)
+                    elif group.forked:
+                        own.decoding.join(group, completion, group.kept(completion))
+                    else:
+                        own.prompted.append((group, completion))
         for lane, own in enumerate(self._lanes):
             own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases the sequence that it may still fork from
@@ -288,15 +341,20 @@ class Scheduler:
 
     @staticmethod
     def _forks(lane: _Lane) -> list[Fork]:
-        """Requests whose prompts are done start to decode."""
+        """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
         forks = []
-        for group in lane.prompted:
-            group.forked = True
-            first = group.completions[0]
-            for completion in group.alive:
-                lane.decoding.join(group, completion, group.prompt_length)
-                if completion is not first:
-                    forks.append(Fork(first.sequence, completion.sequence, group.prompt_length))
+        for group, first in lane.prompted:
+            starting = [first]
+            if not group.forked:
+                starting = group.completions
+                forks += [Fork(first.sequence, child.sequence, group.prompt_length) for child in group.fork()]
+            for completion in starting:
+                if completion.finished:
+                    continue
+                if completion.left:
+                    lane.prompts.add(group, completion)
+                else:
+                    lane.decoding.join(group, completion, completion.goal)
         lane.prompted.clear()
         return forks
 
@@ -304,13 +362,17 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
         for group, _ in ending:
-            group.holders -= 1
-            prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
-            self.placement.release(group.memory, group.own_tokens + prompt)
-            self._admissions.given_back()
-            if not group.holders:
-                self._relocations.leave(group)
+            self._give_back(group)
         return [completion.sequence for _, completion in ending]
+
+    def _give_back(self, group: Group) -> None:
+        """The room of one of its completions."""
+        group.holders -= 1
+        prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
+        self.placement.release(group.memory, group.own_tokens + prompt)
+        self._admissions.given_back()
+        if not group.holders:
+            self._relocations.leave(group)
 
     def _relocated(self, lane: int) -> list[Segment]:
         """The new segment of a sequence of this lane that has moved and resumes with this plan."""
@@ -333,7 +395,7 @@ class Scheduler:
         if others or first.sequence not in own.decoding or own.completed < group.until:
             return None
         planned = own.decoding.steps - own.completed  # a sequence that resumed since may not run in all of them
-        return max(own.decoding.position(first.sequence) - planned, group.prompt_length)
+        return max(own.decoding.position(first.sequence) - planned, first.goal)
 
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
@@ -347,7 +409,7 @@ class Scheduler:
         for group in self._admissions.deal(self._seats, lambda lane: self._lanes[lane].allowance > 0):
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
-            own.allowance -= group.prompt_length
+            own.allowance -= group.to_run
             self._seats.change(group.lane, group.seats)
             self._has_changed(group.lane)
 
@@ -355,7 +417,7 @@ class Scheduler:
         """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [self._admission(group) for group in lane.dealt]
         for group in lane.dealt:
-            lane.prompts.add(group)
+            lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted
 
@@ -363,8 +425,9 @@ class Scheduler:
         params, first = group.request.params, group.completions[0].sequence
         segment = Segment(first, group.memory, group.heads, (0, None))
         prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+        indices = [completion.index for completion in group.completions]
         return Admission(
-            first, len(group.completions), group.prompt_length, [segment], params, group.request.seed, prompt
+            first, len(indices), group.prompt_length, [segment], params, group.request.seed, prompt, indices
         )
 
     @staticmethod
@@ -372,17 +435,16 @@ class Scheduler:
         """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
         drawing: dict[int, Owner] = {}
-        for group, tokens in lane.prompts.share(budget).items():
+        for (group, completion), count in lane.prompts.share(budget).items():
             group.until = lane.decoding.steps + 1
-            draws: list[int] = []
-            if group.prompt_done:
-                lane.prompted.append(group)
-                draws = [completion.sequence for completion in group.alive]
-                drawing.update((completion.sequence, (group, completion)) for completion in group.alive)
-            start, first = group.cached - tokens, group.completions[0]
-            chunks.append(
-                SequenceStep(first.sequence, start, group.request.prompt_token_ids[start : group.cached], draws)
-            )
+            draws: dict[int, Owner] = {}
+            if not completion.left:
+                lane.prompted.append((group, completion))
+                draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
+                drawing |= draws
+            start = completion.cached - count
+            tokens = group.known_tokens(completion, start, completion.cached)
+            chunks.append(SequenceStep(completion.sequence, start, tokens, list(draws)))
         return chunks, drawing
 
     def migrated(self, number: int) -> None:
@@ -442,16 +504,36 @@ class Scheduler:
             self._admissions.remove(group)
         elif group in self._lanes[group.lane].dealt:
             self._take_back(group)
-        else:
-            self._lanes[group.lane].prompts.discard(group)
         for completion in group.completions:
             self._end(group, completion)
+
+    def drop(self, group: Group) -> None:
+        """Give up the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
+
+        Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
+        flight have completed and the next plan has been applied.
+        """
+        if group.lane < 0 or not group.alive:
+            return
+        if group in self._lanes[group.lane].dealt:
+            self._take_back(group)
+            self._admissions.put_back(group)
+            return
+        successor = self._requests[group.request.request_id] = again(group, self._sequences)
+        for completion in group.completions:
+            self._end(group, completion)
+        self._admissions.put_back(successor)
+        self.dropped += 1
+
+    def holders(self, worker: str) -> list[Group]:
+        """Requests with KV on a memory worker that have not ended."""
+        return [group for group in self._relocations.residents(worker) if group.alive]
 
     def _take_back(self, group: Group) -> None:
         """Undo ``_deal`` for a request that no worker knows of yet."""
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
-        own.allowance += group.prompt_length
+        own.allowance += group.to_run
         self._seats.change(group.lane, -group.seats)
         self.placement.release(group.memory, group.tokens)
         self._relocations.leave(group)
@@ -465,6 +547,7 @@ class Scheduler:
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.decoding.leave(completion.sequence)
+            own.prompts.discard(completion)
             own.finished.append((group, completion))
             self._retire(own)
 

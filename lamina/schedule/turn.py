@@ -8,7 +8,9 @@ from lamina.placement.map import Placement
 from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
 from lamina.schedule.lanes import chooser
+from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.topology import Topology
 from lamina.types import StepPlan
 
 DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
@@ -23,6 +25,8 @@ class Turn:
             drawn = turn.complete(done)  # tokens go to these; turn.scheduler.finish for those that end
         for plan in turn.plan(now):
             ...  # send it
+
+    If workers are lost, ``apply`` tells what remains, and no step is planned until ``begin_epoch``.
 
     Attributes:
         scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
@@ -44,14 +48,37 @@ class Turn:
         planned before the tokens of the running one are known."""
         self.scheduler = Scheduler(limits, placement, pipeline.lanes, attentions=attentions, kv_heads=kv_heads)
         self.in_flight: dict[int, StepPlan] = {}
+        self._pipeline = pipeline
+        self._ended = False  # the epoch has, and the next one has not begun
         self._depth = DEPTH if plan_ahead else 1
         self._answers = Answers()
         self._chooser = chooser(pipeline)
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
+    def apply(self, topology: Topology) -> Remains:
+        """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
+
+        Returns what the workers keep; what others had of KV is computed again.
+        """
+        self._ended = True
+        self.in_flight.clear()
+        self._answers = Answers()
+        if topology.pipeline != self._pipeline:
+            self._pipeline = topology.pipeline
+            self._chooser = chooser(self._pipeline)
+            self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
+        return self.scheduler.apply(topology)
+
+    def begin_epoch(self) -> None:
+        """All members are ready for the next epoch: steps are planned again."""
+        self._ended = False
+
     def in_order(self, answer: StepDone) -> list[StepDone]:
-        """The answers that ``complete`` may have now that this one has come: none while one before it is missing."""
+        """The answers that ``complete`` may have now that this one has come: none while one before it is missing, or
+        for a step of an epoch that has ended."""
+        if answer.step not in self.in_flight:
+            return []
         return self._answers.take(self.in_flight[answer.step], answer)
 
     def complete(self, done: StepDone) -> Mapping[int, Owner]:
@@ -80,6 +107,8 @@ class Turn:
 
         ``now``: seconds of any monotonic clock.
         """
+        if self._ended:
+            return
         if self._chooser is not None and self._chooser.due:
             chosen = self._chooser.choose(self._sequences, now)
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)

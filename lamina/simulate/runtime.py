@@ -8,7 +8,8 @@ control plane has no latency. All slowness of workers and all messages between t
 import bisect
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from lamina import _native
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
 from lamina.errors import RequestError
+from lamina.groups import Owner
 from lamina.placement.map import Placement
 from lamina.protocol.messages import StepDone
 from lamina.protocol.timeline import Span
@@ -32,20 +34,41 @@ from lamina.types import Request, SamplingParams, StepPlan
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 
 
-class _Numbers:
-    """Values of a mapping for a lane's sequences, looked up again only if these are another object than the last."""
+Sequences = TypeVar("Sequences")
 
-    def __init__(self, numbers: Mapping[int, int]) -> None:
-        self._numbers = numbers
-        self._sequences: Collection[int] = ()
+
+class _Numbers(Generic[Sequences]):
+    """One number for each of a lane's sequences, looked up again only if these are another object than the last."""
+
+    def __init__(self, look_up: Callable[[Sequences], list[int]]) -> None:
+        self._look_up = look_up
+        self._sequences: Sequences | None = None
         self._last: Ints = np.zeros(0, np.int64)
 
-    def of(self, sequences: Collection[int]) -> Ints:
+    def of(self, sequences: Sequences) -> Ints:
         """``sequences`` must not change while they are the same object."""
         if sequences is not self._sequences:
             self._sequences = sequences
-            self._last = np.array([self._numbers[sequence] for sequence in sequences], np.int64)
+            self._last = np.array(self._look_up(sequences), np.int64)
         return self._last
+
+
+def _requests(drawn: Mapping[int, Owner]) -> list[int]:
+    return [int(group.request.request_id) for group, _ in drawn.values()]
+
+
+class _Drawn(list[int]):
+    """Generated tokens without values: as many as the log has of a request."""
+
+    def __init__(self, log: RequestLog, index: int) -> None:
+        super().__init__([0])  # for plans that must name the last one
+        self._log, self._index = log, index
+
+    def __len__(self) -> int:
+        return int(self._log.drawn[self._index])
+
+    def __getitem__(self, place: Any) -> Any:
+        return [0] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else 0
 
 
 class Simulation:
@@ -76,11 +99,11 @@ class Simulation:
         )
         self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
         self._log = RequestLog(arrivals)
-        self._live: dict[int, int] = {}  # requests with the scheduler, by sequence
+        self._live = set[int]()  # requests with the scheduler
         self._homes: dict[int, int] = {}
         lanes = range(self._pipeline.lanes)
-        self._requests = [_Numbers(self._live) for _ in lanes]
-        self._decoding = [_Numbers(self._homes) for _ in lanes]
+        self._requests = [_Numbers(_requests) for _ in lanes]
+        self._decoding = [_Numbers(self._homes_of) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
         self._migration: tuple[float, int] | None = None  # end of the latest, and its number
         self._steps = 0
@@ -175,8 +198,11 @@ class Simulation:
         group = self._scheduler.add(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
-        completion.generated.append(0)  # for plans that must name its last token
-        self._live[completion.sequence] = index
+        completion.generated = _Drawn(self._log, index)
+        self._live.add(index)
+
+    def _homes_of(self, sequences: list[int]) -> list[int]:
+        return [self._homes[sequence] for sequence in sequences]
 
     def _strike(self, fault: Fault, now: float) -> None:
         if fault.factor is None:
@@ -190,7 +216,7 @@ class Simulation:
         """A lost worker ends the engine and all requests with an error; later ones are refused."""
         self._dead = True
         come = max(self._next, bisect.bisect_left(self._arrival_s, now))
-        for index in (*self._live.values(), *range(self._next, come)):
+        for index in (*self._live, *range(self._next, come)):
             self._log.end(index, State.ERROR, now)
         for index in range(come, len(self._arrivals)):
             self._log.end(index, State.REFUSED, self._arrival_s[index])
@@ -209,7 +235,9 @@ class Simulation:
                 for place in ended:
                     group, completion = owners[place]
                     self._scheduler.finish(group, completion)
-                    self._log.end(self._live.pop(completion.sequence), State.FINISHED, now)
+                    index = int(group.request.request_id)
+                    self._live.remove(index)
+                    self._log.end(index, State.FINISHED, now)
 
     def _launch(self, now: float) -> None:
         """Begin all steps that lanes have room for. Those without sequences are done at once."""
@@ -285,6 +313,7 @@ class Simulation:
             queued=self._queued_s / now if now else 0.0,
             refused=self._refused_s / now if now else 0.0,
             steps=self._steps,
+            preempted=self._scheduler.dropped,
             decisions=self._decisions,
             spans=self._spans(),
         )

@@ -250,6 +250,8 @@ the sender or raises.)")
         .def("connect", &connect, "connection"_a, "identity"_a, "nbytes"_a, "doorbells"_a,
              "The sender over a connection, which it takes over, to the peer of that identity and arena.")
         .def("disconnect", &TcpEndpoint::remove, "sender"_a, "Close a sender and forget it.")
+        .def("cut", &TcpEndpoint::cut, "sender"_a,
+             "Close a sender, and receive nothing from its peer from now on.")
         .def("expect", &expect, "stream"_a, "identity"_a, "is_new"_a, Unlocked(),
              R"(
 Prepare for another connection of a stream: (its byte wanted next, number for accept()).

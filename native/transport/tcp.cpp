@@ -242,10 +242,19 @@ void TcpEndpoint::remove(const std::shared_ptr<TcpSender> &sender) {
     std::erase(senders_, sender);
 }
 
+void TcpEndpoint::cut(const std::shared_ptr<TcpSender> &sender) {
+    remove(sender);
+    const std::lock_guard lock(mutex_);
+    refused_.insert(sender->identity());
+    std::erase_if(incoming_, [&](const auto &item) {
+        return item.second.receiver.identity() == sender->identity();
+    });
+}
+
 std::optional<TcpEndpoint::Expected> TcpEndpoint::expect(std::uint64_t stream, std::uint64_t identity,
                                                          bool is_new) {
     const std::lock_guard lock(mutex_);
-    if (news_ < 0 || (!is_new && !incoming_.contains(stream)))
+    if (news_ < 0 || refused_.contains(identity) || (!is_new && !incoming_.contains(stream)))
         return std::nullopt;
     Incoming &incoming = incoming_.try_emplace(stream, identity).first->second;
     if (!incoming.receiver.refusal().empty())

@@ -35,6 +35,9 @@ class NoWorkers:
     def ended(self) -> Mapping[str, str]:
         return {}
 
+    def end(self, worker: str) -> None:
+        pass
+
     def close(self) -> None:
         self.closed += 1
         raise OSError("a worker cannot be ended")

@@ -29,6 +29,9 @@ class Workers:
     def ended(self) -> dict[str, str]:
         return {}
 
+    def end(self, worker: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -246,6 +246,6 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
         for _ in range(10):
             left.puller.wait(left.endpoint.wait, [], 0.0, left.migrations)
     left.puller.forget("memory0")
-    left.migrations.forget("memory0")
+    left.migrations.drop()
     assert not left.migrations.awaited and not left.puller.awaited and not left.puller.may_ask
     assert dead.store.slab.used == 17

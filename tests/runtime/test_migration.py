@@ -162,7 +162,7 @@ def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
 
 
 @pytest.mark.parametrize("victim", ["source", pytest.param("target", marks=pytest.mark.slow)])
-def test_a_memory_worker_killed_while_a_segment_moves_ends_every_request_with_an_error(
+def test_a_memory_worker_killed_while_a_segment_moves_costs_no_request(
     model: Model, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_of = Scheduler.plan
@@ -170,8 +170,9 @@ def test_a_memory_worker_killed_while_a_segment_moves_ends_every_request_with_an
 
     def plan(scheduler: Scheduler, lane: int) -> StepPlan | None:
         made = plan_of(scheduler, lane)
-        if made is not None and made.migrations:
+        if made is not None and made.migrations and processes:
             processes[getattr(made.migrations[0], victim)].kill()
+            processes.clear()
         return made
 
     monkeypatch.setattr(Scheduler, "plan", plan)
@@ -180,7 +181,7 @@ def test_a_memory_worker_killed_while_a_segment_moves_ends_every_request_with_an
     memories = [process for name, process in workers.items() if name.startswith("lamina.memory.worker")]
     processes |= {f"memory{index}": process for index, process in enumerate(sorted(memories, key=lambda p: p.pid))}
     outputs = generate(engine, model)
-    assert {output.outputs[0].finish_reason for output in outputs} == {FinishReason.ERROR}
-    assert all(output.error and "worker" in output.error for output in outputs)
+    assert [output.outputs[0].token_ids for output in outputs] == model.expected
+    assert engine.stats().recoveries == 1 and engine.stats().recomputed > 0
     engine.close()
     assert not [process for process in workers.values() if process.is_running()]

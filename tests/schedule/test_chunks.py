@@ -22,23 +22,23 @@ def run(arrivals: dict[int, list[Group]], budget: int) -> dict[Group, int]:
     batch, under_way, ends = PromptBatch(), dict[Group, None](), dict[Group, int]()
     for step in itertools.count(1):
         for one in arrivals.get(step, ()):
-            batch.add(one)
+            batch.add(one, one.completions[0])
             under_way[one] = None
-        left = {one: one.prompt_left for one in under_way}
-        pieces = batch.share(budget)
+        left = {one: one.completions[0].left for one in under_way}
+        pieces = {one: tokens for (one, _), tokens in batch.share(budget).items()}
         assert sum(pieces.values()) == min(budget, sum(left.values()))
         for one, tokens in pieces.items():
-            assert 0 < tokens == left[one] - one.prompt_left
+            assert 0 < tokens == left[one] - one.completions[0].left
         if left:
             oldest = next(iter(left))
             assert pieces[oldest] >= min(left[oldest], budget / 2)
-            unfinished = [one for one in pieces if not one.prompt_done]
+            unfinished = [one for one in pieces if one.completions[0].left]
             assert len(unfinished) <= 2
             assert all(pieces[one] >= min(SMALLEST, budget // 2) for one in unfinished if one is not oldest) or (
-                oldest.prompt_done
+                not oldest.completions[0].left
             )
         for one in pieces:
-            if one.prompt_done:
+            if not one.completions[0].left:
                 ends[one] = step
                 del under_way[one]
         if not under_way and step > max(arrivals, default=0):
@@ -75,7 +75,7 @@ def test_equal_prompts_run_one_after_another() -> None:
 def test_what_is_left_for_a_piece_too_small_goes_to_the_oldest() -> None:
     batch, oldest, short, other = PromptBatch(), group(1000), group(90), group(500)
     for one in (oldest, short, other):
-        batch.add(one)
-    assert batch.share(200) == {oldest: 110, short: 90}
-    batch.discard(oldest)
-    assert batch.share(200) == {other: 200}
+        batch.add(one, one.completions[0])
+    assert [*batch.share(200).values()] == [110, 90]
+    batch.discard(oldest.completions[0])
+    assert batch.share(200) == {(other, other.completions[0]): 200}

@@ -13,7 +13,7 @@ from lamina.errors import RequestError
 from lamina.groups import Group
 from lamina.memory.slab import Slab
 from lamina.schedule.scheduler import Limits, Scheduler
-from lamina.types import LAST_DRAWN, Migration, Request, SamplingParams, StepPlan
+from lamina.types import LAST_DRAWN, Admission, Migration, Request, SamplingParams, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -96,7 +96,15 @@ class Cluster:
         self._turns = [0] * lanes
         self._computed: dict[int, int] = {}  # tokens whose steps have completed, by sequence
         self._migrations: list[Migration] = []  # that have begun and are not done
+        self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
+        self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
         self.moved = 0
+
+    def drop(self, number: int) -> None:
+        """The KV of one of the requests that have any is dropped."""
+        holders = [group for memory in self.memories for group in self.scheduler.holders(memory.name)]
+        if holders:
+            self.scheduler.drop(holders[number % len(holders)])
 
     def migrate(self) -> None:
         """The oldest migration is done, be its sequence still there or not."""
@@ -112,10 +120,16 @@ class Cluster:
 
     def complete(self, lane: int) -> None:
         """The oldest step of a lane ends."""
-        for step in self._in_flight[lane].pop(0).sequences:
+        steps, stops = self._in_flight[lane].pop(0).sequences, dict[int, int]()
+        for step in steps:
             self._computed[step.sequence] = step.stop
-        for group, completion in self.scheduler.complete(lane).values():
-            completion.generated.append(7)
+            stops |= dict.fromkeys(step.draws, step.stop)
+        for sequence, (group, completion) in self.scheduler.complete(lane).items():
+            assert sequence == completion.sequence
+            assert stops[sequence] == group.prompt_length + len(completion.generated)  # each token is drawn once
+            token = 100 * completion.index + len(completion.generated)
+            completion.generated.append(token)
+            self._drawn.setdefault((int(group.request.request_id), completion.index), []).append(token)
             name = group.request.request_id
             if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
                 self.lengths.setdefault(name, []).append(len(completion.generated))
@@ -129,8 +143,16 @@ class Cluster:
             assert sum(len(step.tokens) for step in plan.sequences) <= self.limits.max_num_batched_tokens
             assert sum(len(step.draws) for step in plan.sequences) <= self.limits.max_sequences
             earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
+            for admission in plan.admitted:
+                (index,) = (i for i, group in self.groups.items() if self._admits(group, admission))
+                for place, completion in enumerate(admission.indices):
+                    self._owners[admission.sequence + place] = index, completion
             for step in plan.sequences:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
+                if step.tokens != [LAST_DRAWN]:
+                    index, completion = self._owners[step.sequence]
+                    known = [*range(self.requests[index][0]), *self._drawn.get((index, completion), ())]
+                    assert step.tokens == known[step.start : step.stop]
             running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
             moved = {segment.sequence for segment in plan.moved}
             assert not (running | earlier) & {*plan.released, *moved}
@@ -143,6 +165,11 @@ class Cluster:
             for sequence in (*(step.sequence for step in plan.sequences), *(fork.child for fork in plan.forks)):
                 assert sum(sequence in memory.here for memory in self.memories) == 1
             self._in_flight[lane].append(plan)
+
+    def _admits(self, group: Group, admission: Admission) -> bool:
+        return (
+            self.scheduler._requests.get(group.request.request_id, group).completions[0].sequence == admission.sequence
+        )
 
     @property
     def busy(self) -> bool:
@@ -159,6 +186,7 @@ class Cluster:
     switches=st.dictionaries(st.integers(0, 20), st.integers(1, 3), max_size=4),
     limits=st.sampled_from([LIMITS, MANY]),
     migration_turns=st.integers(1, 6),
+    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=8),
 )
 def test_every_request_ends_and_every_slot_comes_back(
     requests: list,
@@ -168,8 +196,10 @@ def test_every_request_ends_and_every_slot_comes_back(
     switches: dict[int, int],
     limits: Limits,
     migration_turns: int,
+    drops: dict[int, int],
 ) -> None:
-    """Whatever is planned ahead, moves between memory workers, and however often the number of lanes changes."""
+    """Whatever is planned ahead, moves between memory workers or is dropped and computed again, and however often the
+    number of lanes changes."""
     cluster = Cluster(requests, memories, lanes, depth, limits)
     for turn in itertools.count():
         assert turn < 2000, "the scheduler does not come to rest"
@@ -178,6 +208,8 @@ def test_every_request_ends_and_every_slot_comes_back(
         cluster.arrive(turn)
         if turn % migration_turns == 0:
             cluster.migrate()
+        if turn in drops:
+            cluster.drop(drops[turn])
         for lane in range(lanes):
             if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:  # steps overlap turns
                 cluster.complete(lane)

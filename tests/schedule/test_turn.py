@@ -169,6 +169,9 @@ class NoWorkers:
     def ended(self) -> Mapping[str, str]:
         return {}
 
+    def end(self, worker: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -120,7 +120,18 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
-        return EngineStats(running=1, waiting=2, steps=3, moved=4, memory=memory, dead=self.dead, silent=self.silent)
+        return EngineStats(
+            running=1,
+            waiting=2,
+            steps=3,
+            moved=4,
+            preempted=5,
+            recoveries=6,
+            recomputed=7,
+            memory=memory,
+            dead=self.dead,
+            silent=self.silent,
+        )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         with self.changed:

@@ -299,6 +299,17 @@ def test_a_kill_in_full_flow_leaves_only_whole_messages(process_pair: Pair, afte
     assert poured.exception(TIMEOUT_S) is not None
 
 
+def test_nothing_that_a_peer_has_sent_arrives_once_it_is_cut(pair: Pair) -> None:
+    pair.far.call("write", 0, b"late" * 16)
+    pair.far.call("ring", 2, 9)
+    pair.near.cut(pair.peer)
+    before = bytes(pair.arena.view(0, 64))
+    pair.far.die()
+    with pytest.raises(DeadlineError):  # no longer interrupted by the peer's end
+        pair.near.wait([(3, 1)], 0.3)
+    assert bytes(pair.arena.view(0, 64)) == before
+
+
 def test_closing_tells_the_peer_and_is_idempotent(pair: Pair) -> None:
     waiting = pair.far.submit("wait", [(0, 1)], TIMEOUT_S)
     pair.near.close()

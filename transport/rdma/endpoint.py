@@ -19,7 +19,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import msgspec
@@ -85,12 +85,52 @@ class RdmaPeer:
             self.reader_connection.close()
 
 
+class _Request(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer sends to get a queue pair here: the identity of its arena, and its own end."""
+
+    identity: int
+    pair: Pair
+
+
+@dataclass(frozen=True)
+class _Incoming:
+    """A queue pair through which the peer of that identity writes or reads here."""
+
+    connection: socket.socket
+    pair: QueuePair
+    identity: int
+
+    def close(self) -> None:
+        """The peer cannot write from now on."""
+        self.pair.close()
+        self.connection.close()
+
+
+@dataclass
+class _Accepted:
+    """The queue pairs of peers, and the identities of those that get none any more."""
+
+    incoming: list[_Incoming] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)
+
+    def cut(self, identity: int) -> None:
+        """Close all queue pairs of a peer, and refuse it from now on."""
+        self.refused.add(identity)
+        self.close([one for one in self.incoming if one.identity == identity])
+
+    def close(self, closing: list[_Incoming]) -> None:
+        """Close these queue pairs."""
+        for one in closing:
+            self.incoming.remove(one)
+            one.close()
+
+
 @dataclass(frozen=True)
 class _Own:
     arena: OwnArena
     device: Device
     listener: Listener
-    incoming: "list[tuple[socket.socket, QueuePair]]"
+    accepted: _Accepted
 
 
 class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
@@ -144,7 +184,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     ) -> tuple[socket.socket, QueuePair, Granted]:
         """Make another queue pair to a peer, and the TCP connection it is set up over."""
         pair = undo.enter_context(contextlib.closing(QueuePair(self._registered().device)))
-        request = msgspec.msgpack.encode(pair.local)
+        request = msgspec.msgpack.encode(_Request(self._registered().arena.identity, pair.local))
         connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
         undo.callback(connection.close)
         granted = msgspec.msgpack.decode(answer, type=Granted)
@@ -156,6 +196,12 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         known = self._connected(peer)
         self._peers.remove(known)
         known.close()
+
+    def cut(self, peer: Peer) -> None:
+        """``disconnect``, and destroy the queue pairs that the peer writes through: nothing of it arrives any more."""
+        known = self._connected(peer)
+        self.disconnect(known)
+        self._registered().accepted.cut(known.where.identity)
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
@@ -265,9 +311,9 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         if host is None:
             raise TransportError(f"{selected.reason} has no IPv4 address for {self.name} to listen on; give a host")
         device = Device(_verbs(), selected, arena.native, memory)
-        incoming: list[tuple[socket.socket, QueuePair]] = []
+        accepted = _Accepted()
         try:
-            return _Own(arena, device, self._listen(arena, host, _admit_to(device, incoming)), incoming)
+            return _Own(arena, device, self._listen(arena, host, _admit_to(device, accepted)), accepted)
         except TransportError:
             device.close()
             raise
@@ -276,9 +322,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         own.listener.close()
         for peer in self._peers:
             peer.close()
-        for connection, pair in own.incoming:
-            pair.close()
-            connection.close()
+        own.accepted.close(list(own.accepted.incoming))
         own.device.close()
 
     def _connected(self, peer: Peer) -> RdmaPeer:
@@ -294,11 +338,9 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
         """A peer that exited long enough ago for all its writes to be here. Releases what exited peers held here."""
-        ended = _ended([peer.connection for peer in self._peers] + [connection for connection, _ in own.incoming])
-        for item in [item for item in own.incoming if item[0] in ended]:
-            own.incoming.remove(item)
-            item[1].close()
-            item[0].close()
+        incoming = own.accepted.incoming
+        ended = _ended([peer.connection for peer in self._peers] + [one.connection for one in incoming])
+        own.accepted.close([one for one in incoming if one.connection in ended])
         now = time.monotonic()
         for peer in self._peers:
             if not peer.lost:
@@ -336,23 +378,27 @@ def dma_buf_obstacle(selected: SelectedPort) -> str:
     return ""
 
 
-def _admit_to(device: Device, incoming: "list[tuple[socket.socket, QueuePair]]") -> listener.Admit:
+def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
     """The listener's ``admit``: gives every peer a queue pair of its own into the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         try:
-            other = msgspec.msgpack.decode(request, type=Pair)
+            other = msgspec.msgpack.decode(request, type=_Request)
         except msgspec.DecodeError as error:
             raise TransportError(f"invalid request, not a queue pair: {error}") from error
+        if other.identity in accepted.refused:
+            raise TransportError("this peer does not take part any more")
         data, doorbells = device.data, device.doorbells
         pair = QueuePair(device, accepted=True)
         try:
-            pair.join(other)
+            pair.join(other.pair)
         except TransportError:
             pair.close()
             raise
         granted = Granted(pair.local, data.key, data.address, doorbells.key, doorbells.address)
-        return msgspec.msgpack.encode(granted), lambda accepted: incoming.append((accepted, pair))
+        return msgspec.msgpack.encode(granted), lambda connection: accepted.incoming.append(
+            _Incoming(connection, pair, other.identity)
+        )
 
     return admit
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 
 STOP_TIMEOUT_S = 5.0
@@ -78,6 +79,25 @@ class LocalWorkers:
             self._exits.unregister(exited.fileobj)
             os.close(exited.fd)
         return self._ended
+
+    def end(self, name: str) -> None:
+        """Kill one worker and wait until it has exited: from then on it cannot write into the arenas of others.
+
+        Raises TransportError if the kernel does not end it.
+        """
+        process = self._processes.pop(name)
+        process.kill()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise TransportError(
+                f"worker {name} (process {process.pid}) was killed, but has not ended within {STOP_TIMEOUT_S:.0f} s; "
+                f"it may wait for a device or a network file system"
+            ) from error
+        self._ended.pop(name, None)
+        for descriptor in [one for one in self._exits.get_map().values() if one.data == name]:
+            self._exits.unregister(descriptor.fileobj)
+            os.close(descriptor.fd)
 
     def kill(self) -> None:
         """Kill all workers at once."""

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -184,6 +185,9 @@ public:
 
     void add(std::shared_ptr<TcpSender> sender) { senders_.push_back(std::move(sender)); }
     void remove(const std::shared_ptr<TcpSender> &sender);
+    // Also closes what that peer sends to this endpoint, and refuses it from now on: bytes of it that
+    // nobody has read yet never reach the arena.
+    void cut(const std::shared_ptr<TcpSender> &sender);
 
     // Prepares for a connection that carries this stream from the peer of that identity: an earlier
     // connection delivers nothing more. nullopt if the stream is refused, or is neither new nor known.
@@ -234,6 +238,7 @@ private:
     int news_;                                   // eventfd: incoming_ has changed
     std::mutex mutex_;                           // guards what follows
     std::map<std::uint64_t, Incoming> incoming_; // by stream
+    std::set<std::uint64_t> refused_;            // identities of peers that were cut
 };
 
 } // namespace lamina

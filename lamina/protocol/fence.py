@@ -1,0 +1,74 @@
+"""A worker between two epochs: from when it loses a peer until nothing of the old epoch can arrive any more.
+
+A worker that has lost a peer stops its steps and tells the engine. The engine ends the epoch (``EndEpoch``): every
+worker that stays drops what is in flight and rings every peer that stays, on each link behind everything sent before.
+Once all those peers have rung too, slots and doorbells may be used again. Of a lost worker nothing may arrive at all:
+links to it are cut, and the engine ends its process before it ends the epoch.
+"""
+
+from lamina.errors import DeadlineError, PeerLostError
+from lamina.protocol.control import ControlClient
+from lamina.protocol.links import Links, Wait
+from lamina.protocol.messages import EpochEnded, PeerLost, ToWorker
+from lamina.topology import Epoch, Topology
+
+SLICE_S = 0.05  # how long a control message may stay unread while rings are awaited
+_INCARNATION_BITS = 32  # above the number of an epoch; both above the rounds of ``Links.link``
+
+
+class Fence:
+    """Whether steps may run at one worker, and what the engine hears of it.
+
+    Attributes:
+        epoch: the current one. Plans of earlier ones are not for this worker any more.
+    """
+
+    def __init__(self, control: ControlClient, links: Links, epoch: Epoch) -> None:
+        self._control, self._links = control, links
+        self.epoch = epoch
+        self._lost = False  # a peer is: no step may run before the epoch ends
+        self._missing: list[str] = []  # peers from which something of an earlier epoch may still arrive
+
+    @property
+    def open(self) -> bool:
+        """True if steps may run."""
+        return not self._lost and not self._missing
+
+    def lose(self, error: PeerLostError) -> None:
+        """A peer is lost: cut the link to it and tell the engine. Steps stop until the epoch ends."""
+        self._lost = True
+        self._links.cut(error.peer)
+        self._control.send(PeerLost(error.peer, str(error)))
+
+    def begin(self, topology: Topology) -> None:
+        """The caller has dropped its steps and sends nothing of them any more: go on to the epoch of ``topology``."""
+        self.epoch, self._lost = topology.epoch, False
+        self._links.apply(topology)
+        self._missing = list(self._links.peers)
+        for peer in self._missing:
+            self._links.ring(peer, _number(self.epoch))
+        self._report()
+
+    def stand_by(self, wait: Wait) -> ToWorker | None:
+        """While not ``open``: wait for a peer's ring, or for a control message, which is returned.
+
+        Raises PeerLostError.
+        """
+        linked = [peer for peer in self._missing if self._links.has(peer)]
+        if self._lost or not linked:
+            return self._control.poll(SLICE_S)
+        try:
+            index = wait([(self._links.bell(peer), _number(self.epoch)) for peer in linked], SLICE_S)
+        except DeadlineError:
+            return self._control.poll()
+        self._missing.remove(linked[index])
+        if not self._missing:
+            self._report()
+        return None
+
+    def _report(self) -> None:
+        self._control.send(EpochEnded(self.epoch, list(self._missing)))
+
+
+def _number(epoch: Epoch) -> int:
+    return (epoch.incarnation << _INCARNATION_BITS) + epoch.number

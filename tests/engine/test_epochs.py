@@ -1,0 +1,75 @@
+"""Which workers are given up, and when an epoch has ended."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.engine import epochs
+from lamina.engine.epochs import Complaints, Ending, blamed
+from lamina.pipeline import Pipeline
+from lamina.protocol.messages import EpochEnded
+from lamina.topology import Epoch, Member, Topology
+
+FIRST = Epoch(7, 1)
+MEMBERS = (
+    Member("compute0", "compute", "cpu", "here"),
+    Member("compute1", "compute", "cpu", "here"),
+    Member("memory0", "memory", "cpu", "here", 50),
+    Member("memory1", "memory", "cpu", "there", 60),
+)
+TOPOLOGY = Topology(FIRST, MEMBERS, Pipeline(3, 2, rotates=True))
+LATE = epochs.ACKNOWLEDGE_S + 1
+
+
+def test_an_epoch_has_ended_once_all_have_dropped_it_and_heard_each_other() -> None:
+    ending = Ending(TOPOLOGY, 0.0, 0.0)
+    for name in ("compute0", "compute1", "memory0"):
+        assert not ending.note(name, EpochEnded(FIRST, ["memory1"]))
+    assert not ending.note("memory1", EpochEnded(FIRST, []))
+    assert not ending.note("compute0", EpochEnded(FIRST, []))
+    assert not ending.note("memory0", EpochEnded(FIRST, []))
+    assert not ending.note("compute1", EpochEnded(Epoch(7, 0), [])), "of an earlier epoch"
+    assert ending.note("compute1", EpochEnded(FIRST, []))
+    assert not ending.overdue(0.0)
+
+
+def test_a_worker_that_does_not_answer_is_given_up_and_not_those_that_wait_for_it() -> None:
+    ending = Ending(TOPOLOGY, 0.0, 0.0)
+    for name in ("compute0", "compute1", "memory0"):
+        ending.note(name, EpochEnded(FIRST, ["memory1"]))
+    assert not ending.overdue(LATE - 2)
+    assert ending.overdue(LATE).keys() == {"memory1"}
+
+
+def test_of_two_that_do_not_reach_each_other_only_the_one_in_more_pairs_is_given_up() -> None:
+    ending = Ending(TOPOLOGY, 0.0, 0.0)
+    for name, missing in (("compute0", ["memory0"]), ("compute1", ["memory0"]), ("memory0", ["compute0"])):
+        ending.note(name, EpochEnded(FIRST, missing))
+    ending.note("memory1", EpochEnded(FIRST, []))
+    assert ending.overdue(LATE) == {"memory0": "what it sends has not reached compute0, compute1 for 61 s"}
+
+
+def test_a_complaint_counts_once_it_is_old_and_both_are_members() -> None:
+    complaints = Complaints()
+    complaints.add("compute0", "memory1", "no route", 10.0)
+    assert complaints.due(11.0) is None
+    assert complaints.due(13.0) == ("memory1", "compute0: no route")
+    complaints.apply(TOPOLOGY.without(["memory1"]))
+    assert complaints.due(99.0) is None
+    complaints.add("engine", "memory0", "gone", 0.0)
+    assert complaints.due(9.0) == ("memory0", "engine: gone")
+
+
+@given(st.sampled_from(["compute0", "compute1", "memory0", "memory1"]), st.data())
+def test_a_worker_whose_network_fails_is_found_among_those_that_complain(broken: str, data: st.DataObject) -> None:
+    """Whoever of each pair complains first."""
+    others = [member.name for member in MEMBERS if member.name != broken]
+    assert blamed([(broken, one) if data.draw(st.booleans()) else (one, broken) for one in others]) == broken
+
+
+def test_a_topology_without_a_worker_is_the_next_epoch() -> None:
+    after = TOPOLOGY.without(["compute0"])
+    assert after.epoch == Epoch(7, 2) > FIRST and after.computes == ("compute1",)
+    assert after.pipeline == Pipeline(2, 1, rotates=True)
+    assert after.without(["memory0"]).capacities == {"memory1": 60}
+    assert after.without(["memory0"]).pipeline == after.pipeline
+    assert after.lacks(["compute1"]) == "compute" and after.lacks(["memory0", "memory1"]) == "memory"

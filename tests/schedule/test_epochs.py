@@ -1,0 +1,95 @@
+"""Epochs that end at any point of a schedule: only what had not completed is lost, and no token is drawn twice."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.pipeline import Pipeline
+from lamina.schedule.scheduler import Limits
+from lamina.topology import FIRST, Member, Topology
+from tests.schedule.schedules import LIMITS
+from tests.schedule.test_scheduler import MANY, Cluster, requests
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+class Losing(Cluster):
+    """A cluster whose epochs end, with or without a memory worker."""
+
+    def __init__(self, requests: list, memories: int, lanes: int, depth: int, limits: Limits) -> None:
+        super().__init__(requests, memories, lanes, depth, limits)
+        workers = [Member("compute0", "compute", "cpu", ""), Member("compute1", "compute", "cpu", "")]
+        workers += [Member(memory.name, "memory", "cpu", "", 60) for memory in self.memories]
+        self.topology = Topology(FIRST, tuple(workers), Pipeline(lanes, 2) if lanes > 1 else Pipeline(2, 2))
+
+    def end_epoch(self, number: int) -> None:
+        """Memory worker ``number`` is lost, if it is not the last one; else a compute worker is, and no KV."""
+        lost = [memory.name for memory in self.memories[number : number + 1] if len(self.memories) > 1]
+        computes = self.topology.computes
+        self.topology = self.topology.without(lost or computes[1:])
+        self._in_flight = [[] for _ in self._in_flight]
+        remains = self.scheduler.apply(self.topology)
+        assert remains.turns == self._turns
+        self.memories = [memory for memory in self.memories if memory.name not in lost]
+        for memory in self.memories:
+            kept = remains.kept[memory.name]
+            assert kept.keys() <= memory.here
+            for sequence in list(memory.slab.sequences):
+                if sequence not in kept:
+                    memory.forget(sequence)
+            for sequence, tokens in kept.items():
+                index, _ = self._owners[sequence]
+                shared = 0 if sequence in self._firsts else self.requests[index][0]
+                assert tokens == max(self._computed.get(sequence, 0), shared)
+                memory.slab.truncate(sequence, tokens)
+
+    @property
+    def _firsts(self) -> set[int]:
+        return {group.completions[0].sequence for group in self.scheduler._requests.values()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=requests,
+    memories=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    limits=st.sampled_from([LIMITS, MANY]),
+    migration_turns=st.integers(1, 6),
+    ends=st.dictionaries(st.integers(0, 30), st.integers(0, 2), max_size=6),
+    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=3),
+)
+def test_whenever_epochs_end_every_request_does_with_the_same_tokens(
+    requests: list,
+    memories: int,
+    lanes: int,
+    depth: int,
+    limits: Limits,
+    migration_turns: int,
+    ends: dict[int, int],
+    drops: dict[int, int],
+) -> None:
+    cluster = Losing(requests, memories, lanes, depth, limits)
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        cluster.arrive(turn)
+        if turn % migration_turns == 0:
+            cluster.migrate()
+        if turn in drops:
+            cluster.drop(drops[turn])
+        if turn in ends:
+            cluster.end_epoch(ends[turn])
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 30 and not cluster.busy:
+            break
+    assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
+    assert not any(cluster.scheduler.placement.reserved.values())
+    for index, (_, _, n, stops, aborted, _) in enumerate(requests):
+        if aborted is None:
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
