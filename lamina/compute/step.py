@@ -3,18 +3,17 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lamina.compute.exchange import Partial, StepExchange
-from lamina.compute.links import LaneLinks
+from lamina.compute.links import Mail
 from lamina.compute.runner import Rows, SliceRunner, pad
 from lamina.lowering import Room
 from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Outbox
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import Array
 from lamina.splitter import Crossing, as_numpy
@@ -26,10 +25,11 @@ class Replica:
     """What all steps of a compute worker share.
 
     Attributes:
-        number: of this replica in the pipeline.
+        number: of this replica in the pipeline. names: of all compute workers, by their numbers.
     """
 
     number: int
+    names: Sequence[str]
     pipeline: Pipeline
     runner: SliceRunner
     timeline: Timeline
@@ -46,7 +46,7 @@ class StepRun:
         tokens: the step's token ids, known once its first own slice has run.
     """
 
-    def __init__(self, plan: StepPlan, replica: Replica, exchange: StepExchange, links: LaneLinks, room: Room) -> None:
+    def __init__(self, plan: StepPlan, replica: Replica, exchange: StepExchange, mail: Mail, room: Room) -> None:
         """``room`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
         self.plan = plan
         self.tokens: list[int] = []
@@ -54,7 +54,7 @@ class StepRun:
         self._runner = replica.runner
         self._timeline = replica.timeline
         self._exchange = exchange
-        self._links = links
+        self._mail = mail
         pipeline, slices = replica.pipeline, range(len(replica.runner.attentions) + 1)
         self._replicas = [pipeline.replica(plan.lane, plan.turn + index, plan.rotates) for index in slices]
         self._own = [index for index in slices if self._replicas[index] == replica.number]
@@ -89,14 +89,11 @@ class StepRun:
         """How many slices of the step run here."""
         return len(self._own)
 
-    def awaited(self) -> list[tuple[int, int]]:
-        """The doorbells that the next slice waits for, for ``Endpoint.wait``."""
+    def awaited(self) -> list[str]:
+        """The peers whose messages the next slice waits for."""
         if self.index <= 0:
             return []
-        targets = self._exchange.replies(self.index - 1)
-        if self.moved_here:
-            targets.append((self._links.context.doorbell, self.plan.turn + self.index))
-        return targets
+        return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
 
     def take_news(self) -> bool:
         """True once, after ``tokens`` has become known."""
@@ -107,6 +104,11 @@ class StepRun:
     def moved_here(self) -> bool:
         """True if another replica ran the slice before the next one."""
         return self._replicas[self.index - 1] != self._replica.number
+
+    @property
+    def _former(self) -> str:
+        """The worker that ran the slice before the next one."""
+        return self._replica.names[self._replicas[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; logits [rows that draw, vocab] after the last one.
@@ -160,7 +162,7 @@ class StepRun:
             timeline.add("chunk attention", lane, begun)
         following = self._replicas[index + 1]
         if following != self._replica.number:
-            self._send_context(self._links.contexts[following], self.plan.turn + index + 1)
+            self._send_context(self._replica.names[following], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
         # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.
@@ -175,15 +177,17 @@ class StepRun:
         self.tokens, self._news = tokens, True
         self._rows.ids[: self._count] = ids
 
-    def _send_context(self, outbox: Outbox, turn: int) -> None:
+    def _send_context(self, peer: str, turn: int) -> None:
         """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
         parts += self._chunks or ()
         parts += [as_numpy(tensor) for tensor in self._context]
-        outbox.send(parts, turn)
+        nbytes = sum(part.nbytes for part in parts)
+        self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
 
     def _receive_context(self, index: int) -> None:
-        reader = _Reader(self._links.context.view)
+        letter = self._mail.take(self.plan.lane, self._former)
+        reader = _Reader(letter.body)
         ids = reader.take((self._count,), torch.int64)
         if not self.tokens:
             self._set_tokens(ids.tolist(), ids)
@@ -194,6 +198,7 @@ class StepRun:
             self._chunks = out.numpy(), reader.take((rows, spec.query_heads), torch.float32).numpy()
         crossings = self._runner.contexts[index - 1]
         self._context = tuple(reader.take((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
+        letter.free()
 
 
 class _Reader:
@@ -204,7 +209,7 @@ class _Reader:
         self._offset = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor: the message's slot is overwritten before the step ends."""
+        """A copy of the next tensor: the message's slot is given back before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize
