@@ -9,9 +9,9 @@ from lamina.cluster.gather import Gather, OnProgress, Workers
 from lamina.cluster.linking import link
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Choice, Offer, candidates
+from lamina.protocol.choice import Choice, Offer, Transport, candidates
 from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import messages
+from lamina.protocol.leases import SPARE_LINKS, messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -127,11 +127,12 @@ def _connect(
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
     transports = list(candidates(plan.transport, hosts))
+    spare = 0 if Transport.RDMA in transports else SPARE_LINKS
     spins_s = spin_s(plan.cores.values())
     offers: dict[str, Offer] = {}
     for group, arena in (
-        (computes, sizes.compute_arena(len(computes), len(memories))),
-        (memories, sizes.memory_arena(len(computes), len(memories))),
+        (computes, sizes.compute_arena(len(computes), len(memories), spare)),
+        (memories, sizes.memory_arena(len(computes), len(memories), spare)),
     ):
         control.send(group, Register(arena, transports, spins_s, plan.tls))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)

@@ -237,11 +237,11 @@ class Channel:
         message = Message(self, lane, turn, nbytes, bulk_nbytes, copies)
         if message.region_nbytes > self.hub.nbytes:
             raise ValueError(f"{message.region_nbytes} bytes do not fit into a pool of {self.hub.nbytes} bytes")
-        if self._kept:
-            self.go_on()
+        self.hub.go_on()  # those that were kept come first
         if not self._admit(message):
             self._kept.append(message)
             self.hub.keeping.add(self)
+            self.hub.go_on()
         return message
 
     def post(self, message: Message, piece: int, at: int, parts: Sequence[Part]) -> None:
@@ -287,17 +287,22 @@ class Channel:
         for slot in range(SLOTS):
             if self._used[slot] == self._given_back[slot]:
                 return slot
-        self.read_credits()
+        self._read_slots()
         return next((slot for slot in range(SLOTS) if self._used[slot] == self._given_back[slot]), None)
 
     def read_credits(self) -> None:
-        """Take in what the peer has rung."""
-        bell = self._own.doorbell
-        given_back = [self._arena.sequence(bell + GIVEN_BACK + slot) for slot in range(SLOTS)]
-        self._credit(given_back, self._arena.sequence(bell + FETCHED))
+        """Take in what the peer has rung. ``Hub.go_on`` must follow: a region may be what another message waits for."""
+        self._read_slots()
+        self._release(self._arena.sequence(self._own.doorbell + FETCHED))
 
-    def _credit(self, given_back: Sequence[int], fetched: int) -> None:
-        self._given_back = list(map(max, self._given_back, given_back))
+    def _read_slots(self) -> None:
+        bell = self._own.doorbell + GIVEN_BACK
+        self._give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
+
+    def _give_back(self, uses: Sequence[int]) -> None:
+        self._given_back = list(map(max, self._given_back, uses))
+
+    def _release(self, fetched: int) -> None:
         while self._fetched_there < fetched:
             self._fetched_there += 1
             self.hub.give(*self._regions.pop(0))
@@ -351,10 +356,11 @@ class Channel:
         self._open[slot] = True
 
     def read(self, slot: int) -> Arrival:
-        """The message whose first piece has arrived in a slot."""
+        """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
         view = self._slots[slot]
         lane, is_fetched, turn, nbytes, at, number, fetched, *given_back = _HEADER.unpack_from(view)
-        self._credit(given_back, fetched)
+        self._give_back(given_back)
+        self._release(fetched)
         body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 

@@ -4,8 +4,9 @@ Pure: the arena's owner keeps the books here and tells every peer its lease. A l
 so that a worker can join while others exchange messages.
 
 The arena begins with what its owner uses itself: landing slots that fetched bytes arrive in, staging slots of segments
-that move away, and the pool of what peers fetch from here. Leases follow. An arena may reserve address space for links
-that are made later: it is an anonymous file, whose untouched pages cost nothing.
+that move away, and the pool of what peers fetch from here. Leases follow. The engine has it reserve address space for
+links that are made later: it is an anonymous file, whose untouched pages cost nothing. Only RDMA pins all of an arena,
+so that where it may be used nothing is reserved.
 """
 
 import bisect
@@ -26,6 +27,7 @@ DOORBELLS = 2 * SLOTS + 2  # of a lease, see protocol.channel
 POOLED_MESSAGES = 4  # of the largest size that the pool has room for
 LANDINGS = 4  # fetches that a worker has in flight at once
 LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
+SPARE_LINKS = 64  # that address space is reserved for
 STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
 
 
@@ -168,18 +170,20 @@ class Messages(msgspec.Struct, frozen=True):
     fetched_from_memory: int
     landing: int
 
-    def compute_arena(self, computes: int, memories: int) -> ArenaPlan:
-        """What a compute worker needs for links to all others."""
+    def compute_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
+        """What a compute worker needs for links to all others, and ``spare`` more of any kind."""
         others = computes - 1 if self.context else 0
         leased = memories * lease_nbytes(self.reply) + others * lease_nbytes(self.context)
-        return ArenaPlan(self.landing, False, POOLED_MESSAGES * self.fetched_from_compute, leased, memories + others)
+        leased += spare * lease_nbytes(max(self.reply, self.context))
+        pool = POOLED_MESSAGES * self.fetched_from_compute
+        return ArenaPlan(self.landing, False, pool, leased, memories + others + spare)
 
-    def memory_arena(self, computes: int, memories: int) -> ArenaPlan:
-        """What a memory worker needs for links to all others."""
+    def memory_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
+        """What a memory worker needs for links to all others, and ``spare`` more of any kind."""
         others = memories - 1
-        leased = computes * lease_nbytes(self.request) + others * lease_nbytes(0)
+        leased = (computes + spare) * lease_nbytes(self.request) + others * lease_nbytes(0)
         pool = POOLED_MESSAGES * self.fetched_from_memory
-        return ArenaPlan(self.landing, memories > 1, pool, leased, computes + others)
+        return ArenaPlan(self.landing, memories + spare > 1, pool, leased, computes + others + spare)
 
 
 def messages(attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int) -> Messages:

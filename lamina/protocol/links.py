@@ -128,7 +128,7 @@ class Links:
         self.disconnect(name)
         lease = self._leases.pop(name)
         for doorbell in range(lease.doorbell, lease.doorbell + DOORBELLS):
-            self._own.native.ring(doorbell, 0)
+            self._own.native.reset(doorbell)
         self._books.release(lease)
 
     def link(self, link: Link) -> Linked:

@@ -156,7 +156,7 @@ def test_what_is_larger_than_a_slot_waits_in_the_pool_until_it_has_been_fetched(
     assert not near.hub.keeping
     later = at.read(0)
     assert bytes(near.arena.view(later.fetched_at, 200)) == bytes(range(200))
-    with pytest.raises(ValueError, match="300 bytes do not fit into a pool of 256 bytes"):
+    with pytest.raises(ValueError, match="320 bytes do not fit into a pool of 256 bytes"):
         to.begin(3, 0, 300)
 
 

@@ -65,7 +65,7 @@ def test_a_space_hands_out_every_number_once(steps: list[tuple[bool, int]], alig
             runs = [all(at + i not in taken for i in range(count)) for at in range(3, 65 - count)]
             assert not any(run and (at + 3) % alignment == 0 and alignment == 1 for at, run in enumerate(runs))
             continue
-        assert 3 <= start and start + count <= 64 and start % alignment == 0
+        assert start >= 3 and start + count <= 64 and start % alignment == 0
         assert all(start + count <= begin or begin + size <= start for begin, size in held)
         held.append((start, count))
 

@@ -14,8 +14,8 @@ from lamina.errors import DeadlineError, PeerLostError
 from lamina.protocol import links as module
 from lamina.protocol.channel import Channel, Slot
 from lamina.protocol.choice import Transport
-from lamina.protocol.links import Member, WaitInTurns, open_links
 from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
+from lamina.protocol.links import Links, Member, WaitInTurns, open_links
 from lamina.protocol.messages import Grant, Link, Linked, Register, Way
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.listener import decode
@@ -50,7 +50,6 @@ class Cluster:
             messages = {name: Link(round_, peers[name], len(peers)) for name in peers}
             answers = {name: pool.submit(self.links[name].link, messages[name]) for name in peers}
             return {name: answer.result(TIMEOUT_S) for name, answer in answers.items()}
-
 
     def way(self, name: str, peer: str, transport: Transport) -> Way:
         """How ``name`` reaches ``peer``, which leases it a part of its arena at the first call."""
@@ -179,50 +178,48 @@ def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
     links.close()
 
 
-def exchange(two: Cluster, names: tuple[str, str], channels: dict[str, Channel], rounds: int, failures: list) -> None:
-    """One of two that send each other messages back and forth, which say what they are."""
-    own, other = names
-    wait = two.links[own].wait()
-    try:
-        for turn in range(rounds):
-            if own == "a":
-                channels[own].begin(1, turn, 50).send([f"{own} {turn}".encode().ljust(50)])
-            slot = turn % 1
-            wait([channels[own].arrives(slot)], TIMEOUT_S)
-            channels[own].close_slot(slot)
-            arrival = channels[own].read(slot)
-            assert bytes(arrival.body or b"").split() == [other.encode(), str(turn).encode()]
-            channels[own].free(slot)
-            if own == "b":
-                channels[own].begin(1, turn, 50).send([f"{own} {turn}".encode().ljust(50)])
-    except Exception as error:  # raised by the test
-        failures.append(error)
+def read(links: Links, channel: Channel) -> bytes:
+    """The next message, whose slot is given back."""
+    awaited = channel.awaited
+    slot = awaited[links.settle()([target for _, target in awaited], TIMEOUT_S)][0]
+    channel.close_slot(slot)
+    content = bytes(channel.read(slot).body or b"")
+    channel.free(slot)
+    return content
 
 
 @pytest.mark.parametrize("transport", [SHM, TCP])
 def test_a_third_worker_is_linked_while_two_exchange_messages(
     cluster: Callable[..., Cluster], transport: Transport
 ) -> None:
-    """Its leases move nobody's, and once released they go to the next worker."""
+    """Its leases move nobody's; once a lease has been released, and no sooner, another worker gets it."""
     four = cluster("a", "b", "c", "d")
     assert four.link({("a", "b"): transport}) == {"a": Linked({}), "b": Linked({})}
     before = dict(four.leases)
-    ends = {"a": four.links["a"].channel("b"), "b": four.links["b"].channel("a")}
-    failures: list[Exception] = []
-
-    def run(names: tuple[str, str], rounds: int) -> threading.Thread:
-        thread = threading.Thread(target=exchange, args=(four, names, ends, rounds, failures))
-        thread.start()
-        return thread
-
-    for rounds in (50, 50):
-        both = [run(("a", "b"), rounds), run(("b", "a"), rounds)]
-        for thread in both:
-            thread.join(TIMEOUT_S)
-        assert not failures
-        if "c" not in {name for pair in four.leases for name in pair}:
+    a, b = four.links["a"].channel("b"), four.links["b"].channel("a")
+    for turn in range(20):
+        for lane in range(3):  # two are in slots, one is kept
+            a.begin(lane, turn, 9).send([f"{turn:4} {lane:4}".encode()])
+        if turn == 10:
             joined = four.link({("a", "c"): transport, ("b", "c"): transport})
             assert joined == dict.fromkeys(("a", "b", "c"), Linked({}))
+            c, at = four.links["a"].channel("c"), four.links["c"].channel("a")
+        arrived = {read(four.links["b"], b) for _ in range(2)}
+        if turn >= 10:
+            c.begin(0, turn, 64).send([bytes(64)])
+        b.begin(0, turn, 6).send([b"answer"])
+        assert read(four.links["a"], a) == b"answer"
+        four.links["a"].hub.go_on()
+        assert arrived | {read(four.links["b"], b)} == {f"{turn:4} {lane:4}".encode() for lane in range(3)}
+        for name in ("a", "b"):
+            four.links[name].hub.flush()
+        while credits := a.credits:
+            four.links["a"].settle()(credits, TIMEOUT_S)
+            a.read_credits()
+        if turn >= 10:
+            assert read(four.links["c"], at) == bytes(64)
+            four.links["c"].hub.flush()
+            four.links["a"].settle()(c.credits, TIMEOUT_S)
     assert {pair: four.leases[pair] for pair in before} == before
     former = four.leases["a", "c"]
     four.links["c"].close()
