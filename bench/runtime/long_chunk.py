@@ -22,6 +22,7 @@ from unittest import mock
 
 import numpy as np
 import psutil
+from msgspec.structs import replace
 
 from lamina.compute.links import Mail
 from lamina.errors import DeadlineError
@@ -32,9 +33,8 @@ from lamina.protocol.choice import Transport
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.leases import messages
 from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import Connect, Link, MemorySetup, Register, Step, Stop
+from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Step, Stop, Way
 from lamina.protocol.secret import new
-from lamina.protocol.wire import reply_nbytes, reply_number, request_nbytes, request_number
 from lamina.transport.endpoint import SPIN_S
 from lamina.types import (
     Admission,

@@ -152,7 +152,7 @@ class Arrival:
 
 
 class Message:
-    """A message to a peer: pieces that are sent one after another, at once if it has a slot, otherwise when it gets one.
+    """A message to a peer: pieces sent one after another, at once if it has a slot, otherwise once it has one.
 
     Made by ``Channel.begin``.
     """

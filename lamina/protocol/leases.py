@@ -196,7 +196,7 @@ def messages(attentions: Sequence[AttentionSpec], dtype: DType, rows: int, conte
         context=HEADER_NBYTES + context if context else 0,
         fetched_from_compute=max(aligned(request_nbytes(attentions, dtype, rows)), context_nbytes) + ALIGNMENT,
         fetched_from_memory=reply_nbytes(attentions, rows),
-        landing=max(LANDING_NBYTES, max(spec.kv_bytes_per_token(dtype) for spec in attentions)),
+        landing=max(LANDING_NBYTES, *(spec.kv_bytes_per_token(dtype) for spec in attentions)),
     )
 
 
