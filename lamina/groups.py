@@ -10,7 +10,7 @@ class Completion:
     """One sequence and the tokens it has drawn.
 
     Attributes:
-        until: the last step of its lane that runs it, by the lane's count; set when it stops decoding.
+        until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release.
     """
 
@@ -32,7 +32,7 @@ class Group:
         tokens: most KV tokens of the request.
         lane: -1 while it waits. memory, heads: the placement of its KV.
         cached: tokens of the prompt whose KV is on the memory worker, or will be once the planned steps have run.
-        until: the last step of its lane with a chunk of its prompt, by the lane's count.
+        until: number of the last step of its lane that runs a chunk of its prompt.
         seats: completions that steps run or may run. holders: completions with KV reserved.
     """
 

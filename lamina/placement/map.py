@@ -1,4 +1,4 @@
-"""Where KV lives: the gManager's map. Pure: no clock, no sockets."""
+"""How many token slots of each memory worker are reserved, and which worker a request fits. No clock, no sockets."""
 
 import heapq
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from lamina.errors import RequestError
 
 
 class Placement:
-    """Token slots of every memory worker: capacity, and the worst case of admitted requests.
+    """Token slots of every memory worker: how many it has, and how many admitted requests may need at most.
 
     A request is admitted only with its worst case reserved, so nothing admitted ever runs out of slots.
     """

@@ -20,6 +20,7 @@ region is given back at some time, and every kept message is sent.
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lamina.protocol.leases import ALIGNMENT, DOORBELLS, HEADER_NBYTES, SLOTS, Lease, Space, aligned
 from lamina.protocol.wire import slot_number
@@ -121,7 +122,7 @@ class Hub:
         """Copy parts to ``offset`` of the arena, one after another; returns where they end."""
         for part in parts:
             if nbytes := part_nbytes(part):
-                self._arena.view(offset, nbytes)[:] = memoryview(part).cast("B")
+                self._arena.view(offset, nbytes)[:] = _view(part).cast("B")
                 offset += nbytes
         return offset
 
@@ -190,7 +191,7 @@ class Message:
         self._piece += 1
 
     def _kept(self, parts: Sequence[Part]) -> Sequence[Part]:
-        return [memoryview(part).tobytes() for part in parts] if self._copies else parts
+        return [_view(part).tobytes() for part in parts] if self._copies else parts
 
     def go_on(self) -> None:
         """Send what was kept, now that there is a slot."""
@@ -401,3 +402,7 @@ class Channel:
     def free_slots(self) -> int:
         """How many more messages may arrive before one is given back."""
         return sum(self._open)
+
+
+def _view(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only
+    return memoryview(part)

@@ -116,7 +116,10 @@ def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
 
 
 def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:
-    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows."""
+    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
+
+    The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
+    """
     queries: list[tuple[int, int]] = []
     appends: list[tuple[int, int]] = []
     attends: list[SegmentRows] = []

@@ -178,7 +178,7 @@ class Work:
         self.stations = {name: Station(name, NullEndpoint(name), PLAN) for each in names for name in each}
         pairs = [(a, b) for a in self.stations for b in self.stations if a != b and "compute" in a + b]
         link(list(self.stations.values()), dict.fromkeys(pairs, SLOT))
-        self.actors = [Compute(n, self.stations[name], self) for n, name in enumerate(names[0])]
+        self.actors: list[Compute | Memory] = [Compute(n, self.stations[name], self) for n, name in enumerate(names[0])]
         self.actors += [Memory(self.stations[name], self) for name in names[1]]
 
     def replica(self, lane: int, turn: int) -> int:
