@@ -525,6 +525,11 @@ class Arena:
         The doorbell's sequence number. Raises ValueError if it does not exist.
         """
 
+    def reset(self, doorbell: int) -> None:
+        """
+        Set a doorbell back to 0, for another peer. Raises ValueError if it does not exist.
+        """
+
     def write(self, offset: int, data: Buffer | NDArray[numpy.generic]) -> None:
         """
         Copy C-contiguous ``data`` to ``offset``.

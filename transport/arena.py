@@ -21,12 +21,17 @@ class MappedArena:
     def __init__(self, native: NativeArena) -> None:
         self.nbytes = native.nbytes
         self.doorbells = native.doorbells
+        self._native = native
         self._data = memoryview(native)
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
         check_range(offset, nbytes, self.nbytes)
         return self._data[offset : offset + nbytes]
+
+    def sequence(self, doorbell: int) -> int:
+        """What a doorbell was last rung with."""
+        return self._native.sequence(doorbell)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,10 @@ class Arena(Protocol):
         """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
         ...
 
+    def sequence(self, doorbell: int) -> int:
+        """What a doorbell was last rung with, as far as this endpoint has seen; acquires what it announces."""
+        ...
+
 
 class Peer(Protocol):
     """A connected remote arena."""
@@ -137,6 +141,11 @@ class Endpoint(Protocol):
     def close(self) -> None:
         """Release all memory and handles. Idempotent."""
         ...
+
+
+def part_nbytes(part: Part) -> int:
+    """Bytes of a part."""
+    return len(part) if isinstance(part, bytes | bytearray) else part.nbytes
 
 
 def check_fetch(fetch: Fetch, peer: Sizes, own: Sizes) -> None:

@@ -134,6 +134,10 @@ class NullArena:
         check_range(offset, nbytes, self.nbytes)
         return memoryview(self.data)[offset : offset + nbytes]
 
+    def sequence(self, doorbell: int) -> int:
+        """What a doorbell was last rung with."""
+        return self.sequences[doorbell]
+
 
 class NullPeer:
     """A connected arena of this process."""

@@ -22,18 +22,19 @@ from unittest import mock
 
 import numpy as np
 import psutil
+from msgspec.structs import replace
 
-from lamina.compute.links import lane_links
+from lamina.compute.links import Mail
 from lamina.errors import DeadlineError
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.worker import build
 from lamina.pipeline import Pipeline
-from lamina.protocol.channel import LANDING_NBYTES, Layout
 from lamina.protocol.choice import Transport
+from lamina.protocol.fetching import Fetcher
+from lamina.protocol.leases import messages
 from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import Connect, Link, MemorySetup, Register, Step, Stop
+from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Step, Stop, Way
 from lamina.protocol.secret import new
-from lamina.protocol.wire import reply_nbytes, reply_number, request_nbytes, request_number
 from lamina.transport.endpoint import SPIN_S
 from lamina.types import (
     Admission,
@@ -101,36 +102,30 @@ class Cluster:
         capacity = prefix + 4 * rows * 64 + DECODING * (CONTEXT + 100_000)
         self._pipe.send(MemorySetup([SPEC], DTYPE, capacity, threads, Overlap(), trace=False))
         self._pipe.recv()
-        layout = Layout(
-            lanes=2,
-            memories=1,
-            request_nbytes=request_nbytes([SPEC], DTYPE, rows),
-            reply_nbytes=reply_nbytes([SPEC], rows),
-            bulk_nbytes=max(prefix, rows, DECODING * CONTEXT) * PER_TOKEN,
-            landing_nbytes=LANDING_NBYTES,
-        )
-        names = [COMPUTE, MEMORY]
-        self._pipe.send(Register(*layout.memory_arena, names, [Transport.SHM], SPIN_S))
+        bulk = max(prefix, rows, DECODING * CONTEXT) * PER_TOKEN
+        sizes = messages([SPEC], DTYPE, rows, 0)
+        sizes = replace(sizes, fetched_from_compute=sizes.fetched_from_compute + bulk)
+        self._pipe.send(Register(sizes.memory_arena(1, 1), [Transport.SHM], SPIN_S))
         offer = self._pipe.recv().offer
-        register = Register(*layout.compute_arena, names, [Transport.SHM], SPIN_S)
+        register = Register(sizes.compute_arena(1, 1), [Transport.SHM], SPIN_S)
         self._links = open_links(Member(COMPUTE, secret, "127.0.0.1"), register)
-        self._pipe.send(Link(1, {COMPUTE: (Transport.SHM, self._links.offer.descriptors[Transport.SHM])}))
-        self._links.link(Link(1, {MEMORY: (Transport.SHM, offer.descriptors[Transport.SHM])}))
+        own = self._links.grant(Grant({MEMORY: sizes.reply})).leases[MEMORY]
+        self._pipe.send(Grant({COMPUTE: sizes.request}))
+        theirs = self._pipe.recv().leases[COMPUTE]
+        self._pipe.send(Link(1, {COMPUTE: Way(Transport.SHM, self._links.offer.descriptors[Transport.SHM], own)}))
+        self._links.link(Link(1, {MEMORY: Way(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
         self._pipe.recv()
-        connect = Connect([COMPUTE], [MEMORY], layout, Pipeline(2, 1))
+        connect = Connect([COMPUTE], [MEMORY], Pipeline(2, 1))
         self._pipe.send(connect)
         self._pipe.recv()
         self._wait = self._links.settle()
-        self._lanes = lane_links(self._links, connect)
+        fetcher = Fetcher(self._links.fetch, self._links.arena, self._links.plan)
+        self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher, 2)
         self._turns, self._starts, self._steps = [0, 0], [0] * (DECODING + 1), 0
         random = np.random.default_rng(0)
         self._values = (
             (random.standard_normal(2**20, np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         )
-        for links in self._lanes:
-            for bulk in links.bulk:
-                target = np.frombuffer(bulk, np.uint8)
-                target[:] = np.resize(self._values, len(target))
         self._prompt(DECODES, list(range(DECODING)), CONTEXT)
         self._prompt(PROMPTS, [LONG], prefix)
 
@@ -143,7 +138,7 @@ class Cluster:
         self._plan(lane, admitted, [SequenceStep(each, 0, [0] * tokens, []) for each in sequences], [])
         for each in sequences:
             self._starts[each] = tokens
-        self._lanes[lane].requests[MEMORY].send([], request_number(self._turns[lane], 0))
+        self._send(lane, 0, len(sequences) * tokens * PER_TOKEN)
         self.receive(lane)
 
     def _plan(self, lane: int, admitted: list[Admission], chunks: list[SequenceStep], decoding: list[int]) -> None:
@@ -167,19 +162,23 @@ class Cluster:
         start = self._starts[LONG]
         self._plan(PROMPTS, [], [SequenceStep(LONG, start, [0] * self._rows, [])], [])
         self._starts[LONG] += self._rows
-        self._send(PROMPTS, self._rows * SPEC.query_bytes_per_token(DTYPE))
+        self._send(PROMPTS, self._rows * SPEC.query_bytes_per_token(DTYPE), self._rows * PER_TOKEN)
 
-    def _send(self, lane: int, nbytes: int) -> None:
-        request = np.resize(self._values, nbytes)
-        self._lanes[lane].requests[MEMORY].send([request], request_number(self._turns[lane], 0))
+    def _send(self, lane: int, nbytes: int, bulk: int = 0) -> None:
+        message = self._mail.channels[MEMORY].begin(lane, self._turns[lane], nbytes, bulk)
+        message.lay_out(0, [np.resize(self._values, bulk)])
+        message.send([np.resize(self._values, nbytes)])
+        self._mail.expect(lane, [MEMORY])
 
     def receive(self, lane: int, timeout_s: float = TIMEOUT_S) -> bool:
         """Wait for the lane's answer; False if it does not come in time."""
-        target = (self._lanes[lane].replies[MEMORY].doorbell, reply_number(self._turns[lane]))
         try:
-            self._wait([target], timeout_s)
+            while self._mail.missing[lane]:
+                self._mail.wait(self._wait, [MEMORY], timeout_s)
         except DeadlineError:
             return False
+        self._mail.take(lane, MEMORY).free()
+        self._mail.flush()
         self._turns[lane] += 1
         while self._pipe.poll():
             self._pipe.recv()

@@ -28,13 +28,12 @@ from rich.table import Table
 
 from lamina.errors import DeadlineError
 from lamina.memory.migrations import Migrations, Open
-from lamina.memory.pulls import GapWork, Puller, Target
+from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
-from lamina.pipeline import Pipeline
 from lamina.profiling.transports import SPINS, make_endpoint
-from lamina.protocol.channel import LANDING_NBYTES, Inbox, Layout, Outbox
+from lamina.protocol.channel import Outbox, Slot, Target
 from lamina.protocol.choice import Transport
-from lamina.protocol.messages import Connect
+from lamina.protocol.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
 from lamina.protocol.secret import Secret, new
 from lamina.protocol.wire import reply_nbytes, request_nbytes
 from lamina.transport.base import Arena, Endpoint
@@ -61,16 +60,19 @@ DTYPE = DType.BFLOAT16
 TIMEOUT_S = 60.0
 BLOCK = 100  # rounds alone, then so many with bulk
 PER_TOKEN = SPECS[0].kv_bytes_per_token(DTYPE)
-LAYOUT = Layout(
-    lanes=2,
-    memories=2,
-    request_nbytes=request_nbytes(SPECS[:1], DTYPE, ROWS),
-    reply_nbytes=reply_nbytes(SPECS[:1], ROWS),
-    bulk_nbytes=CHUNK * PER_TOKEN,
-    landing_nbytes=LANDING_NBYTES,
-    migrates=True,
+# Messages here have slots of their own, of all rows and without credits, behind two leases for the other memory worker.
+REQUEST_NBYTES = request_nbytes(SPECS[:1], DTYPE, ROWS)
+REPLY_NBYTES = reply_nbytes(SPECS[:1], ROWS)
+PLAN = ArenaPlan(
+    LANDING_NBYTES,
+    stages=True,
+    pool_nbytes=CHUNK * PER_TOKEN,
+    leased_nbytes=lease_nbytes(0) + aligned(max(REQUEST_NBYTES, REPLY_NBYTES)),
+    links=2,
 )
-CONNECT = Connect([COMPUTE], [MEMORY, OTHER], LAYOUT, Pipeline(2, 1))
+BETWEEN = Leases(PLAN).lease(0)  # of each memory worker's arena to the other
+AT, BELL = BETWEEN.offset + BETWEEN.nbytes, BETWEEN.doorbell + DOORBELLS
+REQUEST, REPLY = Slot(AT, REQUEST_NBYTES, BELL), Slot(AT, REPLY_NBYTES, BELL)
 BULKS = ("prompts", "migrations")
 
 
@@ -145,7 +147,7 @@ class Prompts:
     def go_on(self) -> None:
         """Begin the next chunk if there is none on its way."""
         if self._puller.is_done(PROMPTS, 0):
-            self._puller.add(COMPUTE, 0, self._step)
+            self._puller.add(COMPUTE, PLAN.pool[0], 0, self._step, lambda: None)
 
     def help(self) -> None:
         """Nobody needs any: the chunk lies in the compute worker's arena."""
@@ -159,20 +161,26 @@ class Moves:
 
     def __init__(self, transport: Transport, secret: Secret, endpoint: Endpoint, arena: Arena) -> None:
         self._other_endpoint = make_endpoint(transport, OTHER, 0.0, secret, LOOPBACK)
-        other_arena = self._other_endpoint.register(*LAYOUT.memory_arena)
+        other_arena = self._other_endpoint.register(PLAN.nbytes, PLAN.doorbells)
         other = endpoint.connect(self._other_endpoint.descriptor(), TIMEOUT_S)
         own = self._other_endpoint.connect(endpoint.descriptor(), TIMEOUT_S)
         self.store = Store(MEMORY, MOVED)
-        self.puller = Puller(lambda _, fetch: endpoint.fetch(other, fetch), arena, LAYOUT, self.store)
+        self.puller = Puller(lambda _, fetch: endpoint.fetch(other, fetch), arena, PLAN, self.store)
         self._migrations = Migrations(
-            self.store, self.puller, arena, CONNECT, lambda _, slot: Outbox(endpoint, other, slot), self._end
+            self.store,
+            self.puller,
+            arena,
+            PLAN,
+            {OTHER: (BETWEEN, BETWEEN)},
+            lambda _, slot: Outbox(endpoint, other, slot),
+            self._end,
         )
         self.gaps: GapWork = self._migrations
         store = Store(OTHER, MOVED)
         store.apply(begun(OTHER, MOVED))
-        puller = Puller(lambda _, fetch: self._other_endpoint.fetch(own, fetch), other_arena, LAYOUT, store)
+        puller = Puller(lambda _, fetch: self._other_endpoint.fetch(own, fetch), other_arena, PLAN, store)
         outbox: Open = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
-        self._other = Migrations(store, puller, other_arena, CONNECT, outbox, lambda _: None)
+        self._other = Migrations(store, puller, other_arena, PLAN, {MEMORY: (BETWEEN, BETWEEN)}, outbox, lambda _: None)
         self._number, self._is_done = 0, True
 
     def go_on(self) -> None:
@@ -205,19 +213,19 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
     """The memory worker's side. Told "alone" or "beside" before a block and "end" after the last."""
     os.sched_setaffinity(0, {core})
     endpoint = make_endpoint(transport, MEMORY, SPINS["default"], secret, LOOPBACK)
-    arena = endpoint.register(*LAYOUT.memory_arena)
+    arena = endpoint.register(PLAN.nbytes, PLAN.doorbells)
     pipe.send(endpoint.descriptor())
     peer = endpoint.connect(pipe.recv(), TIMEOUT_S)
     work: Prompts | Moves
     if bulk == "prompts":
         store = Store(MEMORY, CHUNK)
-        puller = Puller(lambda _, fetch: endpoint.fetch(peer, fetch), arena, LAYOUT, store)
+        puller = Puller(lambda _, fetch: endpoint.fetch(peer, fetch), arena, PLAN, store)
         work = Prompts(store, puller)
     else:
         work = Moves(transport, secret, endpoint, arena)
         store, puller = work.store, work.puller
-    inbox, outbox = Inbox(arena, LAYOUT.request(DECODES)), Outbox(endpoint, peer, LAYOUT.reply(DECODES, 0))
-    answer, number = np.zeros(LAYOUT.reply_nbytes, np.uint8), 0
+    outbox = Outbox(endpoint, peer, REPLY)
+    answer, number = np.zeros(REPLY_NBYTES, np.uint8), 0
     while (told := pipe.recv()) != "end":
         start, last, kept = time.perf_counter(), number + BLOCK, store.kept
         gaps = work.gaps if told == "beside" else NoGapWork()
@@ -226,7 +234,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
                 work.go_on()
                 work.help()
             try:
-                ready, _ = puller.wait(endpoint.wait, [(inbox.doorbell, number + 1)], TIMEOUT_S, gaps)
+                ready, _ = puller.wait(endpoint.wait, [(BELL, number + 1)], TIMEOUT_S, gaps)
             except DeadlineError:
                 continue
             if ready is not None:
@@ -251,11 +259,11 @@ def measure(transport: Transport, bulk: str, rounds: int, slice_us: float, cores
     os.sched_setaffinity(0, {cores[0]})
     try:
         endpoint = make_endpoint(transport, COMPUTE, SPINS["default"], secret, LOOPBACK)
-        arena = endpoint.register(*LAYOUT.compute_arena)
+        endpoint.register(PLAN.nbytes, PLAN.doorbells)
         pipe.send(endpoint.descriptor())
         peer = endpoint.connect(pipe.recv(), TIMEOUT_S)
-        outbox, inbox = Outbox(endpoint, peer, LAYOUT.request(DECODES)), Inbox(arena, LAYOUT.reply(DECODES, 0))
-        request = np.zeros(LAYOUT.request_nbytes, np.uint8)
+        outbox = Outbox(endpoint, peer, REQUEST)
+        request = np.zeros(REQUEST_NBYTES, np.uint8)
         times: dict[str, list[float]] = {"alone": [], "beside": []}
         pulled, seconds, number = 0, 0.0, 0
         for block in range(2 * rounds // BLOCK + 2):
@@ -269,7 +277,7 @@ def measure(transport: Transport, bulk: str, rounds: int, slice_us: float, cores
                 number += 1
                 sent = time.perf_counter()
                 outbox.send([request], number)
-                endpoint.wait([(inbox.doorbell, number)], TIMEOUT_S)
+                endpoint.wait([(BELL, number)], TIMEOUT_S)
                 trips.append((time.perf_counter() - sent) * 1e6)
             nbytes, took = pipe.recv()
             if block >= 2:  # the first two warm up

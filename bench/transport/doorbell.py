@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import ROOT
-from lamina.protocol.channel import Inbox, Outbox, Slot
+from lamina.protocol.channel import Outbox, Slot
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.shm import ShmEndpoint
 
@@ -51,10 +51,10 @@ def answer(descriptor: str, spin_s: float, rounds: int, nbytes: int) -> None:
     arena = endpoint.register(nbytes, 1)
     print(endpoint.descriptor().hex(), flush=True)
     peer = endpoint.connect(bytes.fromhex(descriptor), TIMEOUT_S)
-    inbox, outbox = Inbox(arena, Slot(0, nbytes, 0)), Outbox(endpoint, peer, Slot(0, nbytes, 0))
+    outbox, arrived = Outbox(endpoint, peer, Slot(0, nbytes, 0)), arena.view(0, nbytes)
     for n in range(1, rounds + 1):
         endpoint.wait([(0, n)], TIMEOUT_S)
-        outbox.send([inbox.view], n)
+        outbox.send([arrived], n)
     endpoint.close()
 
 

@@ -11,9 +11,9 @@ from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
-from lamina.protocol.channel import LANDING_NBYTES, Layout
-from lamina.protocol.choice import Choice, Offer, candidates
+from lamina.protocol.choice import Choice, Offer, Transport, candidates
 from lamina.protocol.control import ControlServer
+from lamina.protocol.leases import SPARE_LINKS, messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -25,7 +25,6 @@ from lamina.protocol.messages import (
     Registered,
     SlabReady,
 )
-from lamina.protocol.wire import reply_nbytes, request_nbytes
 from lamina.schedule.scheduler import Limits
 from lamina.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.transport.endpoint import spin_s
@@ -142,32 +141,28 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
 def _connect(
     control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str], epoch: Epoch
 ) -> dict[tuple[str, str], Choice]:
-    rows = plan.compute_setup.rows
-    per_token = max(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
-    layout = Layout(
-        lanes=plan.pipeline.lanes,
-        memories=len(plan.memories),
-        request_nbytes=request_nbytes(loaded.attentions, loaded.dtype, rows),
-        reply_nbytes=reply_nbytes(loaded.attentions, rows),
-        context_nbytes=loaded.context_nbytes if plan.pipeline.moves else 0,
-        bulk_nbytes=rows * per_token,
-        landing_nbytes=max(LANDING_NBYTES, per_token),
-        migrates=len(plan.memories) > 1,
-    )
+    context_nbytes = loaded.context_nbytes if plan.pipeline.moves else 0
+    sizes = messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes)
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
     transports = list(candidates(plan.transport, hosts))
+    spare = 0 if Transport.RDMA in transports else SPARE_LINKS
+    spins_s = spin_s(plan.cores.values())
     offers: dict[str, Offer] = {}
-    for group, (nbytes, doorbells) in ((computes, layout.compute_arena), (memories, layout.memory_arena)):
-        control.send(group, Register(nbytes, doorbells, everyone, transports, spin_s(plan.cores.values()), plan.tls))
+    for group, arena in (
+        (computes, sizes.compute_arena(len(computes), len(memories), spare)),
+        (memories, sizes.memory_arena(len(computes), len(memories), spare)),
+    ):
+        control.send(group, Register(arena, transports, spins_s, plan.tls))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         offers |= {name: message.offer for name, message in registered.items()}
-    pairs = list(itertools.product(computes, memories))
+    slots = dict.fromkeys(itertools.product(computes, memories), (sizes.reply, sizes.request))
     if plan.pipeline.moves:
-        pairs += itertools.combinations(computes, 2)
-    links = link(control, gather, plan.transport, offers, pairs)
-    if layout.migrates:
-        links |= link(control, gather, plan.transport, offers, list(itertools.combinations(memories, 2)), links)
-    control.send(everyone, Connect(computes, memories, layout, plan.pipeline, epoch))
+        slots |= dict.fromkeys(itertools.combinations(computes, 2), (sizes.context, sizes.context))
+    links = link(control, gather, plan.transport, offers, slots)
+    if len(memories) > 1:
+        between = dict.fromkeys(itertools.combinations(memories, 2), (0, 0))
+        links |= link(control, gather, plan.transport, offers, between, links)
+    control.send(everyone, Connect(computes, memories, plan.pipeline, epoch))
     gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
     return links

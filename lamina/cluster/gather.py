@@ -10,6 +10,7 @@ from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import (
     Connected,
     Failed,
+    Granted,
     Hello,
     Linked,
     LoadProgress,
@@ -24,7 +25,7 @@ POLL_S = 0.2
 OnProgress = Callable[[str, LoadProgress], None]
 """Called with a worker's name and its progress."""
 
-MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Linked, Connected)
+MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Granted, Linked, Connected)
 
 
 class Workers(Protocol):

@@ -7,7 +7,8 @@ from lamina.cluster.gather import Gather
 from lamina.errors import TransportError
 from lamina.protocol.choice import Choice, Offer, Transport, choose
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Link, Linked
+from lamina.protocol.leases import Lease
+from lamina.protocol.messages import Grant, Granted, Link, Linked, Way
 from lamina.types import TransportName
 
 log = logging.getLogger(__name__)
@@ -22,19 +23,22 @@ def link(
     gather: Gather,
     wanted: TransportName,
     offers: Mapping[str, Offer],
-    pairs: Collection[Pair],
+    slots: Mapping[Pair, tuple[int, int]],
     linked_before: Mapping[Pair, Choice] | None = None,
 ) -> dict[Pair, Choice]:
-    """Link every pair. A pair whose test fails tries the next transport, if ``wanted`` permits several.
+    """Link every pair of ``slots``: bytes of the slots that each of the two has for the other's messages.
+
+    A pair whose test fails tries the next transport, if ``wanted`` permits several.
 
     A pair prefers transports that both workers already use in ``linked_before``.
 
     Raises TransportError naming the pair and every obstacle if no transport is left.
     """
+    leases = _leases(control, gather, slots)
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}
-    failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in pairs}
-    pending, round_ = set(pairs), 0
+    failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in slots}
+    pending, round_ = set(slots), 0
     while pending:
         round_ += 1
         for pair in pending:
@@ -42,7 +46,8 @@ def link(
             chosen[pair] = _choose(wanted, offers, pair, failures[pair], both)
         workers = sorted({name for pair in pending for name in pair})
         for name in workers:
-            control.send([name], Link(round_, _ways(name, {pair: chosen[pair] for pair in pending}, offers)))
+            ways = _ways(name, {pair: chosen[pair] for pair in pending}, offers, leases)
+            control.send([name], Link(round_, ways, len(workers)))
         linked = gather.all(Linked, workers, LINK_TIMEOUT_S * len(workers))
         failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
         for pair, reason in failed.items():
@@ -52,6 +57,20 @@ def link(
     for pair, choice in chosen.items():
         log.info("%s and %s are linked by %s: %s", *pair, choice.transport, choice.reason)
     return chosen
+
+
+def _leases(
+    control: ControlServer, gather: Gather, slots: Mapping[Pair, tuple[int, int]]
+) -> dict[tuple[str, str], Lease]:
+    """What each worker leases its peers, by (owner of the arena, peer)."""
+    wanted: dict[str, dict[str, int]] = {}
+    for (near, far), (at_near, at_far) in slots.items():
+        wanted.setdefault(near, {})[far] = at_near
+        wanted.setdefault(far, {})[near] = at_far
+    for name, peers in wanted.items():
+        control.send([name], Grant(peers))
+    granted = gather.all(Granted, list(wanted), LINK_TIMEOUT_S)
+    return {(owner, peer): lease for owner, each in granted.items() for peer, lease in each.leases.items()}
 
 
 def _used(links: Mapping[Pair, Choice]) -> dict[str, list[Transport]]:
@@ -76,10 +95,18 @@ def _choose(
         raise TransportError(f"{pair[0]} and {pair[1]} cannot be linked: {error}") from error
 
 
-def _ways(name: str, chosen: Mapping[Pair, Choice], offers: Mapping[str, Offer]) -> dict[str, tuple[Transport, bytes]]:
-    """Transport and descriptor by which worker ``name`` reaches each of its peers."""
+def _ways(
+    name: str,
+    chosen: Mapping[Pair, Choice],
+    offers: Mapping[str, Offer],
+    leases: Mapping[tuple[str, str], Lease],
+) -> dict[str, Way]:
+    """How worker ``name`` reaches each of its peers."""
     peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
-    return {peer: (transport, offers[peer].descriptors[transport]) for peer, transport in peers.items()}
+    return {
+        peer: Way(transport, offers[peer].descriptors[transport], leases[peer, name])
+        for peer, transport in peers.items()
+    }
 
 
 def _failure(pair: Pair, linked: Mapping[str, Linked]) -> str | None:

@@ -7,24 +7,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.links import LaneLinks
+from lamina.compute.links import Letter, Mail
 from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
-from lamina.protocol.channel import Inbox, Outbox
+from lamina.protocol.channel import Channel, Message
 from lamina.protocol.wire import (
     Array,
     MessageRows,
     Piece,
     attends_locally,
-    keys_values,
+    body_nbytes,
     message_rows,
     pieces,
     pulled_pieces,
-    query_offset,
     read_reply,
-    reply_number,
-    request_number,
 )
 from lamina.splitter import SliceOutput, as_numpy
 from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
@@ -45,8 +42,7 @@ class Source:
 class Remote:
     """One memory worker's share of a step."""
 
-    request: Outbox
-    reply: Inbox
+    channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
     source: Source
@@ -71,12 +67,10 @@ class Gathering:
 
     Attributes:
         out: [rows, Hq, Dv]; padding rows are 0. tokens: its other rows, as an array.
-        replies: partials (out, lse) in the messages of memory workers.
     """
 
     out: torch.Tensor
     tokens: Array
-    replies: list[tuple[Source, Floats, Floats]]
 
 
 class StepExchange:
@@ -92,15 +86,15 @@ class StepExchange:
         self,
         plan: StepPlan,
         segments: Mapping[int, Sequence[Segment]],
-        links: LaneLinks,
+        mail: Mail,
         dtype: DType,
         overlap: Overlap,
         threads: int,
         rows: int,
     ) -> None:
         self.rows = rows
-        self._links = links
-        self._turn = plan.turn
+        self._mail = mail
+        self._lane, self._turn = plan.lane, plan.turn
         self._dtype = dtype
         self._threads = threads
         self._total = sum(len(step.tokens) for step in plan.sequences)
@@ -109,17 +103,11 @@ class StepExchange:
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         shares = {worker: message_rows(plan, segments, worker) for worker in named}
         self._remotes = [
-            Remote(
-                links.requests[worker],
-                links.replies[worker],
-                share,
-                pieces(share, overlap),
-                self._source(share.queries),
-            )
+            Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
             for worker, share in shares.items()
             if not share.empty
         ]
-        self._pulled = any(remote.rows.pulled for remote in self._remotes)
+        self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
         self._most_parts = int(self._parts.max(initial=1))
         self._buffers: dict[tuple[int, int], Partial] = {}
@@ -163,48 +151,40 @@ class StepExchange:
         for remote in self._remotes:
             if remote.queries_first:
                 rows = self._take(as_numpy(q), remote.rows.queries)
-                for number in range(len(remote.pieces) - 1):
-                    self._send_piece(remote, index, spec, number, rows)
+                message = self._begin(remote, index, spec)
+                self._begun.append(message)
+                for piece in remote.pieces[:-1]:
+                    message.send([rows[piece.start : piece.stop]])
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send the rest: k, v and the queries not sent yet. Raises PeerLostError."""
         q, k, v = output.arrays
-        if self._pulled:
-            self._lay_out(index, spec, k, v)
+        begun, self._begun = iter(self._begun), []
         for remote in self._remotes:
             appends = remote.rows.appends
+            message = next(begun) if remote.queries_first else self._begin(remote, index, spec)
+            if remote.rows.pulled:
+                self._lay_out(remote, message, spec, k, v)
             keys_values = [self._take(k, appends), self._take(v, appends)]
             if remote.queries_first:
-                self._send_piece(remote, index, spec, len(remote.pieces) - 1, q[:0], keys_values)
+                message.send(keys_values)
                 continue
             rows = self._take(q, remote.rows.queries)
-            for number in range(len(remote.pieces)):
-                self._send_piece(remote, index, spec, number, rows, keys_values if number == 0 else ())
+            for piece in remote.pieces:
+                message.send([*(keys_values if piece.keeps else ()), rows[piece.start : piece.stop]])
 
-    def _lay_out(self, index: int, spec: AttentionSpec, k: Array, v: Array) -> None:
-        """Put k and v of prompt chunks where memory workers fetch them once the request has arrived."""
-        nbytes = spec.kv_bytes_per_token(self._dtype)
-        bulk = self._links.bulk[(self._turn + index) % len(self._links.bulk)]
-        for remote in self._remotes:
-            for piece in pulled_pieces(remote.rows.pulled, self._links.landing_nbytes // nbytes):
-                rows = slice(piece.row, piece.row + piece.rows)
-                place_k, place_v = keys_values(bulk, spec, self._dtype, piece.row * nbytes, piece.rows)
-                place_k[:], place_v[:] = k[rows], v[rows]
+    def _begin(self, remote: Remote, index: int, spec: AttentionSpec) -> Message:
+        nbytes = body_nbytes(spec, self._dtype, remote.rows)
+        bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
+        return remote.channel.begin(self._lane, self._turn + index, nbytes, bulk)
 
-    def _send_piece(
-        self,
-        remote: Remote,
-        index: int,
-        spec: AttentionSpec,
-        number: int,
-        q: Array,
-        keys_values: Sequence[Array] = (),
-    ) -> None:
-        """Send piece ``number`` of the request: k and v, then its rows of ``q``, which are the whole request's."""
-        piece = remote.pieces[number]
-        at = 0 if piece.keeps else query_offset(spec, self._dtype, remote.rows, piece.start)
-        rows = q[piece.start : piece.stop]
-        remote.request.send([*keys_values, rows], request_number(self._turn + index, number), at)
+    def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, k: Array, v: Array) -> None:
+        """Put k and v of prompt chunks where the memory worker fetches them once the request has arrived."""
+        nbytes, at = spec.kv_bytes_per_token(self._dtype), 0
+        for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
+            rows = slice(piece.row, piece.row + piece.rows)
+            message.lay_out(at, [k[rows], v[rows]])
+            at += piece.rows * nbytes
 
     def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
@@ -213,9 +193,10 @@ class StepExchange:
         q, k, v = output.arrays
         return partial(self._take(q, self._local.source.rows), k, v, self._local.segments, spec, self._threads)
 
-    def replies(self, index: int) -> list[tuple[int, int]]:
-        """The doorbells of the replies to attention ``index``, for ``Endpoint.wait``."""
-        return [(remote.reply.doorbell, reply_number(self._turn + index)) for remote in self._remotes]
+    @property
+    def peers(self) -> list[str]:
+        """The memory workers that reply to every attention."""
+        return [remote.channel.name for remote in self._remotes]
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
         """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must have arrived.
@@ -223,24 +204,31 @@ class StepExchange:
         The next call for the same shape of heads overwrites the tensor.
         """
         gathering = self._gathering(spec)
+        letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
         partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
-        partials += gathering.replies
+        partials += self._read(spec, letters)
         if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they arrived
             outs, lses = [partials[0][1]], [partials[0][2]]
         else:
             outs, lses = self._scattered(spec, partials)
         merge(outs, lses, sinks, gathering.tokens, None, self._threads)
+        for letter in letters:
+            letter.free()
         return gathering.out
+
+    def _read(self, spec: AttentionSpec, letters: Sequence[Letter]) -> list[tuple[Source, Floats, Floats]]:
+        """The partials (out, lse) in the messages of memory workers."""
+        return [
+            (remote.source, *read_reply(letter.body, spec, len(remote.rows.queries)))
+            for remote, letter in zip(self._remotes, letters, strict=True)
+            if len(remote.rows.queries)
+        ]
 
     def _gathering(self, spec: AttentionSpec) -> Gathering:
         key = (spec.query_heads, spec.v_dim)
         if key not in self._gatherings:
-            remotes = [remote for remote in self._remotes if len(remote.rows.queries)]
-            replies = [
-                (remote.source, *read_reply(remote.reply.view, spec, len(remote.rows.queries))) for remote in remotes
-            ]
             out = torch.zeros(self.rows, *key, dtype=getattr(torch, self._dtype.value))
-            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total], replies)
+            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total])
         return self._gatherings[key]
 
     def _scattered(

@@ -1,47 +1,157 @@
-"""A compute worker's slots: to and from every memory worker and every other compute worker, per lane."""
+"""A compute worker's mail: what its peers have sent it, by lane, whichever slots it came in.
 
-from collections.abc import Mapping
+A message stays in its slot until it is used, so that partials are merged from where they arrived. But a lane may have
+to wait for another peer's message, and that peer for a slot held by such a lane. So where a message takes the last slot
+of its link and its lane cannot go on yet, it is set aside: copied, and its slot given back. At any time each link has a
+free slot, or one whose lane can run without waiting for anybody.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
-from lamina.protocol.links import Links
-from lamina.protocol.messages import Connect
-from lamina.transport.base import Buffer
+from lamina.errors import DeadlineError
+from lamina.protocol.channel import Arrival, Channel, Hub, Target
+from lamina.protocol.fetching import Fetcher
+from lamina.protocol.links import Wait
+from lamina.topology import Topology
 
 
-@dataclass(frozen=True)
-class LaneLinks:
-    """The slots of one lane.
+@dataclass(eq=False)
+class Letter:
+    """A message that has arrived.
 
     Attributes:
-        requests, replies: by memory worker.
-        context: from the replica that runs the slice before; empty and never written if lanes stay on one replica.
-        contexts: to every other replica, by its name; empty if lanes stay.
-        bulk: K and V of prompt chunks for memory workers to fetch, by the attention's turn modulo ``len(bulk)``.
-        landing_nbytes: how much of it is fetched at once.
+        body: its bytes, until ``free``.
     """
 
-    requests: Mapping[str, Outbox]
-    replies: Mapping[str, Inbox]
-    context: Inbox
-    contexts: Mapping[str, Outbox]
-    bulk: tuple[Buffer, ...]
-    landing_nbytes: int
+    body: memoryview
+    _channel: Channel
+    _slot: int  # -1: it is not in a slot
+
+    def set_aside(self) -> None:
+        """Copy the message out of its slot."""
+        if self._slot >= 0:
+            self.body = memoryview(bytearray(self.body))
+            self.free()
+
+    def free(self) -> None:
+        """Give back the slot."""
+        if self._slot >= 0:
+            self._channel.free(self._slot)
+            self._slot = -1
 
 
-def lane_links(links: Links, connect: Connect) -> list[LaneLinks]:
-    """The slots of every lane, by its number, for the compute worker with these links."""
-    layout, arena = connect.layout, links.arena
-    others = [name for name in connect.computes if name != links.name] if layout.context_nbytes else []
+class Mail:
+    """The messages of all lanes.
 
-    def of_lane(lane: int) -> LaneLinks:
-        return LaneLinks(
-            {name: links.outbox(name, layout.request(lane)) for name in connect.memories},
-            {name: Inbox(arena, layout.reply(lane, number)) for number, name in enumerate(connect.memories)},
-            Inbox(arena, layout.context(lane)),
-            {name: links.outbox(name, layout.context(lane)) for name in others},
-            tuple(arena.view(layout.bulk(lane, turn), layout.bulk_nbytes) for turn in range(BULK_SLOTS)),
-            layout.landing_nbytes,
-        )
+    Attributes:
+        channels: by peer. missing: by lane, peers whose message the lane still waits for.
+    """
 
-    return [of_lane(lane) for lane in range(layout.lanes)]
+    def __init__(self, hub: Hub, channels: Mapping[str, Channel], fetcher: Fetcher, lanes: int) -> None:
+        self.channels = channels
+        self.landing_nbytes = fetcher.landing_nbytes
+        self.missing = [set[str]() for _ in range(lanes)]
+        self._arrived: list[dict[str, Letter]] = [{} for _ in range(lanes)]
+        self._expecting = set[int]()  # lanes with a slice to run
+        self._fetcher, self._hub = fetcher, hub
+        self._fetched: list[int] = []  # lanes whose message has just been fetched
+
+    def restart(self, topology: Topology) -> None:
+        """Drop all messages; only members of ``topology`` take part from now on."""
+        for peer in self.channels.keys() - topology.names:
+            self._fetcher.forget(peer)
+        self._fetcher.drop()
+        self._hub.restart(topology)
+        self.channels = {name: channel for name, channel in self.channels.items() if name in topology.names}
+        self._fetched.clear()
+        self._expecting.clear()
+        for missing, arrived in zip(self.missing, self._arrived, strict=True):
+            missing.clear()
+            arrived.clear()
+
+    def expect(self, lane: int, peers: Collection[str] | None) -> None:
+        """The lane needs a message of each of these peers to go on; None: it has nothing to do."""
+        if peers is None:
+            self._expecting.discard(lane)
+            peers = ()
+        else:
+            self._expecting.add(lane)
+        self.missing[lane] = {peer for peer in peers if peer not in self._arrived[lane]}
+
+    def take(self, lane: int, peer: str) -> Letter:
+        """The lane's message from a peer, which has arrived."""
+        return self._arrived[lane].pop(peer)
+
+    def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> int | None:
+        """Wait until a message of one of ``peers``, a piece of a fetched one or a credit for a kept one arrives.
+
+        Returns the lane whose message has arrived, if any. Raises DeadlineError; PeerLostError.
+        """
+        events: list[Callable[[], int | None]] = []
+        targets: list[Target] = []
+        for peer in peers:
+            channel = self.channels[peer]
+            for slot, target in channel.awaited:
+                targets.append(target)
+                events.append(partial(self._receive, channel, slot))
+        for index, target in enumerate(self._fetcher.awaited):
+            targets.append(target)
+            events.append(partial(self._keep, index))
+        for target in self._hub.credits:
+            targets.append(target)
+            events.append(self._hub.go_on)
+        if not targets:
+            raise DeadlineError("nothing is awaited")
+        return events[wait(targets, timeout_s)]()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if something is awaited besides messages."""
+        return bool(self._fetcher.awaited or self._hub.keeping)
+
+    def _receive(self, channel: Channel, slot: int) -> int | None:
+        channel.close_slot(slot)
+        arrival = channel.read(slot)
+        self._hub.go_on()  # its header may bring credits
+        if arrival.body is None:
+            self._fetch(arrival)
+            return None
+        letter = Letter(arrival.body, channel, slot)
+        self._deliver(arrival.lane, channel, letter)
+        if not channel.free_slots and not self._can_run(arrival.lane):
+            letter.set_aside()
+        return arrival.lane
+
+    def _can_run(self, lane: int) -> bool:
+        return lane in self._expecting and not self.missing[lane]
+
+    def _fetch(self, arrival: Arrival) -> None:
+        channel, body = arrival.channel, memoryview(bytearray(arrival.nbytes))
+        channel.free(arrival.slot)
+
+        def deliver() -> None:
+            channel.fetched(arrival.number)
+            self._deliver(arrival.lane, channel, Letter(body, channel, -1))
+            self._fetched.append(arrival.lane)
+
+        self._fetcher.add_body(channel.name, arrival.fetched_at, body, deliver)
+        self._ask()
+
+    def _keep(self, index: int) -> int | None:
+        self._fetcher.keep(index)
+        self._ask()
+        return self._fetched.pop() if self._fetched else None
+
+    def _ask(self) -> None:
+        while self._fetcher.may_ask:
+            self._fetcher.ask()
+
+    def _deliver(self, lane: int, channel: Channel, letter: Letter) -> None:
+        self._arrived[lane][channel.name] = letter
+        self.missing[lane].discard(channel.name)
+
+    def flush(self) -> None:
+        """Tell peers of slots given back and regions fetched that no message has told them of. Raises PeerLostError."""
+        self._hub.flush()

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from lamina.compute.exchange import Partial, StepExchange
-from lamina.compute.links import LaneLinks
+from lamina.compute.links import Mail
 from lamina.compute.runner import Rows, SliceRunner, pad
 from lamina.lowering import Workspace
 from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Outbox
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import Array
 from lamina.splitter import Crossing, as_numpy
@@ -26,7 +25,7 @@ class Replica:
     """What all steps that a compute worker runs in one epoch share.
 
     Attributes:
-        number: of this replica in the pipeline. names: of all, by their numbers.
+        number: of this replica in the pipeline. names: of all compute workers, by their numbers.
     """
 
     number: int
@@ -48,7 +47,7 @@ class StepRun:
     """
 
     def __init__(
-        self, plan: StepPlan, replica: Replica, exchange: StepExchange, links: LaneLinks, workspace: Workspace
+        self, plan: StepPlan, replica: Replica, exchange: StepExchange, mail: Mail, workspace: Workspace
     ) -> None:
         """``workspace`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
         self.plan = plan
@@ -57,7 +56,7 @@ class StepRun:
         self._runner = replica.runner
         self._timeline = replica.timeline
         self._exchange = exchange
-        self._links = links
+        self._mail = mail
         pipeline, slices = replica.pipeline, range(len(replica.runner.attentions) + 1)
         self._replicas = [pipeline.replica(plan.lane, plan.turn + index, plan.rotates) for index in slices]
         self._own = [index for index in slices if self._replicas[index] == replica.number]
@@ -92,14 +91,11 @@ class StepRun:
         """How many slices of the step run here."""
         return len(self._own)
 
-    def awaited(self) -> list[tuple[int, int]]:
-        """The doorbells that the next slice waits for, for ``Endpoint.wait``."""
+    def awaited(self) -> list[str]:
+        """The peers whose messages the next slice waits for."""
         if self.index <= 0:
             return []
-        targets = self._exchange.replies(self.index - 1)
-        if self.moved_here:
-            targets.append((self._links.context.doorbell, self.plan.turn + self.index))
-        return targets
+        return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
 
     def take_news(self) -> bool:
         """True once, after ``tokens`` has become known."""
@@ -110,6 +106,11 @@ class StepRun:
     def moved_here(self) -> bool:
         """True if another replica ran the slice before the next one."""
         return self._replicas[self.index - 1] != self._replica.number
+
+    @property
+    def _former(self) -> str:
+        """The worker that ran the slice before the next one."""
+        return self._replica.names[self._replicas[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; logits [rows that draw, vocab] after the last one.
@@ -163,7 +164,7 @@ class StepRun:
             timeline.add("chunk attention", lane, begun)
         following = self._replicas[index + 1]
         if following != self._replica.number:
-            self._send_context(self._links.contexts[self._replica.names[following]], self.plan.turn + index + 1)
+            self._send_context(self._replica.names[following], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
         # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.
@@ -178,15 +179,17 @@ class StepRun:
         self.tokens, self._news = tokens, True
         self._rows.ids[: self._count] = ids
 
-    def _send_context(self, outbox: Outbox, turn: int) -> None:
+    def _send_context(self, peer: str, turn: int) -> None:
         """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
         parts += self._chunks or ()
         parts += [as_numpy(tensor) for tensor in self._context]
-        outbox.send(parts, turn)
+        nbytes = sum(part.nbytes for part in parts)
+        self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
 
     def _receive_context(self, index: int) -> None:
-        reader = _Reader(self._links.context.view)
+        letter = self._mail.take(self.plan.lane, self._former)
+        reader = _Reader(letter.body)
         ids = reader.take((self._count,), torch.int64)
         if not self.tokens:
             self._set_tokens(ids.tolist(), ids)
@@ -197,6 +200,7 @@ class StepRun:
             self._chunks = out.numpy(), reader.take((rows, spec.query_heads), torch.float32).numpy()
         crossings = self._runner.contexts[index - 1]
         self._context = tuple(reader.take((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
+        letter.free()
 
 
 class _Reader:
@@ -207,7 +211,7 @@ class _Reader:
         self._offset = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor: the message's slot is overwritten before the step ends."""
+        """A copy of the next tensor: the message's slot is given back before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize

@@ -9,14 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import LaneLinks, lane_links
+from lamina.compute.links import Mail
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
@@ -27,6 +27,7 @@ from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.fence import Fence
+from lamina.protocol.fetching import Fetcher
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
@@ -83,17 +84,16 @@ class Lane:
     Attributes:
         workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
             empty.
-        awaited: doorbells that the next slice still waits for, ``since`` then.
+        since: when the lane began to wait for its next messages.
         reported: when the engine was last told that the lane makes progress.
         busy_s: in slices of the first step.
         watched: how many slices this worker had run when it last found a message missing.
         waited_s: time between slices of the first step, over the ``waits`` whose ends were seen.
     """
 
-    links: LaneLinks
+    number: int
     workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
-    awaited: list[tuple[int, int]] = field(default_factory=list)
     since: float = 0.0
     reported: float = 0.0
     busy_s: float = 0.0
@@ -104,7 +104,6 @@ class Lane:
     def drop(self) -> None:
         """Forget all steps."""
         self.steps.clear()
-        self.awaited = []
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
@@ -117,17 +116,19 @@ class ComputeWorker:
         setup: ComputeSetup,
         replica: Replica,
         links: Links,
-        lanes: Sequence[Lane],
+        lanes: int,
+        mail: Mail,
         wait: Wait,
         epoch: Epoch,
     ) -> None:
-        """``wait`` waits for messages of ``lanes``, which use ``links``."""
+        """``wait`` waits for what ``mail`` awaits, over ``links``."""
         self._control = control
         self._fence = Fence(control, links, epoch)
         self._replica = replica
         self._runner = replica.runner
         self._timeline = replica.timeline
-        self._lanes = lanes
+        self._lanes = [Lane(number) for number in range(lanes)]
+        self._mail = mail
         self._wait = wait
         self._threads, self._overlap = setup.threads, setup.overlap
         self._eos_token_ids = setup.eos_token_ids
@@ -157,15 +158,16 @@ class ComputeWorker:
         active = [lane for lane in self._lanes if lane.steps]
         if len(active) > 1:
             active.sort(key=lambda lane: lane.steps[0].tick)
-        ready = next((lane for lane in active if not lane.awaited), None)
-        if len(active) > 1:  # with one lane, the wait below looks for its messages as well
-            earlier = active if ready is None else active[: active.index(ready)]
-            ready = next((lane for lane in earlier if self._is_ready(lane)), ready)
+        ready = self._first_ready(active)
+        if len(active) > 1 and ready is not active[0]:  # with one lane, the wait below looks for its messages as well
+            self._look(active if ready is None else active[: active.index(ready)])
+            ready = self._first_ready(active)
         if ready is None:
             self._idle(active)
             return
         unsent = len(self._done)
         self._run_slice(ready)
+        self._mail.flush()
         if unsent:  # there was no pause to send it in: what was finished a slice ago must not wait longer
             self._answer()
 
@@ -174,6 +176,7 @@ class ComputeWorker:
         topology = message.topology
         for lane in self._lanes:
             lane.drop()
+        self._mail.restart(topology)
         self._done.clear()
         self._drawn.clear()
         self._segments.clear()
@@ -215,22 +218,40 @@ class ComputeWorker:
             self._control.send(Working([lane.steps[0].plan.lane]))
 
     def _await(self, lane: Lane) -> None:
-        lane.awaited = lane.steps[0].awaited() if lane.steps else []
+        self._mail.expect(lane.number, lane.steps[0].awaited() if lane.steps else None)
         lane.since, lane.watched = time.monotonic(), self._slices
 
-    def _is_ready(self, lane: Lane) -> bool:
-        while lane.awaited:
+    def _first_ready(self, active: Sequence[Lane]) -> Lane | None:
+        return next((lane for lane in active if not self._mail.missing[lane.number]), None)
+
+    def _look(self, lanes: Sequence[Lane]) -> None:
+        """Take in the messages of these lanes that have arrived."""
+        while peers := self._missing(lanes):
             try:
-                lane.awaited.pop(self._wait(lane.awaited, 0.0))
+                self._receive(peers, 0.0)
             except DeadlineError:
+                break
+        for lane in lanes:
+            if self._mail.missing[lane.number]:
                 lane.watched = self._slices
-                return False
+
+    def _missing(self, lanes: Sequence[Lane]) -> dict[str, None]:
+        """The peers whose messages these lanes wait for, each once."""
+        return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
+
+    def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:
+        """Wait for one message; returns its lane, if it is complete. Raises DeadlineError."""
+        number = self._mail.wait(self._wait, peers, timeout_s)
+        if number is None:
+            return None
+        lane = self._lanes[number]
+        if lane.steps and not self._mail.missing[number]:
             self._note_wait(lane)
-        return True
+        return lane
 
     def _note_wait(self, lane: Lane) -> None:
-        """After a message: how long the slice waited, if it was the last one and no slice ran when it arrived."""
-        if not lane.awaited and lane.watched == self._slices and not lane.steps[0].moved_here:
+        """How long a slice waited whose last message has just arrived, if no slice ran when it did."""
+        if lane.watched == self._slices and not lane.steps[0].moved_here:
             lane.waited_s += time.monotonic() - lane.since
             lane.waits += 1
 
@@ -242,21 +263,21 @@ class ComputeWorker:
     def _idle(self, active: list[Lane]) -> None:
         """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
+        self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
             return
-        awaited = [(lane, target) for lane in active for target in lane.awaited]
+        peers = self._missing(active)
         try:
-            if not awaited:
+            if not peers and not self._mail.is_waiting:
                 self._handle(self._control.receive(IDLE_SLICE_S))
                 return
             begun = self._timeline.now()
-            lane, target = awaited[self._wait([target for _, target in awaited], WAITING_SLICE_S)]
-            self._timeline.add("wait", lane.steps[0].plan.lane, begun)
-            lane.awaited.remove(target)
-            self._note_wait(lane)
+            lane = self._receive(peers, WAITING_SLICE_S)
+            if lane is not None:
+                self._timeline.add("wait", lane.number, begun)
         except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
-            if awaited and (message := self._control.poll()) is not None:
+            if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
 
     def _handle(self, message: ToWorker) -> None:
@@ -296,11 +317,11 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan, self._segments, lane.links, self._runner.dtype, self._overlap, self._threads, rows
+            plan, self._segments, self._mail, self._runner.dtype, self._overlap, self._threads, rows
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, lane.links, lane.workspace))
+        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace))
         if len(lane.steps) == 1:
             self._await(lane)
 
@@ -353,8 +374,11 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
-    lanes = [Lane(each) for each in lane_links(links, connect)]
-    worker = ComputeWorker(control, setup, replica, links, lanes, links.settle(), connect.epoch)
+    others = [name for name in names if name != control.name] if connect.pipeline.moves else []
+    channels = {name: links.channel(name) for name in (*connect.memories, *others)}
+    fetcher = Fetcher(links.fetch, links.arena, links.plan)
+    mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
+    worker = ComputeWorker(control, setup, replica, links, connect.pipeline.lanes, mail, links.settle(), connect.epoch)
     control.send(Connected())
     once_set_up()
     return worker

@@ -10,16 +10,17 @@ may overwrite them, which can only damage pieces that are discarded.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lamina.memory.pulls import Piece, Puller, Target
+from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.channel import STAGING_SLOTS, Outbox, Slot
-from lamina.protocol.messages import Connect
+from lamina.protocol.channel import ARRIVED, FETCHED, Outbox, Slot, Target
+from lamina.protocol.fetching import Piece
+from lamina.protocol.leases import STAGING_SLOTS, ArenaPlan, Lease
 from lamina.protocol.wire import migrated_pieces, migration_number
 from lamina.transport.base import Arena
 from lamina.types import Migration, StepPlan
@@ -58,21 +59,26 @@ class Migrations:
         store: KvStore,
         puller: Puller,
         arena: Arena,
-        connect: Connect,
+        plan: ArenaPlan,
+        leases: Mapping[str, tuple[Lease, Lease]],
         outbox: Open,
         on_done: Callable[[int], None],
     ) -> None:
-        """``on_done`` is called with the number of every migration whose last piece has arrived here."""
-        self._store, self._puller, self._layout, self._on_done = store, puller, connect.layout, on_done
+        """``leases``: this worker's to each other memory worker, and theirs to it.
+
+        ``on_done`` is called with the number of every migration whose last piece has arrived here.
+        """
+        self._store, self._puller, self._plan, self._on_done = store, puller, plan, on_done
         self._own = store.worker
-        layout, own = connect.layout, connect.memories.index(store.worker)
-        numbers = {name: number for number, name in enumerate(connect.memories) if number != own and layout.migrates}
-        self._staged = {name: outbox(name, layout.staged(own)) for name in numbers}
-        self._taken = {name: outbox(name, layout.taken(own)) for name in numbers}
-        self._bells = {name: (layout.staged(number), layout.taken(number)) for name, number in numbers.items()}
+        self._staged = {
+            name: outbox(name, Slot(0, 0, theirs.doorbell + ARRIVED)) for name, (_, theirs) in leases.items()
+        }
+        self._taken = {
+            name: outbox(name, Slot(0, 0, theirs.doorbell + FETCHED)) for name, (_, theirs) in leases.items()
+        }
+        self._bells = {name: (own.doorbell + ARRIVED, own.doorbell + FETCHED) for name, (own, _) in leases.items()}
         self._staging = [
-            arena.view(layout.staging(number), layout.landing_nbytes)
-            for number in range(STAGING_SLOTS if numbers else 0)
+            arena.view(plan.staging(number), plan.landing_nbytes) for number in range(STAGING_SLOTS if leases else 0)
         ]
         self._outgoing: list[_Outgoing] = []
         self._incoming: list[_Incoming] = []
@@ -108,7 +114,7 @@ class Migrations:
         self._moving.add(migration.sequence)
         slots = self._store.slab.slots(migration.sequence)[migration.start : migration.stop].copy()
         specs = [cache.spec for cache in self._store.layers]
-        pieces = migrated_pieces(specs, self._store.dtype, len(slots), self._layout.landing_nbytes)
+        pieces = migrated_pieces(specs, self._store.dtype, len(slots), self._plan.landing_nbytes)
         if migration.source == self._own:
             self._outgoing.append(_Outgoing(migration, slots, pieces))
         else:
@@ -119,13 +125,13 @@ class Migrations:
         """What allows the next piece of every migration: first the outgoing ones, then the incoming."""
         leaving = [self._free_staging(own) for own in self._outgoing]
         return leaving + [
-            (self._bells[coming.migration.source][0].doorbell, migration_number(coming.migration.number, coming.next))
+            (self._bells[coming.migration.source][0], migration_number(coming.migration.number, coming.next))
             for coming in self._incoming
             if coming.next < len(coming.pieces)
         ]
 
     def _free_staging(self, own: _Outgoing) -> Target:
-        doorbell, before = self._bells[own.migration.target][1].doorbell, own.next - STAGING_SLOTS
+        doorbell, before = self._bells[own.migration.target][1], own.next - STAGING_SLOTS
         return doorbell, 0 if before < 0 else migration_number(own.migration.number, before)
 
     def serve(self, index: int) -> None:
@@ -148,7 +154,7 @@ class Migrations:
         layer, first, last = coming.pieces[coming.next]
         nbytes = (last - first) * self._store.layers[layer].spec.kv_bytes_per_token(self._store.dtype)
         keep = functools.partial(self._keep, coming, coming.next)
-        self._puller.add_piece(Piece(coming.migration.source, self._layout.staging(coming.next), nbytes, keep))
+        self._puller.add_piece(Piece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
         coming.next += 1
 
     def _keep(self, coming: _Incoming, number: int, content: memoryview) -> None:

@@ -6,11 +6,8 @@ arrives meanwhile waits for one small piece, and a piece for a few messages at m
 memory worker arrive the same way (``lamina.memory.migrations``).
 """
 
-import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,35 +15,16 @@ import numpy.typing as npt
 
 from lamina.errors import DeadlineError
 from lamina.memory.store import KvStore, StepTables
-from lamina.protocol.channel import Layout
+from lamina.protocol.channel import Target
+from lamina.protocol.fetching import Fetcher, FetchFrom, Piece
+from lamina.protocol.leases import ArenaPlan
 from lamina.protocol.wire import pulled_pieces
-from lamina.transport.base import Arena, Fetch
+from lamina.transport.base import Arena
 
 MOST_IN_A_ROW = 4  # requests served in a row while pieces wait to be pulled
 
-Target = tuple[int, int]
-"""A doorbell and the number that it has to reach."""
-FetchFrom = Callable[[str, Fetch], None]
-"""As ``Links.fetch``."""
 Wait = Callable[[Sequence[Target], float], int]
 """As ``Endpoint.wait``."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes [offset, offset + nbytes) of a peer's arena.
-
-    Attributes:
-        keep: called with the bytes once they have arrived.
-        lane, turn: of the attention that they belong to; lane -1: they belong to none.
-    """
-
-    peer: str
-    offset: int
-    nbytes: int
-    keep: Callable[[memoryview], None]
-    lane: int = -1
-    turn: int = 0
 
 
 class GapWork(Protocol):
@@ -62,41 +40,34 @@ class GapWork(Protocol):
         ...
 
 
-class Puller:
-    """The pieces to pull, those in flight, and where they go. The memory worker's thread owns it."""
+class Puller(Fetcher):
+    """Fetches K and V for a store. The memory worker's thread owns it."""
 
-    def __init__(self, fetch: FetchFrom, arena: Arena, layout: Layout, store: KvStore) -> None:
-        self._fetch, self._layout, self._store = fetch, layout, store
-        places = [layout.landing(number) for number in range(layout.landings)]
-        self._places = [(place, arena.view(place.offset, place.nbytes)) for place in places]
-        self._free = list(range(layout.landings))
-        self._sequences = [0] * layout.landings
-        self._waiting: collections.deque[Piece] = collections.deque()
-        self._coming: list[tuple[Piece, int]] = []  # with the number of its place, in the order of fetching
-        self._left: collections.Counter[tuple[int, int]] = collections.Counter()  # pieces by lane and turn
+    def __init__(self, fetch: FetchFrom, arena: Arena, plan: ArenaPlan, store: KvStore) -> None:
+        super().__init__(fetch, arena, plan)
+        self._store = store
         self._in_a_row = 0  # requests since the last piece
 
-    def add(self, peer: str, layer: int, step: StepTables) -> None:
-        """Pull the K and V of attention ``layer`` of a step, from the compute worker that has announced them."""
-        lane, turn = step.plan.lane, step.plan.turn + layer
+    def add(self, peer: str, start: int, layer: int, step: StepTables, on_done: Callable[[], None]) -> None:
+        """Pull the K and V of attention ``layer`` of a step, which lie from ``start`` on in the arena of the compute
+        worker that has announced them; ``on_done`` is called once all are kept."""
         nbytes = self._store.layers[layer].spec.kv_bytes_per_token(self._store.dtype)
-        start = self._layout.bulk(lane, turn)
-        first = 0
-        for piece in pulled_pieces(step.rows.pulled, self._layout.landing_nbytes // nbytes):
-            slots: npt.NDArray[np.int32] = step.pulled_slots[first : first + piece.rows]
+        pieces = list(pulled_pieces(step.rows.pulled, self.landing_nbytes // nbytes))
+        left, first = len(pieces), 0
+
+        def keep(slots: npt.NDArray[np.int32], content: memoryview) -> None:
+            nonlocal left
+            self._store.keep(layer, slots, content)
+            left -= 1
+            if left == 0:
+                on_done()
+
+        for piece in pieces:
+            slots = step.pulled_slots[first : first + piece.rows]
+            place = start + first * nbytes
+            kept = functools.partial(keep, slots)
+            self.add_piece(Piece(peer, place, piece.rows * nbytes, kept, step.plan.lane, step.plan.turn + layer))
             first += piece.rows
-            keep = functools.partial(self._store.keep, layer, slots)
-            place = start + piece.row * nbytes
-            self.add_piece(Piece(peer, place, piece.rows * nbytes, keep, lane=lane, turn=turn))
-
-    def add_piece(self, piece: Piece) -> None:
-        """Pull this piece, after all that were added before."""
-        self._waiting.append(piece)
-        self._left[piece.lane, piece.turn] += 1
-
-    def is_done(self, lane: int, turn: int) -> bool:
-        """True if nothing up to attention ``turn`` of the lane is left to pull."""
-        return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._left)
 
     def wait(
         self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork
@@ -123,7 +94,7 @@ class Puller:
                 self.ask()
             return None, None
         if ready < len(requests):
-            self._in_a_row += bool(self._waiting or coming or gaps)
+            self._in_a_row += bool(self._waiting or self._urgent or coming or gaps)
             return ready, None
         self._in_a_row = 0
         ready -= len(requests)
@@ -131,62 +102,3 @@ class Puller:
             return None, self.keep(ready)
         others.serve(ready - len(coming))
         return None, None
-
-    @property
-    def awaited(self) -> list[Target]:
-        """The doorbells of the pieces in flight, for ``Endpoint.wait``."""
-        return [(self._places[number][0].doorbell, self._sequences[number]) for _, number in self._coming]
-
-    @property
-    def may_ask(self) -> bool:
-        """True if a piece waits to be fetched and a place is free."""
-        return bool(self._waiting and self._free)
-
-    def ask(self) -> None:
-        """Begin to fetch the next piece. Raises PeerLostError."""
-        piece, number = self._waiting.popleft(), self._free.pop()
-        place, _ = self._places[number]
-        self._sequences[number] += 1
-        self._coming.append((piece, number))
-        fetch = Fetch(
-            offset=piece.offset,
-            nbytes=piece.nbytes,
-            to=place.offset,
-            doorbell=place.doorbell,
-            sequence=self._sequences[number],
-        )
-        self._fetch(piece.peer, fetch)
-
-    def keep(self, index: int) -> int | None:
-        """Keep the piece announced by number ``index`` of ``awaited``; returns the lane that it belongs to, if any."""
-        piece, number = self._coming.pop(index)
-        self._free.append(number)
-        self._finish(piece)
-        piece.keep(self._places[number][1])
-        return piece.lane if piece.lane >= 0 else None
-
-    def forget(self, peer: str) -> None:
-        """Drop the pieces of a peer that is disconnected: they cannot arrive."""
-        for piece in [piece for piece in self._waiting if piece.peer == peer]:
-            self._waiting.remove(piece)
-            self._finish(piece)
-        for piece, number in [coming for coming in self._coming if coming[0].peer == peer]:
-            self._coming.remove((piece, number))
-            self._free.append(number)
-            self._finish(piece)
-
-    def drop(self) -> None:
-        """Forget all pieces. Those that peers are sending still occupy their places until they arrive."""
-        self._waiting.clear()
-        self._coming = [(dataclasses.replace(piece, keep=_discard, lane=-1), number) for piece, number in self._coming]
-        self._left = collections.Counter((piece.lane, piece.turn) for piece, _ in self._coming)
-
-    def _finish(self, piece: Piece) -> None:
-        key = piece.lane, piece.turn
-        self._left[key] -= 1
-        if not self._left[key]:
-            del self._left[key]
-
-
-def _discard(content: memoryview) -> None:
-    """Nobody wants these bytes any more."""

@@ -24,6 +24,7 @@ from lamina.protocol.wire import (
     keys_values,
     message_rows,
     pieces,
+    read_kept,
     read_queries,
 )
 from lamina.types import AttentionSpec, DType, Fork, Migration, Overlap, Segment, StepPlan
@@ -234,17 +235,17 @@ class KvStore:
         """
         cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
         if piece.keeps:
-            k, v = keys_values(request, cache.spec, self.dtype, 0, len(rows.appends))
+            k, v = read_kept(request, cache.spec, self.dtype, rows, step.pieces)
             append(cache.k, cache.v, k, v, step.slots, threads=self.threads)
         if table is not None:
             part = slice(piece.start, piece.stop)
-            q = read_queries(request, cache.spec, self.dtype, rows, piece.start, piece.stop)
+            q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
             for place, cut in enumerate(cuts(table, cache.spec, self.threads, MOST_PRODUCTS)):
                 if place:
                     yield
                 self._attend(cache, cut, q, out[part], lse[part])
         elif step.newest is not None:
-            q = read_queries(request, cache.spec, self.dtype, rows, 0, len(rows.queries))
+            q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
             newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads)
             merge([out, newest[0]], [lse, newest[1]], None, out, lse, self.threads)
 

@@ -9,7 +9,7 @@ arrives before its plan. Slab changes happen in the order in which the engine se
 import collections
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +18,10 @@ from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import Floats, KvStore, StepTables
-from lamina.protocol.channel import BULK_SLOTS, Inbox, Outbox
+from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.fence import Fence
+from lamina.protocol.leases import SLOTS
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
@@ -41,7 +42,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import reply_number, request_number
+from lamina.protocol.wire import piece_nbytes
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues
@@ -53,10 +54,24 @@ _DONE = object()
 class Reply:
     """May be sent once everything up to attention ``pulled`` of its lane has been pulled."""
 
-    outbox: Outbox
+    peer: str
     parts: list[Floats]
-    number: int
+    turn: int
     pulled: int
+
+
+@dataclass(eq=False)
+class Door:
+    """One slot for requests.
+
+    Attributes:
+        request: the message in it, until its last piece has been served. body: its bytes, wherever they are.
+    """
+
+    channel: Channel
+    slot: int
+    request: Arrival | None = None
+    body: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 @dataclass
@@ -64,31 +79,28 @@ class Lane:
     """The steps announced for one lane, and how far the first of them is.
 
     Attributes:
-        replies: by compute worker.
         layer, piece: of the first step, to be served next.
-        awaited: the lane's doorbell is rung with this next, or with more.
+        begin: byte of the request at which that piece begins.
         out, lse: what the request's rows have so far.
-        work: what is left of a piece that was begun. reply: finished, but not sent yet.
+        work: what is left of a piece that was begun, of the request behind ``door``. reply: finished, not sent yet.
     """
 
     number: int
-    request: Inbox
-    replies: Mapping[str, Outbox]
     steps: collections.deque[StepTables] = field(default_factory=collections.deque)
     layer: int = 0
     piece: int = 0
-    awaited: int = 1
+    begin: int = 0
     out: Floats = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
     work: Iterator[None] | None = None
+    door: Door | None = None
     reply: Reply | None = None
 
-    def drop(self, turn: int) -> None:
-        """Forget all steps; the next one's first attention has this turn or a later one."""
+    def drop(self) -> None:
+        """Forget all steps."""
         self.steps.clear()
-        self.layer = self.piece = 0
-        self.awaited = request_number(turn, 0)
-        self.work = self.reply = None
+        self.layer = self.piece = self.begin = 0
+        self.work = self.door = self.reply = None
 
 
 class MemoryWorker:
@@ -104,10 +116,15 @@ class MemoryWorker:
         self._wait = wait
         self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
         self._fence = Fence(control, links, connect.epoch)
-        self._puller = Puller(links.fetch, links.arena, connect.layout, store)
-        self._migrations = Migrations(store, self._puller, links.arena, connect, links.outbox, self._tell_migrated)
-        self._lanes = _lanes(links, connect)
-        self._order = list(self._lanes)  # the lane served last comes last
+        self._hub = links.hub
+        self._channels = {name: links.channel(name) for name in connect.computes}
+        self._puller = Puller(links.fetch, links.arena, links.plan, store)
+        others = {name: links.leases(name) for name in connect.memories if name != links.name}
+        self._migrations = Migrations(
+            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
+        )
+        self._lanes = [Lane(number) for number in range(connect.pipeline.lanes)]
+        self._doors = self._closed_doors()
         self._timeline = timeline
         self._running = True
         self._busy_s = 0.0
@@ -133,18 +150,18 @@ class MemoryWorker:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
             return
-        begun = next(((lane, lane.work) for lane in self._order if lane.work is not None), None)
+        begun = next(((lane, lane.work) for lane in self._lanes if lane.work is not None), None)
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
             self._go_on(*begun)
             return
         waiting = self._timeline.now()
-        free = [lane for lane in self._order if lane.work is None]
-        requests = [(lane.request.doorbell, lane.awaited) for lane in free]
+        self._hub.flush()
+        doors, targets = self._awaited()
         ready = pulled = None
         try:
             timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
             timeout_s = timeout_s if begun is None else 0.0
-            ready, pulled = self._puller.wait(self._wait, requests, timeout_s, self._migrations)
+            ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
         except DeadlineError:
             if begun is None:
                 self._read_control()
@@ -152,10 +169,11 @@ class MemoryWorker:
         if pulled is not None:
             self._timeline.add("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
-        if ready is not None:
-            self._timeline.add("wait", free[ready].number, waiting)
+        if ready is not None and ready >= len(doors):
+            self._hub.go_on()
+        elif ready is not None:
             self._in_a_row += begun is not None
-            self._begin(free[ready])
+            self._open(doors[ready], waiting)
         elif begun is not None:
             self._go_on(*begun)
 
@@ -167,26 +185,69 @@ class MemoryWorker:
         self._puller.drop()
         self._migrations.drop()
         self._store.truncate(message.kept)
-        for lane, turn in zip(self._lanes, message.turns, strict=True):
-            lane.drop(turn)
+        for lane in self._lanes:
+            lane.drop()
+        self._hub.restart(topology)
+        self._channels = {name: self._channels[name] for name in topology.computes}
+        self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin(topology)
 
-    def _begin(self, lane: Lane) -> None:
-        """Serve the piece of a request that has arrived, or its first cut."""
-        self._order.remove(lane)
-        self._order.append(lane)
+    def _closed_doors(self) -> list[Door]:
+        """All slots for requests, without one. The door used last comes last."""
+        return [Door(channel, slot) for slot in range(SLOTS) for channel in self._channels.values()]
+
+    def _awaited(self) -> tuple[list[Door], list[Target]]:
+        """The doors at which a piece of a request may arrive, and what announces it; behind that, credits."""
+        doors = [door for door in self._doors if door.channel.is_open(door.slot)]
+        return doors, [door.channel.arrives(door.slot) for door in doors] + self._hub.credits
+
+    def _open(self, door: Door, waiting: int) -> None:
+        """A piece of a request has arrived."""
+        self._doors.remove(door)
+        self._doors.append(door)
+        door.channel.close_slot(door.slot)
+        if door.request is None:
+            door.request = door.channel.read(door.slot)
+            self._hub.go_on()  # its header may bring credits
+            door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
+        lane, request = self._lanes[door.request.lane], door.request
+        self._timeline.add("wait", lane.number, waiting)
         deadline, epoch = time.monotonic() + PLAN_TIMEOUT_S, self._fence.epoch
         while self._running and self._fence.epoch == epoch and not lane.steps:  # the data overtook its plan
             self._handle(self._control.receive(deadline - time.monotonic()))
         if not self._running or self._fence.epoch != epoch:
             return
+        turn = lane.steps[0].plan.turn + lane.layer
+        if request.turn != turn:
+            raise WorkerError(
+                self._control.name,
+                f"a request of {door.channel.name} is for attention {request.turn} of lane {lane.number}, whose next "
+                f"is {turn}",
+            )
+        lane.door = door
+        self._receive(lane, door, request)
+
+    def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
+        """Serve the piece, once it has been fetched if it does not lie in the slot."""
+        step, cache = lane.steps[0], self._store.layers[lane.layer]
+        begin = lane.begin
+        lane.begin += piece_nbytes(cache.spec, self._store.dtype, step.rows, step.pieces[lane.piece])
+        if request.body is not None or begin == lane.begin:
+            self._begin(lane)
+            return
+        into = door.body[begin : lane.begin]
+        self._puller.add_body(door.channel.name, request.fetched_at + begin, into, lambda: self._begin(lane))
+
+    def _begin(self, lane: Lane) -> None:
+        """Serve the piece of a request that has arrived, or its first cut."""
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.layers[lane.layer].spec
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
             lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-        lane.work = self._store.serve(lane.layer, step, lane.piece, lane.request.view, lane.out, lane.lse)
+        body = lane.door.body if lane.door is not None else memoryview(b"")
+        lane.work = self._store.serve(lane.layer, step, lane.piece, body, lane.out, lane.lse)
         self._serve_cut(lane, lane.work)
 
     def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
@@ -218,32 +279,51 @@ class MemoryWorker:
             self._advance(lane, last)
 
     def _finish(self, lane: Lane) -> None:
-        """A request is served: reply to it as soon as enough has been pulled."""
-        step = lane.steps[0]
+        """A request is served: reply to it, after a step's last one as soon as everything has been pulled."""
+        step, door = lane.steps[0], lane.door
         number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
-        if step.rows.pulled:
-            self._puller.add(self._computes[self._pipeline.replica(number, turn, rotates)], lane.layer, step)
-        outbox = lane.replies[self._computes[self._pipeline.replica(number, turn + 1, rotates)]]
+        if door is not None and door.request is not None:
+            self._leave(door, door.request, lane.layer, step)
+        lane.door = None
+        peer = self._computes[self._pipeline.replica(number, turn + 1, rotates)]
         ends = lane.layer == len(self._store.layers) - 1
-        pulled = turn if ends else turn + 1 - BULK_SLOTS
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
-        lane.reply = Reply(outbox, parts, reply_number(turn), pulled)
+        lane.reply = Reply(peer, parts, turn, turn if ends else -1)
         self._answer(lane)
+
+    def _leave(self, door: Door, request: Arrival, layer: int, step: StepTables) -> None:
+        """Give back the slot of a request, and its region once K and V of prompt chunks have been pulled from it."""
+        channel, number = request.channel, request.number
+        channel.free(door.slot)
+        door.request, door.body = None, memoryview(b"")
+        if step.rows.pulled:
+            self._puller.add(channel.name, request.bulk_at, layer, step, lambda: channel.fetched(number))
+        elif request.fetched_at >= 0:
+            channel.fetched(number)
 
     def _answer(self, lane: Lane) -> None:
         """Send the lane's reply, if it has one that may be sent."""
         reply = lane.reply
-        if reply is not None and self._puller.is_done(lane.number, reply.pulled):
-            span = self._timeline.now()
-            reply.outbox.send(reply.parts, reply.number)
-            lane.reply = None
-            self._timeline.add("send", lane.number, span)
+        if reply is None or not self._puller.is_done(lane.number, reply.pulled):
+            return
+        lane.reply = None
+        channel = self._channels.get(reply.peer)
+        if channel is None:
+            return  # it has exited: the engine decides what becomes of the requests that needed it
+        span = self._timeline.now()
+        nbytes = sum(part.nbytes for part in reply.parts)
+        # If it has to be kept, nothing overwrites it before it has been sent: the lane's next request follows it.
+        channel.begin(lane.number, reply.turn, nbytes, copies=False).send(reply.parts)
+        self._timeline.add("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
-        step = lane.steps[0]
-        lane.awaited = request_number(step.plan.turn + lane.layer, lane.piece) + 1
-        lane.piece = 0 if answered else lane.piece + 1
-        lane.layer += answered
+        if not answered:
+            lane.piece += 1
+            if lane.door is not None:
+                lane.door.channel.open_slot(lane.door.slot)
+            return
+        lane.piece = lane.begin = 0
+        lane.layer += 1
         if lane.layer == len(self._store.layers):
             lane.layer = 0
             lane.steps.popleft()
@@ -285,18 +365,6 @@ class MemoryWorker:
 
     def _tell_migrated(self, number: int) -> None:
         self._control.send(Migrated(number))
-
-
-def _lanes(links: Links, connect: Connect) -> list[Lane]:
-    layout, own = connect.layout, connect.memories.index(links.name)
-    return [
-        Lane(
-            lane,
-            Inbox(links.arena, layout.request(lane)),
-            {name: links.outbox(name, layout.reply(lane, own)) for name in connect.computes},
-        )
-        for lane in range(layout.lanes)
-    ]
 
 
 def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:

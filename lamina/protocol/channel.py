@@ -1,30 +1,45 @@
-"""The data path between workers over any endpoint: slots that hold one message at a time, with a doorbell each.
+"""Messages over one link, in slots that the receiver leased to the sender, with credits.
 
-Per lane there is one request slot in every memory worker's arena, one reply slot per memory worker in every compute
-worker's arena, and one context slot there for what compute workers hand to each other. No credits are needed: message
-n + 1 of a lane is sent only after every answer to message n has been seen, so its slot is free again. For the same
-reason several workers may ring a lane's doorbell: they never do so at the same time.
+Each side of a link has ``SLOTS`` slots for the other's messages. A sender uses a slot only when its receiver has given
+it back, and knows that by a counter per slot: uses given back so far. The counters travel in the header of the next
+message that goes the other way, or are rung (``Channel.flush``) if there is none. A message without a free slot is kept
+and sent when one is given back; it never blocks its worker.
 
-K and V of prompt chunks do not travel as messages: a compute worker lays them out in a bulk slot of its own arena, and
-memory workers fetch them piece by piece into their landing slots. A lane has ``BULK_SLOTS`` bulk slots, used in turn.
-The answer to attention n says that all of attention n + 1 - ``BULK_SLOTS`` has been fetched, so no credits are needed
-here either; the answer to a step's last attention says so of the whole step.
+The number of a slot's doorbell says how often the slot has been used and which piece of the message has arrived
+(``wire.slot_number``); the header says which lane the message belongs to, so that any lane may use any slot.
 
-A segment that moves from one memory worker to another travels the same way: the source lays pieces out in its staging
-slots, used in turn, and rings; the target fetches each into a landing slot and rings back when a staging slot may be
-used again. Every pair of memory workers has its own doorbells for both.
+A message that is larger than a slot, and K and V of prompt chunks, are laid out in a pooled region of the sender's own
+arena and fetched by the receiver (``protocol.fetching``), who counts what it has fetched. These regions are numbered in
+the order in which they are announced, and released in that order.
+
+Nothing deadlocks: a memory worker needs no credit to serve a request, which frees its slot; a compute worker needs none
+to take a reply out of its slot (``compute.links``); and both fetch without waiting for anybody. So every slot and
+region is given back at some time, and every kept message is sent.
 """
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer
+from lamina.protocol.leases import ALIGNMENT, DOORBELLS, HEADER_NBYTES, SLOTS, Lease, Space, aligned
+from lamina.protocol.wire import slot_number
+from lamina.topology import Epoch, Topology
+from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, part_nbytes
 
-ALIGNMENT = 64  # slots start at cache lines, which vector loads prefer too
-BULK_SLOTS = 2  # of a lane: one attention's K and V are computed while those of the one before travel
-LANDINGS = 4  # fetches that a memory worker has in flight at once
-LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
-STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
+_HEADER = struct.Struct(f"<IIQQqQQ{SLOTS}Q")
+"""Lane, whether the body is fetched, turn, bytes of the body, where what is fetched lies (or -1), its number, regions
+fetched so far of those announced to this receiver, uses given back of each of its slots."""
+
+# Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
+PROOF = 0
+ARRIVED = 1  # by slot: a piece of a message is in it
+GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses given back
+FETCHED = GIVEN_BACK + SLOTS  # regions fetched
+assert _HEADER.size <= HEADER_NBYTES and FETCHED < DOORBELLS
+
+Target = tuple[int, int]
+"""A doorbell and the number that it has to reach."""
 
 
 @dataclass(frozen=True)
@@ -36,84 +51,8 @@ class Slot:
     doorbell: int
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the slots of all lanes lie. Every worker derives the same from it.
-
-    Attributes:
-        lanes, memories: their numbers.
-        request_nbytes, reply_nbytes, context_nbytes: the largest message of each kind; 0: none is sent.
-        bulk_nbytes: K and V of one attention of a step at most. landing_nbytes: of a fetch. 0: nothing is fetched.
-        migrates: True if memory workers fetch segments from each other.
-    """
-
-    lanes: int
-    memories: int
-    request_nbytes: int
-    reply_nbytes: int
-    context_nbytes: int = 0
-    bulk_nbytes: int = 0
-    landing_nbytes: int = 0
-    migrates: bool = False
-
-    def request(self, lane: int) -> Slot:
-        """The slot of a lane's requests, in the arena of each memory worker."""
-        return Slot(lane * _aligned(self.request_nbytes), self.request_nbytes, lane)
-
-    def reply(self, lane: int, memory: int) -> Slot:
-        """The slot of memory worker ``memory``'s replies to a lane, in the arena of each compute worker."""
-        place = lane * self.memories + memory
-        return Slot(place * _aligned(self.reply_nbytes), self.reply_nbytes, place)
-
-    def context(self, lane: int) -> Slot:
-        """The slot of a lane's context, in the arena of each compute worker, after all replies."""
-        replies = self.lanes * self.memories
-        offset = replies * _aligned(self.reply_nbytes) + lane * _aligned(self.context_nbytes)
-        return Slot(offset, self.context_nbytes, replies + lane)
-
-    def bulk(self, lane: int, turn: int) -> int:
-        """Where the K and V of a lane's attention ``turn`` begin, in the arena of each compute worker."""
-        place = lane * BULK_SLOTS + turn % BULK_SLOTS
-        return self.context(self.lanes).offset + place * _aligned(self.bulk_nbytes)
-
-    @property
-    def landings(self) -> int:
-        """Landing slots of a memory worker."""
-        return LANDINGS if self.landing_nbytes else 0
-
-    def landing(self, number: int) -> Slot:
-        """A slot that fetched bytes arrive in, in the arena of each memory worker, after all requests."""
-        offset = self.lanes * _aligned(self.request_nbytes) + number * _aligned(self.landing_nbytes)
-        return Slot(offset, self.landing_nbytes, self.lanes + number)
-
-    def staging(self, number: int) -> int:
-        """Where piece ``number`` of an outgoing segment is laid out, in each memory worker's arena."""
-        return self.landing(self.landings).offset + number % STAGING_SLOTS * _aligned(self.landing_nbytes)
-
-    def staged(self, source: int) -> Slot:
-        """Rung in a memory worker's arena when memory worker number ``source`` has laid out a piece for it."""
-        return Slot(0, 0, self.landing(self.landings).doorbell + source)
-
-    def taken(self, target: int) -> Slot:
-        """Rung in a memory worker's arena when memory worker number ``target`` has fetched a piece from it."""
-        return Slot(0, 0, self.staged(self.memories).doorbell + target)
-
-    @property
-    def memory_arena(self) -> tuple[int, int]:
-        """(bytes, doorbells) of a memory worker's arena."""
-        end = self.landing(self.landings)
-        if not self.migrates:
-            return end.offset, end.doorbell
-        return end.offset + STAGING_SLOTS * _aligned(self.landing_nbytes), self.taken(self.memories).doorbell
-
-    @property
-    def compute_arena(self) -> tuple[int, int]:
-        """(bytes, doorbells) of a compute worker's arena."""
-        return self.bulk(self.lanes, 0), self.context(self.lanes).doorbell
-
-
 class Outbox:
-    """Sends into one slot of a peer's arena."""
+    """Sends into one slot of a peer's arena, without credits: for a sender that knows when the slot is free."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, slot: Slot) -> None:
         self._endpoint = endpoint
@@ -129,18 +68,365 @@ class Outbox:
         self._endpoint.post(self._peer, slot.offset + at, slot.nbytes - at, parts, slot.doorbell, sequence)
 
 
-class Inbox:
-    """One slot of this endpoint's own arena.
+class Hub:
+    """What all links of a worker share: the pool of regions that peers fetch from, and who has something to do.
 
     Attributes:
-        view: the slot's bytes: a message's from its announcement until the sender of the next one has its answer.
-        doorbell: its number, for ``Endpoint.wait``.
+        channels: all of them. keeping: those with messages that wait for a slot or a region. owing: those whose peer
+            has not been told of all slots given back and regions fetched.
     """
 
-    def __init__(self, arena: Arena, slot: Slot) -> None:
-        self.view: Buffer = arena.view(slot.offset, slot.nbytes)
-        self.doorbell = slot.doorbell
+    def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
+        self.channels: list[Channel] = []
+        self.keeping: set[Channel] = set()
+        self.owing: set[Channel] = set()
+        self._arena = arena
+        self._space = Space(*pool, ALIGNMENT)
+        self.nbytes = pool[1] - pool[0]
+
+    def flush(self) -> None:
+        """Tell peers what they are owed. Raises PeerLostError."""
+        while self.owing:
+            next(iter(self.owing)).flush()
+
+    @property
+    def credits(self) -> list[Target]:
+        """What may let a kept message be sent; empty without one."""
+        # A region that any peer has fetched makes room for a message to any other.
+        return [target for channel in self.channels for target in channel.credits] if self.keeping else []
+
+    def go_on(self) -> None:
+        """Take in credits and send the kept messages that can be sent now. Raises PeerLostError."""
+        if not self.keeping:
+            return
+        for channel in self.channels:
+            channel.read_credits()
+        for channel in [channel for channel in self.channels if channel in self.keeping]:
+            channel.go_on()
+
+    def forget(self, channel: "Channel") -> None:
+        """The link has ended: drop what was kept for it, and release what its peer has not fetched."""
+        self.channels.remove(channel)
+        self.keeping.discard(channel)
+        self.owing.discard(channel)
+        channel.drop()
+
+    def restart(self, topology: Topology) -> None:
+        """All messages have been dropped, here and by the peers that stay: count anew, above all earlier numbers."""
+        self.keeping.clear()
+        self.owing.clear()
+        for channel in list(self.channels):
+            if channel.name in topology.names:
+                channel.restart(_first_use(topology.epoch))
+            else:
+                self.forget(channel)
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free region, which is now in use; None if there is none now."""
+        return self._space.take(nbytes)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Give back a region."""
+        self._space.give(offset, nbytes)
+
+    def write(self, offset: int, parts: Sequence[Part]) -> int:
+        """Copy parts to ``offset`` of the arena, one after another; returns where they end."""
+        for part in parts:
+            if nbytes := part_nbytes(part):
+                self._arena.view(offset, nbytes)[:] = _view(part).cast("B")
+                offset += nbytes
+        return offset
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A message that has begun to arrive.
+
+    Attributes:
+        body: its bytes in the slot, until ``Channel.free``; None: to be fetched, ``nbytes`` from ``fetched_at`` on.
+        fetched_at: where the region of this message lies in the sender's arena, -1 without one.
+        bulk_at: where K and V of prompt chunks lie in it.
+        number: of the region, for ``Channel.fetched``.
+    """
+
+    channel: "Channel"
+    slot: int
+    lane: int
+    turn: int
+    nbytes: int
+    body: Buffer | None
+    fetched_at: int
+    number: int
+
+    @property
+    def bulk_at(self) -> int:
+        return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
+
+
+class Message:
+    """A message to a peer: pieces sent one after another, at once if it has a slot, otherwise once it has one.
+
+    Made by ``Channel.begin``.
+    """
+
+    def __init__(self, channel: "Channel", lane: int, turn: int, nbytes: int, bulk_nbytes: int, copies: bool) -> None:
+        self.lane, self.turn, self.nbytes = lane, turn, nbytes
+        self.is_fetched = nbytes > channel.most_nbytes
+        self._bulk = aligned(nbytes) if self.is_fetched else 0
+        self.region_nbytes = self._bulk + bulk_nbytes
+        self.region = -1
+        self.number = 0  # of the region
+        self.slot = -1
+        self._channel = channel
+        self._copies = copies
+        self._later: list[Callable[[], None]] = []
+        self._at = 0
+        self._piece = 0
+
+    def lay_out(self, at: int, parts: Sequence[Part]) -> None:
+        """Put parts at byte ``at`` of the message's bulk, for its receiver to fetch."""
+        if self.slot < 0:
+            kept = self._kept(parts)
+            self._later.append(lambda: self.lay_out(at, kept))
+        else:
+            self._channel.hub.write(self.region + self._bulk + at, parts)
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """Send the next piece of the body. Raises PeerLostError."""
+        if self.slot < 0:
+            kept = self._kept(parts)
+            self._later.append(lambda: self.send(kept))
+            return
+        self._channel.post(self, self._piece, self._at, parts)
+        self._at += sum(map(part_nbytes, parts))
+        self._piece += 1
+
+    def _kept(self, parts: Sequence[Part]) -> Sequence[Part]:
+        return [_view(part).tobytes() for part in parts] if self._copies else parts
+
+    def go_on(self) -> None:
+        """Send what was kept, now that there is a slot."""
+        later, self._later = self._later, []
+        for action in later:
+            action()
+
+
+class Channel:
+    """One end of a link.
+
+    Attributes:
+        name: the peer's. most_nbytes: of a message's body in a slot.
+    """
+
+    def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
+        """``own``: what the peer may write into here; ``theirs``: what this side may write into there."""
+        self.name = peer.name
+        self.hub = hub
+        hub.channels.append(self)
+        self.most_nbytes = theirs.slot_nbytes - HEADER_NBYTES
+        self._endpoint, self._peer, self._arena = endpoint, peer, arena
+        self._own, self._theirs = own, theirs
+        nbytes = own.slot_nbytes
+        self._slots = [arena.view(own.slot(number), nbytes) for number in range(SLOTS if nbytes > 0 else 0)]
+        self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
+        self._kept: list[Message] = []
+        self._has_ended = False
+        self.restart(0)
+
+    def restart(self, first: int) -> None:
+        """Drop all messages; both ends count uses of slots and regions from ``first`` on."""
+        self._drop_messages()
+        # Outgoing: uses of the peer's slots, and those given back; regions announced, and those fetched.
+        self._used, self._given_back = [first] * SLOTS, [first] * SLOTS
+        self._announced, self._fetched_there = first, first
+        # Incoming: uses of the own slots given back, the next piece of each slot, and whether it may arrive now.
+        self._freed, self._piece, self._open = [first] * SLOTS, [0] * SLOTS, [True] * SLOTS
+        self._fetched, self._finished = first, set[int]()
+        self._told = [first] * SLOTS, first  # what the peer knows of both
+
+    # Sending
+
+    def begin(self, lane: int, turn: int, nbytes: int, bulk_nbytes: int = 0, *, copies: bool = True) -> Message:
+        """Begin a message whose body has ``nbytes``, with ``bulk_nbytes`` beside it to be fetched.
+
+        If it has to be kept, its parts are copied, unless they stay as they are (``copies=False``).
+        """
+        message = Message(self, lane, turn, nbytes, bulk_nbytes, copies)
+        if message.region_nbytes > self.hub.nbytes:
+            raise ValueError(f"{message.region_nbytes} bytes do not fit into a pool of {self.hub.nbytes} bytes")
+        self.hub.go_on()  # those that were kept come first
+        if not self._admit(message):
+            self._kept.append(message)
+            self.hub.keeping.add(self)
+            self.hub.go_on()
+        return message
+
+    def post(self, message: Message, piece: int, at: int, parts: Sequence[Part]) -> None:
+        """Write a piece of a message's body from byte ``at`` on, and ring. Called by ``Message``."""
+        theirs, slot = self._theirs, message.slot
+        offset, nbytes = theirs.slot(slot) + HEADER_NBYTES + at, self.most_nbytes - at
+        if message.is_fetched:
+            self.hub.write(message.region + at, parts)
+            offset, nbytes, parts = theirs.slot(slot) + HEADER_NBYTES, 0, ()
+        if piece == 0:
+            header = _HEADER.pack(
+                message.lane,
+                message.is_fetched,
+                message.turn,
+                message.nbytes,
+                message.region,
+                message.number,
+                self._fetched,
+                *self._freed,
+            )
+            self._tell()
+            offset, nbytes, parts = offset - HEADER_NBYTES, nbytes + HEADER_NBYTES, [header, *parts]
+        number = slot_number(self._used[slot] - 1, piece)
+        self._endpoint.post(self._peer, offset, nbytes, parts, theirs.doorbell + ARRIVED + slot, number)
+
+    def _admit(self, message: Message) -> bool:
+        """Give a message a slot, and a region if it needs one, if they are free."""
+        slot = self._free_slot()
+        if slot is None:
+            return False
+        if message.region_nbytes:
+            region = self.hub.take(message.region_nbytes)
+            if region is None:
+                return False
+            self._announced += 1
+            self._regions.append((region, message.region_nbytes))
+            message.region, message.number = region, self._announced
+        self._used[slot] += 1
+        message.slot = slot
+        return True
+
+    def _free_slot(self) -> int | None:
+        for slot in range(SLOTS):
+            if self._used[slot] == self._given_back[slot]:
+                return slot
+        self._read_slots()
+        return next((slot for slot in range(SLOTS) if self._used[slot] == self._given_back[slot]), None)
+
+    def read_credits(self) -> None:
+        """Take in what the peer has rung. ``Hub.go_on`` must follow: a region may be what another message waits for."""
+        self._read_slots()
+        self._release(self._arena.sequence(self._own.doorbell + FETCHED))
+
+    def _read_slots(self) -> None:
+        bell = self._own.doorbell + GIVEN_BACK
+        self._give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
+
+    def _give_back(self, uses: Sequence[int]) -> None:
+        self._given_back = list(map(max, self._given_back, uses))
+
+    def _release(self, fetched: int) -> None:
+        while self._fetched_there < fetched:
+            self._fetched_there += 1
+            self.hub.give(*self._regions.pop(0))
+
+    @property
+    def credits(self) -> list[Target]:
+        """Each of these gives back a slot or a region."""
+        bell = self._own.doorbell
+        used = [slot for slot in range(SLOTS) if self._used[slot] > self._given_back[slot]]
+        targets = [(bell + GIVEN_BACK + slot, self._given_back[slot] + 1) for slot in used]
+        return targets + ([(bell + FETCHED, self._fetched_there + 1)] if self._regions else [])
+
+    def go_on(self) -> None:
+        """Send the kept messages that can be sent now. Raises PeerLostError."""
+        for message in list(self._kept):
+            if self._admit(message):
+                self._kept.remove(message)
+                message.go_on()
+        if not self._kept:
+            self.hub.keeping.discard(self)
+
+    def drop(self) -> None:
+        """Drop what was kept, and release all regions. Called by ``Hub.forget``."""
+        self._has_ended = True
+        self._drop_messages()
+
+    def _drop_messages(self) -> None:
+        self._kept.clear()
+        while self._regions:
+            self.hub.give(*self._regions.pop())
+
+    # Receiving
+
+    @property
+    def awaited(self) -> list[tuple[int, Target]]:
+        """The slots that a piece may arrive in, each with what announces it."""
+        return [(slot, self.arrives(slot)) for slot in range(len(self._slots)) if self._open[slot]]
+
+    def is_open(self, slot: int) -> bool:
+        """True if a piece may arrive in this slot."""
+        return self._open[slot]
+
+    def arrives(self, slot: int) -> Target:
+        """What announces the next piece in a slot."""
+        return self._own.doorbell + ARRIVED + slot, slot_number(self._freed[slot], self._piece[slot])
+
+    def close_slot(self, slot: int) -> None:
+        """Nothing more is awaited in a slot before ``free`` or ``open_slot``."""
+        self._open[slot] = False
+
+    def open_slot(self, slot: int) -> None:
+        """The next piece of the message in this slot is awaited."""
+        self._piece[slot] += 1
+        self._open[slot] = True
+
+    def read(self, slot: int) -> Arrival:
+        """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
+        view = self._slots[slot]
+        lane, is_fetched, turn, nbytes, at, number, fetched, *given_back = _HEADER.unpack_from(view)
+        self._give_back(given_back)
+        self._release(fetched)
+        body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
+        return Arrival(self, slot, lane, turn, nbytes, body, at, number)
+
+    def free(self, slot: int) -> None:
+        """Give back a slot: its message has been read."""
+        self._freed[slot] += 1
+        self._piece[slot] = 0
+        self._open[slot] = True
+        self._owe()
+
+    def fetched(self, number: int) -> None:
+        """All of a message's region has been fetched."""
+        self._finished.add(number)
+        while self._fetched + 1 in self._finished:
+            self._fetched += 1
+            self._finished.remove(self._fetched)
+            self._owe()
+
+    def flush(self) -> None:
+        """Ring what the peer has not been told of the slots given back and regions fetched. Raises PeerLostError."""
+        (freed, fetched), bell = self._told, self._theirs.doorbell
+        self._tell()
+        for slot in range(SLOTS):
+            if freed[slot] < self._freed[slot]:
+                self._endpoint.ring(self._peer, bell + GIVEN_BACK + slot, self._freed[slot])
+        if fetched < self._fetched:
+            self._endpoint.ring(self._peer, bell + FETCHED, self._fetched)
+
+    def _owe(self) -> None:
+        if not self._has_ended:
+            self.hub.owing.add(self)
+
+    def _tell(self) -> None:
+        self._told = list(self._freed), self._fetched
+        self.hub.owing.discard(self)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more messages may arrive before one is given back."""
+        return sum(self._open)
+
+
+def _first_use(epoch: Epoch) -> int:
+    """Above the numbers of all earlier epochs, with room for 2^32 uses of a slot in each."""
+    return (epoch.incarnation << 16 | epoch.number) << 32
+
+
+def _view(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only
+    return memoryview(part)

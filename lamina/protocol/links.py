@@ -1,9 +1,9 @@
 """A worker's links to its peers, each over the transport selected for the pair and proved by a real write.
 
-All transports of a worker let peers into one arena. Behind its slots the arena has a place for a proof, with a doorbell
-of its own, for every worker of the cluster. Once all links stand, sending goes to a link's own endpoint and waiting to
-the one endpoint in use, so that having several transports costs nothing; only a worker that uses more than one waits on
-them in turn.
+All transports of a worker let peers into one arena, each into the part that it was leased (``protocol.leases``), which
+begins with a place for the proof. Once all links stand, sending goes to a link's own endpoint and waiting to the one
+endpoint in use, so that having several transports costs nothing; only a worker that uses more than one waits on them in
+turn.
 """
 
 import contextlib
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from lamina._native import Arena as NativeArena
 from lamina.errors import DeadlineError, PeerLostError, TransportError, WorkerError
-from lamina.protocol.channel import ALIGNMENT, Outbox, Slot
+from lamina.protocol.channel import PROOF, Channel, Hub, Outbox, Slot
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
-from lamina.protocol.messages import Connect, Link, Linked, Register, Registered
+from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, ArenaPlan, Lease, Leases
+from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
 from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Endpoint, Fetch, Peer, Sizes, deadline_error
+from lamina.transport.base import Endpoint, Fetch, Peer, deadline_error
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, host
 from lamina.transport.tcp import TcpEndpoint
@@ -53,13 +54,12 @@ class Member:
 class _Link:
     endpoint: Endpoint
     peer: Peer
+    lease: Lease  # of the peer's arena
 
 
 def open_links(member: Member, register: Register) -> "Links":
     """Allocate the arena and let peers in by every requested transport that works here. Raises TransportError."""
-    count = len(register.workers)
-    nbytes = -(-register.nbytes // ALIGNMENT) * ALIGNMENT + count * ALIGNMENT
-    arena = allocate(member.name, nbytes, register.doorbells + count)
+    arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
     endpoints: dict[Transport, AnyEndpoint] = {}
     descriptors, obstacles = {}, {}
     for transport in register.transports:
@@ -89,8 +89,11 @@ class Links:
     """The arena of a worker that peers can reach, and its links to them: ``link`` until every pair has proved itself,
     then ``settle``. Made by ``open_links``.
 
+    A peer's lease lasts from ``grant`` to ``release``, which need not be when it is disconnected: a lost peer may still
+    write.
+
     Attributes:
-        arena: this worker's, for its slots. offer: how peers reach it.
+        arena: this worker's. plan: its parts. hub: what its links share. offer: how peers reach it.
     """
 
     def __init__(
@@ -103,39 +106,56 @@ class Links:
     ) -> None:
         self.name = name
         self.arena = MappedArena(arena.native)
+        self.plan: ArenaPlan = register.arena
+        self.hub = Hub(self.arena, self.plan.pool)
         self.offer = offer
-        self._workers, self._spin_s = register.workers, register.spin_s
+        self._spin_s = register.spin_s
+        self._books = Leases(self.plan)
+        self._leases: dict[str, Lease] = {}
         self._own = arena
         self._endpoints = dict(endpoints)
         self._links: dict[str, _Link] = {}
         self._members = set[str]()  # the peers that were linked, without those that do not take part any more
         self._closed = False
 
+    def grant(self, grant: Grant) -> Granted:
+        """Lease each of these peers a part of the arena. Raises TransportError if it has too little room."""
+        for name, slot_nbytes in grant.slots.items():
+            self._leases[name] = self._books.lease(slot_nbytes)
+        return Granted({name: self._leases[name] for name in grant.slots})
+
+    def release(self, name: str) -> None:
+        """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
+        closed, its RDMA queue pair destroyed). Later peers may get the same part."""
+        self.disconnect(name)
+        lease = self._leases.pop(name)
+        for doorbell in range(lease.doorbell, lease.doorbell + DOORBELLS):
+            self._own.native.reset(doorbell)
+        self._books.release(lease)
+
     def link(self, link: Link) -> Linked:
         """Connect to these peers, replacing earlier links to them, and exchange proofs with each."""
         failures: dict[str, str] = {}
         for name in link.peers:
             self.disconnect(name)
-        for name, (transport, descriptor) in link.peers.items():
-            endpoint = self._endpoints[transport]
+        for name, way in link.peers.items():
+            endpoint = self._endpoints[way.transport]
             try:
-                self._links[name] = _Link(endpoint, endpoint.connect(descriptor, CONNECT_TIMEOUT_S))
-                self._prove(name, link.round, transport)
+                peer = endpoint.connect(way.descriptor, CONNECT_TIMEOUT_S)
+                self._links[name] = _Link(endpoint, peer, way.lease)
+                self.outbox(name, _place(way.lease)).send([_proof(link.round, way.transport)], link.round)
             except TransportError as error:
                 failures[name] = str(error)
-        waiting = {name: transport for name, (transport, _) in link.peers.items() if name not in failures}
-        return Linked(failures | self._await_proofs(waiting, link.round))
+        waiting = {name: way.transport for name, way in link.peers.items() if name not in failures}
+        return Linked(failures | self._await_proofs(waiting, link))
 
-    def _prove(self, name: str, round_: int, transport: Transport) -> None:
-        place = self._place(self.name, self._links[name].peer)
-        self.outbox(name, place).send([_proof(round_, transport)], round_)
-
-    def _await_proofs(self, waiting: dict[str, Transport], round_: int) -> dict[str, str]:
+    def _await_proofs(self, waiting: dict[str, Transport], link: Link) -> dict[str, str]:
         """Why the proofs of some peers did not arrive."""
-        places = {name: self._place(name, self.arena) for name in waiting}
+        places = {name: _place(self._leases[name]) for name in waiting}
         failures: dict[str, str] = {}
+        round_ = link.round
         # Every peer may first time out on all the others.
-        patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (len(self._workers) - 2)
+        patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (link.workers - 2)
         wait, deadline = self._wait(), time.monotonic() + patience_s
         while waiting:
             names = list(waiting)
@@ -156,11 +176,6 @@ class Links:
             if bytes(self.arena.view(places[name].offset, len(expected))) != expected:
                 failures[name] = f"the write of {name} reached {self.name} with other bytes"
         return failures
-
-    def _place(self, writer: str, arena: Sizes) -> Slot:
-        """Where ``writer`` puts its proofs in this arena."""
-        behind = len(self._workers) - self._workers.index(writer)
-        return Slot(arena.nbytes - behind * ALIGNMENT, ALIGNMENT, arena.doorbells - behind)
 
     def settle(self) -> Wait:
         """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``."""
@@ -187,13 +202,15 @@ class Links:
         return name in self._links
 
     def apply(self, topology: Topology) -> None:
-        """Only members of ``topology`` take part from now on: cut the links to all others."""
+        """Only members of ``topology`` take part from now on: end the links to all others and their leases."""
         for name in self._members - topology.names:
             self.cut(name)
+            self.release(name)  # the engine has ended its process
         self._members &= topology.names
 
     def cut(self, name: str) -> None:
         """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
+        self._forget_channel(name)
         if link := self._links.pop(name, None):
             link.endpoint.cut(link.peer)
 
@@ -202,11 +219,20 @@ class Links:
         that is lost, nothing happens: ``wait`` reports it."""
         if link := self._links.get(name):
             with contextlib.suppress(PeerLostError):
-                link.endpoint.ring(link.peer, self._place(self.name, link.peer).doorbell, sequence)
+                link.endpoint.ring(link.peer, link.lease.doorbell + PROOF, sequence)
 
     def bell(self, name: str) -> int:
         """The doorbell that ``ring`` of this peer rings here. Its numbers begin beyond the rounds of ``link``."""
-        return self._place(name, self.arena).doorbell
+        return self._leases[name].doorbell + PROOF
+
+    def channel(self, name: str) -> Channel:
+        """This end of the link to a peer, for messages in slots."""
+        link = self._links[name]
+        return Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
+
+    def leases(self, name: str) -> tuple[Lease, Lease]:
+        """What a linked peer may write into here, and this worker there."""
+        return self._leases[name], self._links[name].lease
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
         """Sends into a slot of a linked peer."""
@@ -220,9 +246,14 @@ class Links:
         link.endpoint.fetch(link.peer, fetch)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer, if it is linked; its death no longer ends waits."""
+        """End all use of the link to a peer, if it is linked; its death no longer ends waits."""
+        self._forget_channel(name)
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)
+
+    def _forget_channel(self, name: str) -> None:
+        for channel in [channel for channel in self.hub.channels if channel.name == name]:
+            self.hub.forget(channel)
 
     def close(self) -> None:
         """Leave the data plane and give back its memory. Idempotent."""
@@ -259,6 +290,11 @@ class WaitInTurns:
                 raise deadline_error(self._name, targets, reached, timeout_s)
 
 
+def _place(lease: Lease) -> Slot:
+    """Where the peer puts its proof."""
+    return Slot(lease.offset, PROOF_NBYTES, lease.doorbell + PROOF)
+
+
 def _proof(round_: int, transport: Transport) -> bytes:
     return f"round {round_} over {transport}".encode()
 
@@ -272,8 +308,8 @@ def set_up_links(control: ControlClient, resources: contextlib.ExitStack) -> tup
     links = open_links(member, expect(control, Register))
     resources.callback(links.close)
     control.send(Registered(links.offer))
-    while isinstance(message := control.receive(SETUP_TIMEOUT_S), Link):
-        control.send(links.link(message))
+    while isinstance(message := control.receive(SETUP_TIMEOUT_S), Grant | Link):
+        control.send(links.grant(message) if isinstance(message, Grant) else links.link(message))
     if not isinstance(message, Connect):
         raise WorkerError(control.name, f"expected Connect from the engine, got {type(message).__name__}")
     return links, message

@@ -3,8 +3,8 @@
 import msgspec
 
 from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Offer, Transport
+from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.topology import FIRST, Epoch, Topology
 from lamina.types import AttentionSpec, DType, LoadFormat, Logprob, Overlap, StepPlan
@@ -36,30 +36,42 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make an arena of this size and let all ``workers`` in by these transports; answered by
-    Registered.
+    """Engine to worker: make this arena and let peers in by these transports; answered by Registered.
 
     ``tls``: only by transports that are encrypted or stay on one machine. ``spin_s``: seconds that waits busy-wait
     before they sleep, if all links use one transport.
     """
 
-    nbytes: int
-    doorbells: int
-    workers: list[str]
+    arena: ArenaPlan
     transports: list[Transport]
     spin_s: float
     tls: bool = False
 
 
-class Link(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: connect to these peers (transport and descriptor, by name) and prove that data arrives;
-    answered by Linked.
+class Grant(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: lease parts of your arena, with slots of so many bytes, to these peers; answered by Granted."""
 
-    ``round`` counts up from 1: pairs that could not prove a link are linked again in the next one.
+    slots: dict[str, int]
+
+
+class Way(msgspec.Struct, array_like=True, frozen=True):
+    """How to reach a peer, and the part of its arena that one may write into."""
+
+    transport: Transport
+    descriptor: bytes
+    lease: Lease
+
+
+class Link(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: connect to these peers and prove that data arrives; answered by Linked.
+
+    ``round`` counts up from 1: pairs that could not prove a link are linked again in the next one, in which ``workers``
+    workers take part.
     """
 
     round: int
-    peers: dict[str, tuple[Transport, bytes]]
+    peers: dict[str, Way]
+    workers: int = 2
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
@@ -71,7 +83,6 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
     computes: list[str]
     memories: list[str]
-    layout: Layout
     pipeline: Pipeline
     epoch: Epoch = FIRST
 
@@ -144,6 +155,12 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: the arena exists; this is how peers connect."""
 
     offer: Offer
+
+
+class Granted(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: the leases, by peer."""
+
+    leases: dict[str, Lease]
 
 
 class Linked(msgspec.Struct, tag=True, frozen=True):
@@ -240,13 +257,14 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
-ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Release | EndEpoch | Stop
+ToWorker = ComputeSetup | MemorySetup | Register | Grant | Link | Connect | Step | Release | EndEpoch | Stop
 ToEngine = (
     Hello
     | LoadProgress
     | ModelLoaded
     | SlabReady
     | Registered
+    | Granted
     | Linked
     | Connected
     | StepDone

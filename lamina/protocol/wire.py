@@ -2,13 +2,13 @@
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
 k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
-in the model's element type. K and V of prompt chunks lie in a bulk slot, from which the memory worker fetches them (see
-``protocol.channel``): pieces of rows, each k and then v, where all rows of the step before it would end.
+in the model's element type. K and V of prompt chunks lie beside it, for the memory worker to fetch (see
+``protocol.channel``): the pieces of ``pulled_pieces`` one after another, each k and then v.
 
 The reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
 
 A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
-batches of query rows, and q before k and v (Lamina, section 4.2.2).
+batches of query rows, and q before k and v (Lamina, section 4.2.2). Its bytes lie in the order in which they travel.
 """
 
 import dataclasses
@@ -118,19 +118,16 @@ def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
 def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:
     """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
 
-    The part of a plan that a memory worker gets has the same rows, but numbers its decoded ones without those of other
-    workers: only bulk slots are laid out by the whole batch, and only chunks use them.
+    The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
     """
     queries: list[tuple[int, int]] = []
     appends: list[tuple[int, int]] = []
     attends: list[SegmentRows] = []
     kept: list[tuple[int, int]] = []
     pulled: list[PulledRows] = []
-    row, decoding = 0, len(plan.decoding.sequences)
-    for place, step in enumerate(plan.sequences):
+    row = 0
+    for step in plan.sequences:
         sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
-        if plan.chunk_rows and place >= decoding:
-            row = plan.chunk_rows[place - decoding]
         stop = start + count
         visible = start if chunk else stop
         for segment in segments.get(sequence, ()):
@@ -205,31 +202,42 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
 
 
-def request_number(turn: int, piece: int) -> int:
-    """The doorbell's number for one piece of the request of a lane's attention ``turn``."""
-    return turn * MOST_PIECES + piece + 1
+def slot_number(uses: int, piece: int) -> int:
+    """The doorbell's number for one piece of the message in a slot that had been used ``uses`` times before."""
+    return uses * MOST_PIECES + piece + 1
 
 
-def reply_number(turn: int) -> int:
-    """The doorbell's number for the reply to a lane's attention ``turn``."""
-    return turn + 1
-
-
-def query_offset(spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int) -> int:
-    """Byte of a request at which its query row ``start`` lies."""
-    return len(rows.appends) * spec.kv_bytes_per_token(dtype) + start * spec.query_bytes_per_token(dtype)
+def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
+    """Bytes of a request."""
+    kept = len(rows.appends) * spec.kv_bytes_per_token(dtype)
+    return kept + len(rows.queries) * spec.query_bytes_per_token(dtype)
 
 
 def read_queries(
-    buffer: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int, stop: int
+    body: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
 ) -> Array:
-    """View q [stop - start, Hq, D] of a request's bytes: its query rows [start, stop)."""
+    """View q [stop - start, Hq, D] of a request's bytes: its query rows [start, stop). ``cut``: its pieces."""
+    before = len(rows.appends) * spec.kv_bytes_per_token(dtype) if cut[0].keeps else 0
     shape = (stop - start, spec.query_heads, spec.qk_dim)
-    return _view(buffer, dtype, shape, query_offset(spec, dtype, rows, start))
+    return _view(body, dtype, shape, before + start * spec.query_bytes_per_token(dtype))
+
+
+def read_kept(
+    body: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
+) -> tuple[Array, Array]:
+    """Views (k, v) of a request's bytes, see ``keys_values``."""
+    before = 0 if cut[0].keeps else len(rows.queries) * spec.query_bytes_per_token(dtype)
+    return keys_values(body, spec, dtype, before, len(rows.appends))
+
+
+def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Piece) -> int:
+    """Bytes of one piece of a request."""
+    kept = len(rows.appends) * spec.kv_bytes_per_token(dtype) if part.keeps else 0
+    return kept + (part.stop - part.start) * spec.query_bytes_per_token(dtype)
 
 
 def keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
-    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request, bulk or landing slot."""
+    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
     k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
     return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
 

@@ -100,11 +100,8 @@ class Recipients:
         for worker, (sequences, places) in decoding.shares.items():
             rows = DecodeRows(sequences, [starts[place] for place in places], [])
             parts.setdefault(worker, {})["decoding"] = rows
-        row = len(starts)
         for chunk in plan.chunks:
             add(self._homes[chunk.sequence], "chunks", chunk)
-            add(self._homes[chunk.sequence], "chunk_rows", row)
-            row += len(chunk.tokens)
         for worker, part in parts.items():
             if worker in self._untold:
                 part["released"] = self._untold.pop(worker)[1]

@@ -206,6 +206,13 @@ Raises ValueError.)")
                 return arena.doorbells().sequence(checked_doorbell(doorbell, arena.doorbells().size()));
             },
             "doorbell"_a, "The doorbell's sequence number. Raises ValueError if it does not exist.")
+        .def(
+            "reset",
+            [](Arena &arena, std::int64_t doorbell) {
+                arena.doorbells().ring(checked_doorbell(doorbell, arena.doorbells().size()), 0);
+            },
+            "doorbell"_a,
+            "Set a doorbell back to 0, for another peer. Raises ValueError if it does not exist.")
         .def("write", &write_part, "offset"_a, "data"_a,
              R"(
 Copy C-contiguous ``data`` to ``offset``.

@@ -9,7 +9,8 @@ from lamina.cluster.linking import link
 from lamina.errors import TransportError
 from lamina.protocol.choice import Choice, Offer, Transport
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Link, Linked
+from lamina.protocol.leases import Lease
+from lamina.protocol.messages import Grant, Granted, Link, Linked, Way
 
 SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
 PAIRS = [("compute0", "memory0"), ("compute0", "memory1")]
@@ -19,31 +20,54 @@ OFFERS = {
 }
 
 
+def lease(owner: str, peer: str) -> Lease:
+    """What a worker leases a peer: different for every pair."""
+    return Lease(offset=WORKERS.index(owner), nbytes=WORKERS.index(peer), doorbell=0)
+
+
 class FakeWorkers:
     """Control server and gatherer of workers that fail as given: (round, worker) -> failures."""
 
     def __init__(self, failures: dict[tuple[int, str], dict[str, str]]) -> None:
         self._failures = failures
         self.heard: list[tuple[str, Link]] = []
+        self.slots: dict[tuple[str, str], int] = {}
 
-    def send(self, workers: list[str], message: Link) -> None:
-        self.heard += [(worker, message) for worker in workers]
+    def send(self, workers: list[str], message: Link | Grant) -> None:
+        if isinstance(message, Grant):
+            self.slots |= {(worker, peer): nbytes for worker in workers for peer, nbytes in message.slots.items()}
+        else:
+            self.heard += [(worker, message) for worker in workers]
 
-    def all(self, kind: type[Linked], names: list[str], timeout_s: float) -> dict[str, Linked]:
+    def all(self, kind: type, names: list[str], timeout_s: float) -> dict[str, Any]:
+        if kind is Granted:
+            return {
+                name: Granted({peer: lease(name, peer) for owner, peer in self.slots if owner == name})
+                for name in names
+            }
         round_ = self.heard[-1][1].round
         return {name: Linked(self._failures.get((round_, name), {})) for name in names}
 
     def link(self, wanted: Any) -> dict[tuple[str, str], Choice]:
-        return link(cast(ControlServer, self), cast(Gather, self), wanted, OFFERS, PAIRS)
+        return link(cast(ControlServer, self), cast(Gather, self), wanted, OFFERS, dict.fromkeys(PAIRS, (640, 320)))
 
 
 def test_every_worker_is_told_how_to_reach_its_peers() -> None:
     workers = FakeWorkers({})
     assert workers.link("tcp") == dict.fromkeys(PAIRS, Choice(TCP, "requested by name"))
     assert {name: message.peers for name, message in workers.heard} == {
-        "compute0": {"memory0": (TCP, b"memory0 by tcp"), "memory1": (TCP, b"memory1 by tcp")},
-        "memory0": {"compute0": (TCP, b"compute0 by tcp")},
-        "memory1": {"compute0": (TCP, b"compute0 by tcp")},
+        name: {peer: Way(TCP, f"{peer} by tcp".encode(), lease(peer, name)) for peer in peers}
+        for name, peers in {
+            "compute0": ("memory0", "memory1"),
+            "memory0": ("compute0",),
+            "memory1": ("compute0",),
+        }.items()
+    }
+    assert workers.slots == {
+        ("compute0", "memory0"): 640,
+        ("compute0", "memory1"): 640,
+        ("memory0", "compute0"): 320,
+        ("memory1", "compute0"): 320,
     }
 
 

@@ -1,5 +1,6 @@
 """Scatter, attend, gather and merge over real slots against attention over the whole history in float64."""
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import LaneLinks
+from lamina.compute.links import Mail
 from lamina.errors import DeadlineError, PlacementError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
@@ -21,19 +22,15 @@ from lamina.memory import store
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.channel import BULK_SLOTS, Inbox, Layout, Outbox
+from lamina.protocol.leases import ArenaPlan, lease_nbytes
 from lamina.protocol.wire import (
     MessageRows,
     SegmentRows,
     for_sequence,
+    piece_nbytes,
     pieces,
-    reply_nbytes,
-    reply_number,
-    request_nbytes,
-    request_number,
 )
 from lamina.splitter import SliceOutput
-from lamina.transport.base import Peer
 from lamina.transport.shm import ShmEndpoint
 from lamina.types import (
     Admission,
@@ -48,9 +45,11 @@ from lamina.types import (
     SequenceStep,
     StepPlan,
 )
+from tests.channels import Station, link
 
 ROWS = 24
 TIMEOUT_S = 20.0
+SLOT_NBYTES = 64 + 640  # for a message of about three rows
 NOBODY = DecodeRows([], [], [])
 SPECS = [
     AttentionSpec(layer=0, query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.35),
@@ -61,41 +60,68 @@ SPECS = [
 class Memory:
     """A memory worker on a thread of this process: the worker's own body, without its control plane."""
 
-    def __init__(self, name: str, overlap: Overlap, layout: Layout) -> None:
-        self.endpoint = ShmEndpoint(name)
-        self.store = KvStore(name, SPECS, DType.FLOAT32, 200, 1, overlap)
-        self.arena = self.endpoint.register(*layout.memory_arena)
-        self.layout = layout
-
-    def connect(self, compute: ShmEndpoint) -> Peer:
-        peer = self.endpoint.connect(compute.descriptor(), TIMEOUT_S)
-        self.puller = Puller(lambda _, fetch: self.endpoint.fetch(peer, fetch), self.arena, self.layout, self.store)
-        return peer
+    def __init__(self, station: Station, overlap: Overlap) -> None:
+        self.station = station
+        self.store = KvStore(station.name, SPECS, DType.FLOAT32, 200, 1, overlap)
+        self.puller = Puller(station.fetch, station.arena, station.plan, self.store)
 
     def pull(self, turn: int) -> None:
         """All up to this turn, and no more."""
         while not self.puller.is_done(0, turn):
-            if self.puller.may_ask:
-                self.puller.ask()
-            else:
-                self.puller.keep(self.endpoint.wait(self.puller.awaited, TIMEOUT_S))
+            self._fetch_one()
 
-    def serve(self, inbox: Inbox, outbox: Outbox, plan: StepPlan) -> threading.Thread:
+    def _fetch_one(self) -> None:
+        if self.puller.may_ask:
+            self.puller.ask()
+        else:
+            self.puller.keep(self.station.endpoint.wait(self.puller.awaited, TIMEOUT_S))
+            self.station.hub.flush()
+
+    def serve(self, plan: StepPlan) -> threading.Thread:
         step = self.store.apply(plan)
 
         def answer() -> None:
+            channel = self.station.channels["compute0"]
             for layer, spec in enumerate(SPECS):
                 shape = (len(step.rows.queries), spec.query_heads, spec.v_dim)
                 out, lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-                for number in range(len(step.pieces)):
-                    announced = request_number(plan.turn + layer, number)
-                    self.endpoint.wait([(inbox.doorbell, announced)], TIMEOUT_S)
-                    for _ in self.store.serve(layer, step, number, inbox.view, out, lse):
+                turn, slot, at, body = plan.turn + layer, -1, 0, memoryview(b"")
+                for number, piece in enumerate(step.pieces):
+                    awaited = channel.awaited
+                    index = self.station.endpoint.wait([target for _, target in awaited], TIMEOUT_S)
+                    slot = awaited[index][0]
+                    if number == 0:
+                        request = channel.read(slot)
+                        body = memoryview(bytearray(request.nbytes)) if request.body is None else request.body
+                    assert (request.turn, request.slot) == (turn, slot)
+                    nbytes = piece_nbytes(spec, DType.FLOAT32, step.rows, piece)
+                    if request.body is None and nbytes:
+                        fetched: list[int] = []
+                        into = body[at : at + nbytes]
+                        done = functools.partial(fetched.append, number)
+                        self.puller.add_body("compute0", request.fetched_at + at, into, done)
+                        while not fetched:
+                            self._fetch_one()
+                    at += nbytes
+                    for _ in self.store.serve(layer, step, number, body, out, lse):
                         pass
-                self.puller.add("compute0", layer, step)
-                turn = plan.turn + layer
-                self.pull(turn if layer == len(SPECS) - 1 else turn + 1 - BULK_SLOTS)
-                outbox.send([out, lse] if len(step.rows.queries) else [], reply_number(turn))
+                    if number < len(step.pieces) - 1:
+                        channel.open_slot(slot)
+                assert at == request.nbytes
+                channel.free(slot)
+                done = functools.partial(channel.fetched, request.number)
+                if step.rows.pulled:
+                    self.puller.add("compute0", request.bulk_at, layer, step, done)
+                elif request.fetched_at >= 0:
+                    done()
+                self.pull(turn if layer == len(SPECS) - 1 else -1)
+                parts = [out, lse] if len(step.rows.queries) else []
+                message = channel.begin(0, turn, sum(part.nbytes for part in parts))
+                message.send(parts)
+                while self.station.hub.keeping:
+                    self.station.endpoint.wait(self.station.hub.credits, TIMEOUT_S)
+                    self.station.hub.go_on()
+                self.station.hub.flush()
 
         thread = threading.Thread(target=answer if not step.rows.empty else lambda: None)
         thread.start()
@@ -105,41 +131,26 @@ class Memory:
 class Connected(NamedTuple):
     """A compute worker's end of one lane, and the memory workers with their ends."""
 
-    compute: ShmEndpoint
-    links: LaneLinks
+    compute: Station
+    mail: Mail
     memories: dict[str, Memory]
-    inboxes: dict[str, Inbox]
-    outboxes: dict[str, Outbox]
 
 
 @contextmanager
 def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
+    """Slots hold a few rows; larger messages are fetched."""
     per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in SPECS)
-    layout = Layout(
-        1,
-        len(names),
-        request_nbytes(SPECS, DType.FLOAT32, ROWS),
-        reply_nbytes(SPECS, ROWS),
-        bulk_nbytes=ROWS * per_token,
-        landing_nbytes=2 * per_token,
-    )
-    compute = ShmEndpoint("compute0")
-    arena = compute.register(*layout.compute_arena)
-    memories = {name: Memory(name, overlap, layout) for name in names}
-    requests, inboxes, outboxes = {}, {}, {}
-    for number, (name, memory) in enumerate(memories.items()):
-        inboxes[name] = Inbox(memory.arena, layout.request(0))
-        requests[name] = Outbox(compute, compute.connect(memory.endpoint.descriptor(), TIMEOUT_S), layout.request(0))
-        outboxes[name] = Outbox(memory.endpoint, memory.connect(compute), layout.reply(0, number))
-    replies = {name: Inbox(arena, layout.reply(0, number)) for number, name in enumerate(names)}
+    plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, 4 * lease_nbytes(4096), links=4)
+    stations = [Station(name, ShmEndpoint(name), plan) for name in ("compute0", *names)]
+    pairs = [("compute0", name) for name in names]
+    link(stations, dict.fromkeys(pairs + [(name, own) for own, name in pairs], SLOT_NBYTES))
+    compute, *others = stations
     try:
-        bulk = tuple(arena.view(layout.bulk(0, turn), layout.bulk_nbytes) for turn in range(BULK_SLOTS))
-        links = LaneLinks(requests, replies, Inbox(arena, layout.context(0)), {}, bulk, layout.landing_nbytes)
-        yield Connected(compute, links, memories, inboxes, outboxes)
+        mail = Mail(compute.hub, compute.channels, compute.fetcher(), 1)
+        yield Connected(compute, mail, {station.name: Memory(station, overlap) for station in others})
     finally:
-        for memory in memories.values():
-            memory.endpoint.close()
-        compute.close()
+        for station in stations:
+            station.endpoint.close()
 
 
 def attend(
@@ -152,9 +163,12 @@ def attend(
     exchange.send_queries(layer, spec, q)
     exchange.send(layer, spec, output)
     chunks = exchange.attend_chunks(spec, output)
-    for target in exchange.replies(layer):
-        cluster.compute.wait([target], TIMEOUT_S)
-    return exchange.gather(spec, chunks, sinks).numpy()
+    cluster.mail.expect(0, exchange.peers)
+    while missing := cluster.mail.missing[0]:
+        cluster.mail.wait(cluster.compute.endpoint.wait, missing, TIMEOUT_S)
+    out = exchange.gather(spec, chunks, sinks).numpy()
+    cluster.mail.flush()
+    return out
 
 
 def expected(
@@ -214,13 +228,10 @@ def test_steps_of_any_mix_equal_whole_attention(
         for number, counts in enumerate(steps):
             taken = [SequenceStep(s, lengths[s], [0] * count, []) for s, count in enumerate(counts) if count]
             plan = StepPlan(number, 0, turn, [], [], admitted if number == 0 else [], taken, NOBODY)
-            threads = [
-                memory.serve(cluster.inboxes[name], cluster.outboxes[name], plan)
-                for name, memory in cluster.memories.items()
-            ]
+            threads = [memory.serve(plan) for memory in cluster.memories.values()]
             total = sum(counts)
             rows = total + padding
-            exchange = StepExchange(plan, segments, cluster.links, DType.FLOAT32, overlap, threads=1, rows=rows)
+            exchange = StepExchange(plan, segments, cluster.mail, DType.FLOAT32, overlap, threads=1, rows=rows)
             turn += len(SPECS) if total else 0
             for layer, spec in enumerate(SPECS if total else []):
                 q, k, v = (
@@ -273,13 +284,12 @@ def test_a_prompt_alone_is_answered_too() -> None:
     plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])], NOBODY)
     with connected(("memory0",), Overlap()) as cluster:
         exchange = StepExchange(
-            plan, {0: admission.segments}, cluster.links, DType.FLOAT32, Overlap(), threads=1, rows=5
+            plan, {0: admission.segments}, cluster.mail, DType.FLOAT32, Overlap(), threads=1, rows=5
         )
-        for layer in range(len(SPECS)):
-            assert len(exchange.replies(layer)) == 1
-            with pytest.raises(DeadlineError):
-                cluster.compute.wait(exchange.replies(layer), 0.0)
-        thread = cluster.memories["memory0"].serve(cluster.inboxes["memory0"], cluster.outboxes["memory0"], plan)
+        assert exchange.peers == ["memory0"]
+        with pytest.raises(DeadlineError):
+            cluster.mail.wait(cluster.compute.endpoint.wait, exchange.peers, 0.0)
+        thread = cluster.memories["memory0"].serve(plan)
         for layer, spec in enumerate(SPECS):
             heads = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
             attend(cluster, exchange, layer, [np.ones((5, *shape), np.float32) for shape in heads], None)
@@ -312,12 +322,9 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
     history = []
     with connected(names, Overlap()) as cluster:
         for plan in plans:
-            threads = [
-                memory.serve(cluster.inboxes[name], cluster.outboxes[name], plan)
-                for name, memory in cluster.memories.items()
-            ]
+            threads = [memory.serve(plan) for memory in cluster.memories.values()]
             rows = sum(len(step.tokens) for step in plan.sequences)
-            exchange = StepExchange(plan, segments, cluster.links, DType.FLOAT32, Overlap(), threads=1, rows=rows)
+            exchange = StepExchange(plan, segments, cluster.mail, DType.FLOAT32, Overlap(), threads=1, rows=rows)
             for layer, spec in enumerate(SPECS):
                 shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
                 q, k, v = (random.standard_normal((rows, *shape)).astype(np.float32) for shape in shapes)

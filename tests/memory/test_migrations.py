@@ -13,10 +13,9 @@ from lamina.errors import DeadlineError, PeerLostError
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Layout, Outbox, Slot
-from lamina.protocol.messages import Connect
-from lamina.transport.base import Endpoint, Fetch, Peer
+from lamina.protocol.channel import Outbox, Slot
+from lamina.protocol.leases import ArenaPlan, lease_nbytes
+from lamina.transport.base import Endpoint
 from lamina.transport.null import NullEndpoint
 from lamina.types import (
     Admission,
@@ -30,14 +29,14 @@ from lamina.types import (
     SequenceStep,
     StepPlan,
 )
+from tests.channels import Station, link
 
 NAMES = ["memory0", "memory1", "memory2"]
 SPECS = [
     AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=4, v_dim=4, scale=1.0),
     AttentionSpec(layer=1, query_heads=2, kv_heads=1, qk_dim=8, v_dim=2, scale=1.0),  # other sizes, as in MLA
 ]
-LAYOUT = Layout(lanes=1, memories=3, request_nbytes=64, reply_nbytes=64, landing_nbytes=200, migrates=True)
-CONNECT = Connect(["compute0"], NAMES, LAYOUT, Pipeline(1, 1))
+PLAN = ArenaPlan(landing_nbytes=200, stages=True, pool_nbytes=0, leased_nbytes=2 * lease_nbytes(0), links=2)
 CAPACITY = 40
 
 
@@ -75,28 +74,24 @@ class Pool:
     """Three memory workers, linked."""
 
     def __init__(self) -> None:
-        endpoints = {name: NullEndpoint(name) for name in NAMES}
-        arenas = {name: endpoint.register(*LAYOUT.memory_arena) for name, endpoint in endpoints.items()}
+        stations = {name: Station(name, NullEndpoint(name), PLAN) for name in NAMES}
+        link(list(stations.values()), {(owner, peer): 0 for owner in NAMES for peer in NAMES if owner != peer})
         self.workers: dict[str, Worker] = {}
-        for name, endpoint in endpoints.items():
-            others = [other for other in NAMES if other != name]
-            peers: dict[str, Peer] = {other: endpoint.connect(endpoints[other].descriptor(), 1.0) for other in others}
-            self._add(name, endpoint, arenas[name], peers)
+        for station in stations.values():
+            self._add(station, stations)
         self.steps = 0
 
-    def _add(self, name: str, endpoint: NullEndpoint, arena: object, peers: dict[str, Peer]) -> None:
-        store = KvStore(name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap())
+    def _add(self, station: Station, stations: dict[str, Station]) -> None:
+        store = KvStore(station.name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap())
         done: list[int] = []
 
-        def fetch(peer: str, fetch: Fetch) -> None:
-            endpoint.fetch(peers[peer], fetch)
-
         def outbox(peer: str, slot: Slot) -> Outbox:
-            return Outbox(endpoint, peers[peer], slot)
+            return Outbox(station.endpoint, station.peers[peer], slot)
 
-        puller = Puller(fetch, arena, LAYOUT, store)  # type: ignore[arg-type]
-        migrations = Migrations(store, puller, arena, CONNECT, outbox, done.append)  # type: ignore[arg-type]
-        self.workers[name] = Worker(store, endpoint, puller, migrations, done, [])
+        leases = {peer: (station.leases[peer], stations[peer].leases[station.name]) for peer in station.peers}
+        puller = Puller(station.fetch, station.arena, PLAN, store)
+        migrations = Migrations(store, puller, station.arena, PLAN, leases, outbox, done.append)
+        self.workers[station.name] = Worker(store, station.endpoint, puller, migrations, done, [])
 
     def send(self, **deltas: list) -> None:
         """A plan for all workers, which read it when they come to it."""

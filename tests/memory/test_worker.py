@@ -3,25 +3,38 @@
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lamina.compute.links import LaneLinks, lane_links
+from lamina.compute.links import Mail
 from lamina.errors import DeadlineError
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, store, worker
 from lamina.memory.pulls import MOST_IN_A_ROW
 from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Layout
 from lamina.protocol.choice import Transport
+from lamina.protocol.fetching import Fetcher
+from lamina.protocol.leases import Messages
 from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import Connect, Link, Linked, MemorySetup, Register, Registered, Step, Working
-from lamina.protocol.wire import keys_values, read_reply, reply_nbytes, reply_number, request_nbytes, request_number
+from lamina.protocol.messages import (
+    Connect,
+    Grant,
+    Granted,
+    Link,
+    Linked,
+    MemorySetup,
+    Register,
+    Registered,
+    Step,
+    Way,
+    Working,
+)
+from lamina.protocol.wire import read_reply
 from lamina.types import (
     Admission,
     AttentionSpec,
@@ -81,31 +94,36 @@ class Pair:
     """A memory worker, whose turns the test counts, and its peer."""
 
     def __init__(self) -> None:
-        layout = Layout(
-            lanes=2,
-            memories=1,
-            request_nbytes=request_nbytes([SPEC], DType.FLOAT32, ROWS),
-            reply_nbytes=reply_nbytes([SPEC], ROWS),
-            bulk_nbytes=PREFIX * PER_TOKEN,
-            landing_nbytes=100 * PER_TOKEN,
+        connect = Connect(["compute0"], ["memory0"], Pipeline(2, 1))
+        sizes = Messages(
+            request=64 + 4096,
+            reply=64 + 4096,
+            context=0,
+            landing=100 * PER_TOKEN,
+            fetched_from_compute=PREFIX * PER_TOKEN + 64,
+            fetched_from_memory=4096,
         )
-        names, connect = ["compute0", "memory0"], Connect(["compute0"], ["memory0"], layout, Pipeline(2, 1))
         self.control = Control()
         self.resources = contextlib.ExitStack()
         pool = self.resources.enter_context(ThreadPoolExecutor(1))
         building = pool.submit(worker.build, self.control, self.resources)  # type: ignore[arg-type]
         self.control.tell(MemorySetup([SPEC], DType.FLOAT32, 3000, 1, Overlap(), trace=False))
-        self.control.tell(Register(*layout.memory_arena, names, [Transport.SHM], 0.0))
+        self.control.tell(Register(sizes.memory_arena(1, 1), [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer
         member = Member("compute0", self.control.data_secret, "127.0.0.1")
-        self.links = open_links(member, Register(*layout.compute_arena, names, [Transport.SHM], 0.0))
-        self.control.tell(Link(1, {"compute0": (Transport.SHM, self.links.offer.descriptors[Transport.SHM])}))
-        self.links.link(Link(1, {"memory0": (Transport.SHM, offer.descriptors[Transport.SHM])}))
+        self.links = open_links(member, Register(sizes.compute_arena(1, 1), [Transport.SHM], 0.0))
+        self.control.tell(Grant({"compute0": sizes.request}))
+        theirs = self.control.hear(Granted).leases["compute0"]
+        own = self.links.grant(Grant({"memory0": sizes.reply})).leases["memory0"]
+        self.control.tell(Link(1, {"compute0": Way(Transport.SHM, self.links.offer.descriptors[Transport.SHM], own)}))
+        self.links.link(Link(1, {"memory0": Way(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
         assert not self.control.hear(Linked).failures
         self.control.tell(connect)
         self.worker = building.result(TIMEOUT_S)
         self.wait = self.links.settle()
-        self.lanes: list[LaneLinks] = lane_links(self.links, connect)
+        channels = {"memory0": self.links.channel("memory0")}
+        fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
+        self.mail = Mail(self.links.hub, channels, fetcher, 2)
         self.turns = [0, 0]
 
     def plan(self, lane: int, admitted: int = 0, chunk: tuple[int, int] = (0, 0), decode_at: int = -1) -> None:
@@ -117,14 +135,24 @@ class Pair:
         decoding = NOBODY if decode_at < 0 else DecodeRows([lane], [decode_at], [])
         self.control.tell(Step(StepPlan(0, lane, self.turns[lane], [], [], admissions, chunks, decoding)))
 
-    def send(self, lane: int, *parts: np.ndarray) -> None:
-        self.lanes[lane].requests["memory0"].send(list(parts), request_number(self.turns[lane], 0))
+    def send(self, lane: int, *parts: np.ndarray, bulk: Sequence[np.ndarray] = ()) -> None:
+        nbytes = sum(part.nbytes for part in parts)
+        channel = self.mail.channels["memory0"]
+        message = channel.begin(lane, self.turns[lane], nbytes, sum(part.nbytes for part in bulk))
+        message.lay_out(0, bulk)
+        message.send(list(parts))
+        self.mail.expect(lane, ["memory0"])
 
     def answered(self, lane: int) -> bool:
-        try:
-            self.wait([(self.lanes[lane].replies["memory0"].doorbell, reply_number(self.turns[lane]))], 0.0)
-        except DeadlineError:
+        with contextlib.suppress(DeadlineError):
+            while True:
+                self.mail.wait(self.wait, ["memory0"], 0.0)
+        if self.mail.missing[lane]:
             return False
+        letter = self.mail.take(lane, "memory0")
+        self.reply = bytes(letter.body)
+        letter.free()
+        self.mail.flush()
         self.turns[lane] += 1
         return True
 
@@ -155,14 +183,12 @@ def normal(*shape: int) -> np.ndarray:
 def begin(pair: Pair) -> tuple[np.ndarray, np.ndarray]:
     """A short prompt in one lane, a long one in the other: its k and v."""
     pair.plan(DECODES, admitted=1, chunk=(0, 2))
-    pair.send(DECODES)
+    pair.send(DECODES, bulk=[normal(2, 2, 8), normal(2, 2, 8)])
     pair.serve_until_answered(DECODES)
     k, v = normal(PREFIX, 2, 8), normal(PREFIX, 2, 8) + 1
-    for first in range(0, PREFIX, 100):
-        target = keys_values(pair.lanes[PROMPTS].bulk[0], SPEC, DType.FLOAT32, first * PER_TOKEN, 100)
-        target[0][:], target[1][:] = k[first : first + 100], v[first : first + 100]
+    bulk = [part[first : first + 100] for first in range(0, PREFIX, 100) for part in (k, v)]
     pair.plan(PROMPTS, admitted=PREFIX + ROWS, chunk=(0, PREFIX))
-    pair.send(PROMPTS)
+    pair.send(PROMPTS, bulk=bulk)
     pair.serve_until_answered(PROMPTS)
     return k, v
 
@@ -171,7 +197,7 @@ def test_decode_messages_of_other_lanes_are_answered_between_cuts(pair: Pair) ->
     k, v = begin(pair)
     q = normal(ROWS, 2, 8)
     pair.plan(PROMPTS, chunk=(PREFIX, PREFIX + ROWS))
-    pair.send(PROMPTS, q)
+    pair.send(PROMPTS, q, bulk=[normal(ROWS, 2, 8)] * 2)
     pair.worker._serve_once()  # its first cut
     token = normal(1, 2, 8)
     decoded = 0
@@ -190,7 +216,7 @@ def test_decode_messages_of_other_lanes_are_answered_between_cuts(pair: Pair) ->
         np.arange(PREFIX, dtype=np.int32),
     )
     wanted = partial(q, k, v, table, SPEC, 1)
-    got = read_reply(pair.lanes[PROMPTS].replies["memory0"].view, SPEC, ROWS)
+    got = read_reply(memoryview(pair.reply), SPEC, ROWS)
     for ours, whole in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours, whole, rtol=2e-6, atol=4e-6)
 
@@ -200,7 +226,7 @@ def test_a_long_attention_is_reported_as_work_while_it_lasts(pair: Pair, monkeyp
     begin(pair)
     pair.control.sent.clear()
     pair.plan(PROMPTS, chunk=(PREFIX, PREFIX + ROWS))
-    pair.send(PROMPTS, normal(ROWS, 2, 8))
+    pair.send(PROMPTS, normal(ROWS, 2, 8), bulk=[normal(ROWS, 2, 8)] * 2)
     pair.serve_until_answered(PROMPTS)
     reports = [message.lanes for message in pair.control.sent if isinstance(message, Working)]
     cuts_made = SPEC.kv_heads * -(-PREFIX // 64)

@@ -1,27 +1,30 @@
-"""Where slots lie, and that what is sent into one arrives there alone; on the null transport."""
+"""Messages in slots: what is sent into one arrives there alone, and none is overwritten; on the null transport."""
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.protocol.channel import ALIGNMENT, Inbox, Layout, Outbox, Slot
-from lamina.transport.base import Endpoint
+from lamina.protocol.channel import Outbox, Slot
+from lamina.protocol.leases import SLOTS, ArenaPlan
+from lamina.transport.base import Arena, Endpoint
 from lamina.transport.null import NullEndpoint
+from tests.channels import Station, link
 
 SLOT = Slot(offset=7, nbytes=10, doorbell=2)
 
 
 class Channel(NamedTuple):
     outbox: Outbox
-    inbox: Inbox
+    arena: Arena
     near: Endpoint
     far: Endpoint
+
+    @property
+    def view(self) -> memoryview:
+        return self.arena.view(SLOT.offset, SLOT.nbytes)
 
 
 @pytest.fixture
@@ -29,16 +32,15 @@ def channel() -> Iterator[Channel]:
     near, far = NullEndpoint("near"), NullEndpoint("far")
     near.register(1, 1)
     arena = far.register(30, 3)
-    yield Channel(Outbox(near, near.connect(far.descriptor(), 1.0), SLOT), Inbox(arena, SLOT), near, far)
+    yield Channel(Outbox(near, near.connect(far.descriptor(), 1.0), SLOT), arena, near, far)
     near.close()
     far.close()
 
 
 def test_a_message_arrives_in_its_slot_and_is_announced(channel: Channel) -> None:
     channel.outbox.send([np.array([1, 2], np.uint16), b"abc"], 1)
-    assert channel.far.wait([(channel.inbox.doorbell, 1)], 0.0) == 0
-    assert bytes(channel.inbox.view[:7]) == np.array([1, 2], np.uint16).tobytes() + b"abc"
-    assert len(channel.inbox.view) == SLOT.nbytes
+    assert channel.far.wait([(SLOT.doorbell, 1)], 0.0) == 0
+    assert bytes(channel.view[:7]) == np.array([1, 2], np.uint16).tobytes() + b"abc"
 
 
 def test_a_message_may_come_in_pieces_and_skip_numbers(channel: Channel) -> None:
@@ -48,7 +50,7 @@ def test_a_message_may_come_in_pieces_and_skip_numbers(channel: Channel) -> None
         channel.far.wait([(2, 5)], 0.0)
     channel.outbox.send([b"first"], 5)
     channel.far.wait([(2, 5)], 0.0)
-    assert bytes(channel.inbox.view) == b"firstlater"
+    assert bytes(channel.view) == b"firstlater"
 
 
 def test_what_is_too_large_is_not_sent(channel: Channel) -> None:
@@ -57,7 +59,7 @@ def test_what_is_too_large_is_not_sent(channel: Channel) -> None:
             channel.outbox.send([b"12345", b"678901"], 1, at)
     with pytest.raises(DeadlineError):
         channel.far.wait([(2, 1)], 0.0)
-    assert bytes(channel.inbox.view) == bytes(10)
+    assert bytes(channel.view) == bytes(10)
 
 
 def test_a_lost_peer_is_told_of(channel: Channel) -> None:
@@ -66,16 +68,106 @@ def test_a_lost_peer_is_told_of(channel: Channel) -> None:
         channel.outbox.send([], 1)
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
-def test_slots_never_overlap_and_lie_inside_their_arenas(
-    lanes: int, memories: int, request: int, reply: int, context: int
-) -> None:
-    layout = Layout(lanes, memories, request, reply, context)
-    requests = [layout.request(lane) for lane in range(lanes)]
-    others = [layout.reply(lane, memory) for lane in range(lanes) for memory in range(memories)]
-    others += [layout.context(lane) for lane in range(lanes)]
-    for slots, (nbytes, doorbells) in ((requests, layout.memory_arena), (others, layout.compute_arena)):
-        taken = sorted((slot.offset, slot.offset + slot.nbytes) for slot in slots)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
-        assert all(slot.offset % ALIGNMENT == 0 and slot.offset + slot.nbytes <= nbytes for slot in slots)
-        assert sorted(slot.doorbell for slot in slots) == list(range(doorbells))
+PLAN = ArenaPlan(landing_nbytes=0, stages=False, pool_nbytes=256, leased_nbytes=1000, links=1)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Station, Station]]:
+    near, far = (Station(name, NullEndpoint(name), PLAN) for name in ("near", "far"))
+    link([near, far], {("near", "far"): 128, ("far", "near"): 128})
+    yield near, far
+    near.endpoint.close()
+    far.endpoint.close()
+
+
+def test_a_slot_is_used_again_only_once_it_has_been_given_back(pair: tuple[Station, Station]) -> None:
+    near, far = pair
+    to, at = near.channels["far"], far.channels["near"]
+    for lane in range(3):
+        to.begin(lane, 7, 3).send([b"ab", bytes([lane])])
+    arrived = []
+    for slot, target in at.awaited:
+        far.endpoint.wait([target], 0.0)
+        at.close_slot(slot)
+        arrived.append(at.read(slot))
+    assert [(each.lane, each.turn, bytes(each.body or b"")) for each in arrived] == [(0, 7, b"ab\0"), (1, 7, b"ab\1")]
+    assert near.hub.keeping == {to}
+    at.free(1)
+    near.hub.go_on()
+    assert near.hub.keeping == {to}, "it has not been told yet"
+    far.hub.flush()
+    near.endpoint.wait(near.hub.credits, 0.0)
+    near.hub.go_on()
+    assert not near.hub.keeping
+    assert bytes(arrived[0].body or b"") == b"ab\0", "the other slot is untouched"
+    assert bytes(at.read(1).body or b"") == b"ab\2"
+
+
+def test_a_credit_travels_with_a_message_the_other_way(pair: tuple[Station, Station]) -> None:
+    near, far = pair
+    for number in range(SLOTS):
+        near.channels["far"].begin(number, 0, 1).send([b"x"])
+    near.channels["far"].begin(SLOTS, 0, 1).send([b"y"])
+    far.channels["near"].free(0)
+    far.channels["near"].begin(0, 0, 0).send([])
+    assert not far.hub.owing
+    near.channels["far"].read(0)
+    near.hub.go_on()
+    assert not near.hub.keeping
+    assert bytes(far.channels["near"].read(0).body or b"") == b"y"
+
+
+def test_pieces_are_announced_one_after_another_in_one_slot(pair: tuple[Station, Station]) -> None:
+    near, far = pair
+    message, at = near.channels["far"].begin(4, 9, 6), far.channels["near"]
+    message.send([b"abc"])
+    far.endpoint.wait([at.arrives(0)], 0.0)
+    request = at.read(0)
+    at.open_slot(0)
+    with pytest.raises(DeadlineError):
+        far.endpoint.wait([at.arrives(0)], 0.0)
+    message.send([b"de", b"f"])
+    far.endpoint.wait([at.arrives(0)], 0.0)
+    assert bytes(request.body or b"") == b"abcdef"
+
+
+def test_what_is_larger_than_a_slot_waits_in_the_pool_until_it_has_been_fetched(pair: tuple[Station, Station]) -> None:
+    near, far = pair
+    to, at = near.channels["far"], far.channels["near"]
+    first = to.begin(0, 0, 100, bulk_nbytes=60)
+    first.lay_out(20, [b"bulk"])
+    first.send([b"q" * 60])
+    first.send([b"k" * 40])
+    second = to.begin(1, 0, 200)
+    second.send([np.arange(200, dtype=np.uint8)])
+    to.begin(2, 0, 5).send([b"small"])  # overtakes it: it needs no region
+    assert near.hub.keeping == {to}
+    request = at.read(0)
+    assert request.body is None and request.nbytes == 100
+    body = near.arena.view(request.fetched_at, 100)
+    assert bytes(body) == b"q" * 60 + b"k" * 40
+    assert bytes(near.arena.view(request.bulk_at + 20, 4)) == b"bulk"
+    assert bytes(at.read(1).body or b"") == b"small"
+    for slot in (0, 1):
+        at.free(slot)
+    at.fetched(request.number)
+    far.hub.flush()
+    near.hub.go_on()
+    assert not near.hub.keeping
+    later = at.read(0)
+    assert bytes(near.arena.view(later.fetched_at, 200)) == bytes(range(200))
+    with pytest.raises(ValueError, match="320 bytes do not fit into a pool of 256 bytes"):
+        to.begin(3, 0, 300)
+
+
+def test_a_link_that_ends_leaves_nothing_kept_and_no_region_in_use(pair: tuple[Station, Station]) -> None:
+    near, far = pair
+    to = near.channels["far"]
+    for lane in range(3):
+        to.begin(lane, 0, 100).send([bytes(100)])
+    far.endpoint.close()
+    near.hub.forget(to)
+    assert not near.hub.keeping and near.hub.credits == []
+    assert near.hub.take(256) is not None
+    to.free(0)
+    near.hub.flush()  # nobody is told

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.protocol import links as module
-from lamina.protocol.channel import Slot
+from lamina.protocol.channel import Channel, Slot
 from lamina.protocol.choice import Transport
-from lamina.protocol.links import Member, WaitInTurns, open_links
-from lamina.protocol.messages import Link, Linked, Register
+from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
+from lamina.protocol.links import Links, Member, WaitInTurns, open_links
+from lamina.protocol.messages import Grant, Link, Linked, Register, Way
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.listener import decode
 from lamina.transport.shm import ShmEndpoint
@@ -24,7 +25,8 @@ from lamina.transport.tcp import TcpEndpoint
 SECRET = b"a secret of these tests"
 TIMEOUT_S = 30.0
 SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
-SLOT = Slot(64, 64, 1)
+PLAN = ArenaPlan(0, stages=False, pool_nbytes=256, leased_nbytes=3 * lease_nbytes(128), links=3)
+SLOT = Slot(64, 64, 1)  # of the part that is nobody's lease
 LONG_SPIN_S = 0.001
 
 
@@ -32,20 +34,28 @@ class Cluster:
     """Workers that all let each other in by shm and tcp, and are linked as a test says."""
 
     def __init__(self, names: list[str]) -> None:
-        register = Register(200, 2, names, [SHM, TCP], spin_s=LONG_SPIN_S)
+        register = Register(PLAN, [SHM, TCP], spin_s=LONG_SPIN_S)
         self.links = {name: open_links(Member(name, SECRET, "127.0.0.1"), register) for name in names}
         self.arenas = {name: links.arena for name, links in self.links.items()}
         self.offers = {name: links.offer for name, links in self.links.items()}
+        self.leases: dict[tuple[str, str], Lease] = {}
 
     def link(self, pairs: dict[tuple[str, str], Transport], round_: int = 1) -> dict[str, Linked]:
         """What every worker answers, each working in a thread of its own."""
-        peers: dict[str, dict[str, tuple[Transport, bytes]]] = {}
+        peers: dict[str, dict[str, Way]] = {}
         for (a, b), transport in pairs.items():
             for name, peer in ((a, b), (b, a)):
-                peers.setdefault(name, {})[peer] = transport, self.offers[peer].descriptors[transport]
+                peers.setdefault(name, {})[peer] = self.way(name, peer, transport)
         with ThreadPoolExecutor(len(peers)) as pool:
-            answers = {name: pool.submit(self.links[name].link, Link(round_, peers[name])) for name in peers}
+            messages = {name: Link(round_, peers[name], len(peers)) for name in peers}
+            answers = {name: pool.submit(self.links[name].link, messages[name]) for name in peers}
             return {name: answer.result(TIMEOUT_S) for name, answer in answers.items()}
+
+    def way(self, name: str, peer: str, transport: Transport) -> Way:
+        """How ``name`` reaches ``peer``, which leases it a part of its arena at the first call."""
+        if (peer, name) not in self.leases:
+            self.leases[peer, name] = self.links[peer].grant(Grant({name: 128})).leases[name]
+        return Way(transport, self.offers[peer].descriptors[transport], self.leases[peer, name])
 
 
 @pytest.fixture
@@ -114,10 +124,10 @@ def test_a_write_that_does_not_arrive_proves_nothing(
 ) -> None:
     """The peer can be connected to, but does not write: as over a network that lets only one way pass."""
     pair = cluster("a", "b")
-    descriptors = {peer: {peer: (TCP, pair.offers[peer].descriptors[TCP])} for peer in ("a", "b")}
+    pair.way("b", "a", TCP)
     with monkeypatch.context() as impatient:
         impatient.setattr(module, "PROOF_TIMEOUT_S", 0.2)
-        answer = pair.links["a"].link(Link(1, descriptors["b"]))
+        answer = pair.links["a"].link(Link(1, {"b": pair.way("a", "b", TCP)}))
     assert answer.failures["b"] == "b connected, but a did not see its write within 0.2 s"
     assert pair.link({("a", "b"): SHM}, round_=2) == {"a": Linked({}), "b": Linked({})}
     wait = pair.links["a"].settle()
@@ -152,7 +162,7 @@ def test_a_write_that_arrives_as_something_else_proves_nothing(
 
 def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None:
     # An address of another machine.
-    links = open_links(Member("a", SECRET, "192.0.2.1"), Register(64, 1, ["a", "b"], [SHM, TCP], SPIN_S))
+    links = open_links(Member("a", SECRET, "192.0.2.1"), Register(PLAN, [SHM, TCP], SPIN_S))
     offer = links.offer
     assert list(offer.descriptors) == [SHM]
     assert "a: a cannot listen on 192.0.2.1" in offer.obstacles[TCP]
@@ -161,8 +171,59 @@ def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None
 
 
 def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
-    links = open_links(Member("a", SECRET, "127.0.0.1"), Register(64, 1, ["a", "b"], [RDMA, TCP], SPIN_S, tls=True))
+    links = open_links(Member("a", SECRET, "127.0.0.1"), Register(PLAN, [RDMA, TCP], SPIN_S, tls=True))
     offer = links.offer
     assert list(offer.descriptors) == [TCP]
     assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls requires"}
     links.close()
+
+
+def read(links: Links, channel: Channel) -> bytes:
+    """The next message, whose slot is given back."""
+    awaited = channel.awaited
+    slot = awaited[links.settle()([target for _, target in awaited], TIMEOUT_S)][0]
+    channel.close_slot(slot)
+    content = bytes(channel.read(slot).body or b"")
+    channel.free(slot)
+    return content
+
+
+@pytest.mark.parametrize("transport", [SHM, TCP])
+def test_a_third_worker_is_linked_while_two_exchange_messages(
+    cluster: Callable[..., Cluster], transport: Transport
+) -> None:
+    """Its leases move nobody's; once a lease has been released, and no sooner, another worker gets it."""
+    four = cluster("a", "b", "c", "d")
+    assert four.link({("a", "b"): transport}) == {"a": Linked({}), "b": Linked({})}
+    before = dict(four.leases)
+    a, b = four.links["a"].channel("b"), four.links["b"].channel("a")
+    for turn in range(20):
+        for lane in range(3):  # two are in slots, one is kept
+            a.begin(lane, turn, 9).send([f"{turn:4} {lane:4}".encode()])
+        if turn == 10:
+            joined = four.link({("a", "c"): transport, ("b", "c"): transport})
+            assert joined == dict.fromkeys(("a", "b", "c"), Linked({}))
+            c, at = four.links["a"].channel("c"), four.links["c"].channel("a")
+        arrived = {read(four.links["b"], b) for _ in range(2)}
+        if turn >= 10:
+            c.begin(0, turn, 64).send([bytes(64)])
+        b.begin(0, turn, 6).send([b"answer"])
+        assert read(four.links["a"], a) == b"answer"
+        four.links["a"].hub.go_on()
+        assert arrived | {read(four.links["b"], b)} == {f"{turn:4} {lane:4}".encode() for lane in range(3)}
+        for name in ("a", "b"):
+            four.links[name].hub.flush()
+        while credits := a.credits:
+            four.links["a"].settle()(credits, TIMEOUT_S)
+            a.read_credits()
+        if turn >= 10:
+            assert read(four.links["c"], at) == bytes(64)
+            four.links["c"].hub.flush()
+            four.links["a"].settle()(c.credits, TIMEOUT_S)
+    assert {pair: four.leases[pair] for pair in before} == before
+    former = four.leases["a", "c"]
+    four.links["c"].close()
+    four.links["a"].disconnect("c")
+    assert four.way("d", "a", transport).lease.offset != former.offset, "its peer may still write there"
+    four.links["a"].release("c")
+    assert four.links["a"].grant(Grant({"e": 128})).leases["e"] == former

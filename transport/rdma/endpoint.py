@@ -29,7 +29,16 @@ from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena, allocate
-from lamina.transport.base import Fetch, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
+from lamina.transport.base import (
+    Fetch,
+    Part,
+    Peer,
+    check_doorbell,
+    check_fetch,
+    check_range,
+    deadline_error,
+    part_nbytes,
+)
 from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import ArenaOnDevice, DeviceMemory, Refusal
 from lamina.transport.endpoint import ListeningEndpoint, Options
@@ -37,7 +46,7 @@ from lamina.transport.listener import Descriptor, Listener
 from lamina.transport.rdma import events as rdma_events
 from lamina.transport.rdma.devices import SelectedPort, choose, inventory, own_numa_node
 from lamina.transport.rdma.events import Events
-from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, part_nbytes
+from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender
 
 SLICE_S = 0.02  # between checks whether peers are alive
 READ_SLICE_S = 100e-6  # between checks whether a read is done, while spinning

@@ -15,7 +15,7 @@ from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
-from lamina.transport.base import Fetch, Part
+from lamina.transport.base import Fetch, Part, part_nbytes
 from lamina.transport.device import memory as device_memory
 from lamina.transport.device.memory import Decision, DeviceMemory, Refusal, Route
 from lamina.transport.rdma.devices import INFINIBAND, SelectedPort
@@ -366,11 +366,6 @@ class Reader:
     def close(self) -> None:
         """Destroy the queue pair; reads in flight are discarded."""
         self._pair.close()
-
-
-def part_nbytes(part: Part) -> int:
-    """Bytes of a part."""
-    return len(part) if isinstance(part, bytes | bytearray) else part.nbytes
 
 
 def _flat(part: Any) -> memoryview:
