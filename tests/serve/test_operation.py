@@ -147,7 +147,7 @@ def traffic(server: Running) -> Counter[str]:
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     return Counter(
         {
-            "/".join([sample.name, *sample.labels.values()]): sample.value  # type: ignore[misc]
+            "/".join([sample.name, *sample.labels.values()]): sample.value
             for family in families
             if family.name in TRAFFIC
             for sample in family.samples
