@@ -548,6 +548,7 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.decoding.leave(completion.sequence)
             own.prompts.discard(completion)
+            own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
             self._retire(own)
 
