@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
-from lamina.placement.recovery import again
+from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
 from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.chunks import PromptBatch
 from lamina.schedule.seats import Seats
-from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import Admission, DecodeRows, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,10 @@ class Scheduler:
         lanes: int,
         attentions: int,
         kv_heads: int,
+        policy: Policy = latest,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first."""
+        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
+        KV is dropped when a memory worker runs out of slots."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -94,6 +96,7 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
+        self._policy = policy
         self._lanes = [_Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
         self._seats = Seats(self.active)
         # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
@@ -101,9 +104,10 @@ class Scheduler:
         self._changed = set(range(lanes))
         self._ahead = set[int]()
         self._resting = set[int]()
+        self._stalled = set[int]()  # of those, the ones that lacked slots for their next step
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._relocations = Relocations(placement, self._computed)
+        self._relocations = Relocations(placement, self._computed, self._held, self.drop)
         self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
@@ -201,7 +205,7 @@ class Scheduler:
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
         self._seats = Seats(self.active)
-        self._admissions.given_back()
+        self._given_back()
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
             decoding, group.lane, group.until = before[group.lane], self._seats.emptiest, 0
@@ -262,11 +266,12 @@ class Scheduler:
         forks = self._forks(own)
         released = self._release(own)
         moved = self._relocated(lane)
+        own.decoding.let_go()
+        self._make_way(own)
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
-        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
-        chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+        rows, chunks, prompted = self._rows(lane)
         own.allowance = self._rows_left(lane)
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
             self._changed.discard(lane)
@@ -293,6 +298,42 @@ class Scheduler:
         own.in_flight.append(_Planned(plan, own.decoding.members, prompted))
         return plan
 
+    def _rows(self, lane: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
+        """What the lane's next step runs: nothing if a memory worker lacks slots for it, until some are released."""
+        own = self._lanes[lane]
+        if not self.placement.grow(own.decoding.workers):
+            self._stalled.add(lane)
+            return DecodeRows([], [], []), [], {}
+        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
+        return rows, *self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+
+    def _make_way(self, lane: _Lane) -> None:
+        """Drop KV on memory workers that are about to run out of slots for the sequences of this lane."""
+        for worker, tokens in self.placement.shortages(lane.decoding.workers).items():
+            holders = self._relocations.holders(worker)
+            if len(holders) > 1:
+                for group in victims(holders, tokens, self._policy):
+                    self.drop(group)
+            elif self.placement.left(worker) + self.placement.returning[worker] < lane.decoding.workers[worker]:
+                for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
+                    self.drop(group)
+
+    def _held(self, group: Group) -> int:
+        """KV tokens that are reserved for a request."""
+        decoding = self._lanes[group.lane].decoding
+        return group.prompt_length + sum(
+            decoding.position(one.sequence) - group.prompt_length if one.sequence in decoding else one.own
+            for one in group.completions
+            if not one.released
+        )
+
+    def _given_back(self) -> None:
+        """Slots or seats have been released: what waits for them is tried again."""
+        self._admissions.given_back()
+        for lane in self._stalled:
+            self._has_changed(lane)
+        self._stalled.clear()
+
     @staticmethod
     def _forks(lane: _Lane) -> list[Fork]:
         """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
@@ -315,11 +356,12 @@ class Scheduler:
     def _release(self, lane: _Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
-        for group, _ in ending:
+        for group, completion in ending:
             group.holders -= 1
             prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
-            self.placement.release(group.memory, group.own_tokens + prompt)
-            self._admissions.given_back()
+            self.placement.release(group.memory, completion.own + prompt)
+            completion.released = True
+            self._given_back()
             if not group.holders:
                 self._relocations.leave(group)
         return [completion.sequence for _, completion in ending]
@@ -333,7 +375,7 @@ class Scheduler:
         group, position = finished
         (completion,) = group.completions
         own.decoding.resume(group, completion, position)
-        self._admissions.given_back()
+        self._given_back()
         return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
 
     def _computed(self, group: Group) -> int | None:
@@ -477,7 +519,7 @@ class Scheduler:
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
-        return [group for group in self._relocations.residents(worker) if group.alive]
+        return list(self._relocations.holders(worker))
 
     def _take_back(self, group: Group) -> None:
         """Undo ``_deal`` for a request that no worker knows of yet."""
@@ -485,9 +527,11 @@ class Scheduler:
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
         self._seats.change(group.lane, -group.seats)
-        self.placement.release(group.memory, group.tokens)
+        self.placement.will_release(group.memory, group.to_run)
+        self.placement.release(group.memory, group.to_run)
+        self.placement.leave(group.memory, group.seats)
         self._relocations.leave(group)
-        self._admissions.given_back()
+        self._given_back()
         group.lane = -1
 
     def _end(self, group: Group, completion: Completion) -> None:
@@ -499,6 +543,10 @@ class Scheduler:
             own.decoding.leave(completion.sequence)
             own.prompts.discard(completion)
             own.finished.append((group, completion))
+            self.placement.leave(group.memory, 1)
+            self.placement.will_release(group.memory, completion.own + (0 if group.alive else group.prompt_length))
+            if not group.alive:
+                self._relocations.ended(group)
             self._retire(own)
 
     def _retire(self, lane: _Lane) -> None:
@@ -511,7 +559,7 @@ class Scheduler:
                 self._has_changed(group.lane)
                 group.seats -= 1
                 self._seats.change(group.lane, -1)
-                self._admissions.given_back()
+                self._given_back()
                 if not group.seats:
                     del lane.running[group]
         lane.finished = [owner for owner in lane.finished if not owner[1].retired]
