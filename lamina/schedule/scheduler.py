@@ -104,7 +104,6 @@ class Scheduler:
         self._changed = set(range(lanes))
         self._ahead = set[int]()
         self._resting = set[int]()
-        self._stalled = set[int]()  # of those, the ones that lacked slots for their next step
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed, self._held, self.drop)
@@ -205,7 +204,7 @@ class Scheduler:
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
         self._seats = Seats(self.active)
-        self._given_back()
+        self._admissions.given_back()
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
             decoding, group.lane, group.until = before[group.lane], self._seats.emptiest, 0
@@ -271,11 +270,13 @@ class Scheduler:
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
-        rows, chunks, prompted = self._rows(lane)
+        fits = self.placement.grow(own.decoding.workers)
+        rows, chunks, prompted = self._rows(own) if fits else (DecodeRows([], [], []), [], {})
         own.allowance = self._rows_left(lane)
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
-            self._changed.discard(lane)
-            self._resting.add(lane)
+            if fits:  # else it is tried again at once: slots may come back with any plan
+                self._changed.discard(lane)
+                self._resting.add(lane)
             return None
         histories, own.histories = own.histories, {}
         plan = StepPlan(
@@ -298,14 +299,10 @@ class Scheduler:
         own.in_flight.append(_Planned(plan, own.decoding.members, prompted))
         return plan
 
-    def _rows(self, lane: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
-        """What the lane's next step runs: nothing if a memory worker lacks slots for it, until some are released."""
-        own = self._lanes[lane]
-        if not self.placement.grow(own.decoding.workers):
-            self._stalled.add(lane)
-            return DecodeRows([], [], []), [], {}
-        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
-        return rows, *self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+    def _rows(self, lane: _Lane) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
+        """What the lane's next step runs, and the owners of what its chunks draw."""
+        rows = lane.decoding.rows(still_drawn=lane.completed < lane.decoding.steps)
+        return rows, *self._chunks(lane, self.limits.max_num_batched_tokens - len(rows.sequences))
 
     def _make_way(self, lane: _Lane) -> None:
         """Drop KV on memory workers that are about to run out of slots for the sequences of this lane."""
@@ -326,13 +323,6 @@ class Scheduler:
             for one in group.completions
             if not one.released
         )
-
-    def _given_back(self) -> None:
-        """Slots or seats have been released: what waits for them is tried again."""
-        self._admissions.given_back()
-        for lane in self._stalled:
-            self._has_changed(lane)
-        self._stalled.clear()
 
     @staticmethod
     def _forks(lane: _Lane) -> list[Fork]:
@@ -361,7 +351,7 @@ class Scheduler:
             prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
             self.placement.release(group.memory, completion.own + prompt)
             completion.released = True
-            self._given_back()
+            self._admissions.given_back()
             if not group.holders:
                 self._relocations.leave(group)
         return [completion.sequence for _, completion in ending]
@@ -375,7 +365,7 @@ class Scheduler:
         group, position = finished
         (completion,) = group.completions
         own.decoding.resume(group, completion, position)
-        self._given_back()
+        self._admissions.given_back()
         return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
 
     def _computed(self, group: Group) -> int | None:
@@ -531,7 +521,7 @@ class Scheduler:
         self.placement.release(group.memory, group.to_run)
         self.placement.leave(group.memory, group.seats)
         self._relocations.leave(group)
-        self._given_back()
+        self._admissions.given_back()
         group.lane = -1
 
     def _end(self, group: Group, completion: Completion) -> None:
@@ -559,7 +549,7 @@ class Scheduler:
                 self._has_changed(group.lane)
                 group.seats -= 1
                 self._seats.change(group.lane, -1)
-                self._given_back()
+                self._admissions.given_back()
                 if not group.seats:
                     del lane.running[group]
         lane.finished = [owner for owner in lane.finished if not owner[1].retired]
