@@ -14,7 +14,7 @@ class Completion:
         cached, goal: of the tokens that run before it draws, those in planned steps, and all of them. The prompt is
             the first completion's; the others begin behind it when they are forked.
         own: KV tokens reserved for it alone, besides the prompt; while it decodes, those when it began.
-        until: the last step of its lane that runs it, by the lane's count; set when it stops decoding.
+        until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release. released: a plan has released its KV.
     """
 
@@ -46,7 +46,7 @@ class Group:
         own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
         tokens: most KV tokens of the request.
         lane: -1 while it waits. memory, heads: the placement of its KV.
-        until: the last step of its lane with a chunk of it, by the lane's count.
+        until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
     """

@@ -57,7 +57,7 @@ class Pipeline:
 
     @property
     def interchangeable(self) -> bool:
-        """True if every replica knows the sequences of every lane, so that sequences may change lanes."""
+        """True if sequences may change lanes, and so replicas."""
         return self.replicas == 1 or self.moves or bool(self.choices)
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
@@ -65,9 +65,10 @@ class Pipeline:
         rotating = self.rotates if rotates is None else rotates
         return (lane + turn) % self.replicas if rotating else lane % self.replicas
 
-    def replicas_of(self, lane: int) -> tuple[int, ...]:
-        """Every replica that may run a slice of ``lane``."""
-        return tuple(range(self.replicas)) if self.interchangeable else (lane % self.replicas,)
+    def replicas_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
+        """Every replica that runs slices of ``lane``. ``rotates``: the order of the step, if not the default."""
+        rotating = self.rotates if rotates is None else rotates
+        return tuple(range(self.replicas)) if rotating else (lane % self.replicas,)
 
     def tick(self, lane: int, turn: int) -> int:
         """Due time of slice ``turn`` of ``lane``: of several slices that could run, a replica takes the earliest."""

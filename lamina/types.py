@@ -364,8 +364,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
     that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, then ``sequences`` run: those
-    that decode, and ``chunks`` of prompts. The same plan goes to the compute workers of its lane and to every memory
-    worker; a memory worker ignores sequences without a segment on it. ``turn`` counts the attentions of the lane's
+    that decode, and ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets
+    the part about sequences with a segment on it, with ``chunk_rows``: where the rows of each chunk begin in the whole
+    batch. See ``lamina.schedule.recipients``. ``turn`` counts the attentions of the lane's
     earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive the same message
     numbers and which compute worker runs which slice. ``histories`` are the tokens generated so far by sequences with
     penalties, if the lane's replicas may have missed some because these ran in other lanes or orders.
@@ -383,6 +384,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     migrations: list[Migration] = []
     rotates: bool = False
     histories: dict[int, list[int]] = {}
+    chunk_rows: list[int] = []
 
     @property
     def runs(self) -> bool:

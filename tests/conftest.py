@@ -16,7 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What workers keep between starts goes to a folder of this run, not to the user's."""
+    """What workers keep between starts goes to a folder of this run, not to the user's; its processes share it."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("LAMINA_CACHE_DIR", str(shared / "cache"))
         yield

@@ -170,12 +170,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 NAMES = tuple(_VARIANTS)
-# Left to the wide sweep: they take the same paths as another variant.
-LIKE_ANOTHER = {
-    *("llama-tied", "llama3-rope", "qwen2-window", "gpt2-layer-scale", "gpt_neox-sequential", "opt-projected"),
-    *("bloom-6-heads", "falcon-mqa", "deepseek_v2-lite"),
-    *("ernie4_5", "ernie4_5_moe", "glm", "granitemoe", "hunyuan_v1_dense", "olmo2", "olmoe", "qwen3_moe", "seed_oss"),
-}
+REPRESENTATIVES = (
+    *("llama", "gemma2", "gptj", "gpt2", "bloom", "cohere2", "llama4_text", "gpt_oss", "deepseek_v3", "qwen2_moe"),
+)
+"""Between them every kind of position, window, cut, norm and expert; the other variants combine the same parts."""
 
 
 SERVED_VOCABULARY = 160

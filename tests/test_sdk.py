@@ -285,7 +285,9 @@ runtime.generate("x", SamplingParams(max_tokens=2))
 """
 
 
-@pytest.mark.parametrize(("end", "sent"), [("", None), ("sys.stdin.read()", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("end", "sent"), [pytest.param("", None, marks=pytest.mark.slow), ("sys.stdin.read()", signal.SIGKILL)]
+)
 def test_no_process_outlives_a_script(end: str, sent: signal.Signals | None) -> None:
     command = [sys.executable, "-c", SCRIPT.format(end=end)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as script:

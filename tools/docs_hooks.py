@@ -27,6 +27,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "deploy/README.md": "deploying.md",
     "bench/README.md": "benchmarks.md",
     "bench/cost/README.md": "cost-report.md",
 }

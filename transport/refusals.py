@@ -7,7 +7,7 @@ logger = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Rejected connections of one listener. Each kind is counted by one thread; any thread may read ``by_kind``."""
+    """Rejected connections of one listener. Only one thread may add to a kind; any thread may read ``by_kind``."""
 
     def __init__(self, name: str) -> None:
         self.by_kind: Counter[str] = Counter()

@@ -409,7 +409,7 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
     right.set(xlabel="memory workers", ylabel="tokens/s per $1000 of devices")
     section.table(
         "LLaMA-33B on 2 A100-40G and so many memory workers, two lanes, at the best batch",
-        ("memory workers", "batch", "tokens/s", "TBT ms", "tokens/s per $1000", "waits for"),
+        ("memory workers", "batch", "tokens/s", "TBT ms", "tokens/s per $1000", "needs"),
         rows,
     )
     section.figure(

@@ -80,7 +80,7 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         "Decode at the largest useful batch; baseline: the better of one tensor-parallel group and two",
         (
             *("model", "trace", "tokens/s alone", "offloaded", "gain", "batch over alone"),
-            *("TBT ms alone", "offloaded", "cost ratio", "waits for"),
+            *("TBT ms alone", "offloaded", "cost ratio", "needs"),
         ),
         rows,
     )
@@ -140,7 +140,7 @@ def _ratio(section: Section, published: Mapping[str, Any], catalogue: hardware.C
         f"{shape.name}: cheapest pools per token, up to {pair['h100']} H100 and {MOST_H20} H20",
         (
             *("trace", "published H100 + H20", "ours", "ratio of H20", "cost of the published ones"),
-            *("waits for; batch bounded by", "beyond it"),
+            *("needs; batch bounded by", "beyond it"),
         ),
         rows,
     )

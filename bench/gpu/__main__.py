@@ -1,14 +1,14 @@
-"""GPU kernels: what they take of a card, compiled without one, and how fast they are on one.
+"""GPU kernels: what they take of a GPU, compiled without one, and how fast they are on one.
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
     python bench/gpu.py [tests tune attention merge polling loop torch_sdpa flash_attention flashinfer]
                         [--device 0] [--json FILE]
 
-``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a card,
-measure everything they compare with in the same run and write ``results/gpu-<card>.json``; without a card they say what
+``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a GPU,
+measure everything they compare with in the same run and write ``results/gpu-<gpu>.json``; without a GPU they say what
 is missing. Each is a process of its own with a deadline of its own, and the file is written after each: one that fails
 takes no other with it. All together take less than eight minutes. ``tests`` runs the kernels' tests first; ``tune``
-measures tilings of attention on this card and keeps them for the others and for later processes.
+measures tilings of attention on this GPU and keeps them for the others and for later processes.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from lamina.types import AttentionSpec
 
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used
-TOTAL_S = 470  # all parts together: a card may be lent for ten minutes
+TOTAL_S = 470  # all parts together: a GPU may be lent for ten minutes
 DEADLINES_S = {"tests": 90, "tune": 90, "attention": 90, "merge": 30, "polling": 30, "loop": 45, **PEERS}
 KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
 TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
@@ -149,7 +149,7 @@ def by_capability(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def compiled(args: argparse.Namespace) -> None:
     """``compile``: print the table and write it."""
     rows = compile_all(args.capability)
-    title = "Registers per thread, shared memory, programs resident and spills, compiled without a card"
+    title = "Registers per thread, shared memory, programs resident and spills, compiled without a GPU"
     show(title, by_capability(rows))
     path = args.json or RESULTS / "gpu-compile.json"
     path.write_text(json.dumps({"triton": metadata.version("triton"), "programs": rows}, indent=1) + "\n")
@@ -164,11 +164,11 @@ def require_card(index: int) -> str:
 
 
 def part(what: str, index: int) -> dict[str, Any]:
-    """Run one part in this process: the card, the versions and its rows."""
+    """Run one part in this process: the GPU, the versions and its rows."""
     from bench.gpu import attention, doorbells, peers  # these import CuPy
-    from bench.gpu.step import Card
+    from bench.gpu.step import Gpu
 
-    parts: dict[str, Callable[[Card], Rows]] = {
+    parts: dict[str, Callable[[Gpu], Rows]] = {
         "tune": attention.tune,
         "attention": attention.attention,
         "merge": attention.merge,
@@ -176,14 +176,14 @@ def part(what: str, index: int) -> dict[str, Any]:
         "loop": doorbells.loop,
         **{name: partial(attention.peer, name=name) for name in PEERS},
     }
-    card = Card(index)
-    with card.stream:
+    gpu = Gpu(index)
+    with gpu.stream:
         if what in PEERS and not peers.installed(what):
             print(f"skipped: {what} is not installed")
-            return card.describe() | {"skipped": "not installed"}
-        rows = parts[what](card)
+            return gpu.describe() | {"skipped": "not installed"}
+        rows = parts[what](gpu)
     show(what, rows)
-    return card.describe() | {"rows": rows}
+    return gpu.describe() | {"rows": rows}
 
 
 def run(command: list[str], deadline_s: float, **options: Any) -> None:
@@ -203,7 +203,7 @@ def run(command: list[str], deadline_s: float, **options: Any) -> None:
 
 
 def tests(deadline_s: float) -> dict[str, Any]:
-    """Tests of the kernels on the card."""
+    """Tests of the kernels on the GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "--dist", "worksteal", "-k", TESTED, *KERNEL_TESTS]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run(command, deadline_s, cwd=ROOT, env=environment)
@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("gpu.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"compile, or of {', '.join(DEADLINES_S)} (all)")
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES))
-    parser.add_argument("--device", type=int, default=0, help="number of the card")
+    parser.add_argument("--device", type=int, default=0, help="number of the GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there instead of results/")
     parser.add_argument("--here", action="store_true", help="one part in this process, for profilers; writes if --json")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Round trips by doorbells, and a memory worker's layer between two of them.
 
 Everything is launched ahead behind a gate, a doorbell that the host rings when all of it is queued: so that no figure
-holds the time that launching takes, as none would in a worker that is a step ahead of its card.
+holds the time that launching takes, as none would in a worker that is a step ahead of its GPU.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from bench.gpu.step import Card, Step
+from bench.gpu.step import Gpu, Step
 from lamina.kernels.gpu.loop import capture_layer
 from lamina.kernels.gpu.program import KvElement
 from lamina.transport.device.polling import Doorbell, Polling
@@ -30,8 +30,8 @@ COPY = cupy.ElementwiseKernel("uint64 x", "uint64 y", "y = x", "lamina_bench_cop
 class Gated:
     """Two sides, each on a stream of its own, which start when the host says so."""
 
-    def __init__(self, card: Card) -> None:
-        self.card = card
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
         self._pinned = cupy.cuda.alloc_pinned_memory(8)
         self._word = np.frombuffer(self._pinned, np.uint64, 1)
         self._word[0] = 0
@@ -42,7 +42,7 @@ class Gated:
         self.near_bells, self.far_bells = self._bells(self.near, addresses), self._bells(self.far, addresses)
         self._near_gate = self.near.doorbell(self._pinned.ptr)
         self._far_gate = self.far.doorbell(self._pinned.ptr)
-        card.stream.synchronize()
+        gpu.stream.synchronize()
 
     @staticmethod
     def _bells(polling: Polling, addresses: tuple[int, int]) -> tuple[Doorbell, Doorbell]:
@@ -56,30 +56,30 @@ class Gated:
     def _round(self, near: Callable[[], object], far: Callable[[], object] | None) -> float:
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
         self.near.wait(self._near_gate, TIMEOUT_S)
-        start.record(self.card.stream)
+        start.record(self.gpu.stream)
         near()
-        stop.record(self.card.stream)
-        with self.card.other:
+        stop.record(self.gpu.stream)
+        with self.gpu.other:
             self.far.wait(self._far_gate, TIMEOUT_S)
             if far:
                 far()
         self._word[0] += 1
         self.near.synchronize(lambda: True)
-        with self.card.other:
+        with self.gpu.other:
             self.far.synchronize(lambda: True)
         return float(cupy.cuda.get_elapsed_time(start, stop)) / 1e3
 
 
-def polling(card: Card) -> list[dict[str, Any]]:
-    """Round trips between two streams of this card: payload there, payload back."""
+def polling(gpu: Gpu) -> list[dict[str, Any]]:
+    """Round trips between two streams of this GPU: payload there, payload back."""
     rows = []
     for nbytes in (1 << power for power in range(10, 25, 2)):
         near, far = (cupy.zeros(nbytes // 8, np.uint64) for _ in range(2))
         COPY(near, far)  # loaded now: loading may wait for kernels that wait
         row: dict[str, Any] = {"bytes": nbytes}
-        row["polled by the device"] = device_trip(card, near, far) * 1e6
-        row["polled by the host"] = host_trip(card, near, far) * 1e6
-        row["stream events"] = event_trip(card, near, far) * 1e6
+        row["polled by the device"] = device_trip(gpu, near, far) * 1e6
+        row["polled by the host"] = host_trip(gpu, near, far) * 1e6
+        row["stream events"] = event_trip(gpu, near, far) * 1e6
         for mode, paper in PAPER_US.items():
             row[f"{mode}, paper's over ours"] = paper / row[mode]
         rows.append(row)
@@ -87,9 +87,9 @@ def polling(card: Card) -> list[dict[str, Any]]:
     return rows
 
 
-def device_trip(card: Card, near: Any, far: Any) -> float:
+def device_trip(gpu: Gpu, near: Any, far: Any) -> float:
     """Seconds of a round trip; both sides wait on the device."""
-    both = Gated(card)
+    both = Gated(gpu)
 
     def ask() -> None:
         for _ in range(TRIPS):
@@ -106,7 +106,7 @@ def device_trip(card: Card, near: Any, far: Any) -> float:
     return both.seconds(ask, answer) / TRIPS
 
 
-def host_trip(card: Card, near: Any, far: Any) -> float:
+def host_trip(gpu: Gpu, near: Any, far: Any) -> float:
     """Seconds of a round trip whose both ends are a host that looks at pinned memory and launches what is next."""
     pinned = cupy.cuda.alloc_pinned_memory(8)
     word = np.frombuffer(pinned, np.uint64, 1)
@@ -121,23 +121,23 @@ def host_trip(card: Card, near: Any, far: Any) -> float:
             polling.ring(bell)
             while word[0] < 2 * trip + way:
                 if time.perf_counter() - start > TIMEOUT_S:
-                    raise TimeoutError(f"the card did not ring within {TIMEOUT_S:.0f} s")
+                    raise TimeoutError(f"the GPU did not ring within {TIMEOUT_S:.0f} s")
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def event_trip(card: Card, near: Any, far: Any) -> float:
+def event_trip(gpu: Gpu, near: Any, far: Any) -> float:
     """Seconds of a round trip of streams that wait for each other's events; launched ahead like the device's."""
-    gate = Gated(card)
+    gate = Gated(gpu)
 
     def trips() -> None:
         for _ in range(TRIPS):
             COPY(near, far)
-            card.other.wait_event(card.stream.record())
-            with card.other:
+            gpu.other.wait_event(gpu.stream.record())
+            with gpu.other:
                 COPY(far, near)
-                answered = card.other.record()
-            card.stream.wait_event(answered)
+                answered = gpu.other.record()
+            gpu.stream.wait_event(answered)
 
     return gate.seconds(trips, None) / TRIPS
 
@@ -152,21 +152,21 @@ def plot(rows: list[dict[str, Any]]) -> None:
             print(f"{row['bytes']:>9} B  {mode:<21} {row[mode]:>9.1f} us {bar}")
 
 
-def loop(card: Card) -> list[dict[str, Any]]:
+def loop(gpu: Gpu) -> list[dict[str, Any]]:
     """A memory worker's layer as one graph (wait, append and attend, write back, ring), against its attention alone.
 
     The other side waits for every answer before it rings again: its two kernels are in what doorbells add.
     """
     rows = []
     for batch in (1, 4, 16, 64, 256):
-        step = Step(card.backend, [2048] * batch, 4, KvElement.BFLOAT16, False, appends=True)
-        bare, whole = Gated(card), Gated(card)
+        step = Step(gpu.backend, [2048] * batch, 4, KvElement.BFLOAT16, False, appends=True)
+        bare, whole = Gated(gpu), Gated(gpu)
         alone = list(captured(step, bare, doorbells=False))
         layers = list(captured(step, whole, doorbells=True))
 
         def worker(graphs: list[Any]) -> None:
             for turn in range(TURNS):
-                graphs[turn % len(graphs)].launch(card.stream)
+                graphs[turn % len(graphs)].launch(gpu.stream)
 
         def compute(both: Gated = whole) -> None:
             for _ in range(TURNS):

@@ -9,7 +9,7 @@ import numpy as np
 
 TOLERANCE = 0.02  # outputs of values near 1 in bfloat16
 WORKSPACE_BYTES = 256 << 20
-REPEATS = 20  # launched from Python one after another: the card must not wait for that
+REPEATS = 20  # launched from Python one after another: the GPU must not wait for that
 
 
 def seconds(name: str, step: Any, measure: Callable[..., float]) -> float | None:

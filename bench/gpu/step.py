@@ -1,4 +1,4 @@
-"""Decode steps on a card, and how they are timed, for the other modules here. Times are medians of CUDA events."""
+"""Decode steps on a GPU, and how they are timed, for the other modules here. Times are medians of CUDA events."""
 
 import shutil
 import statistics
@@ -21,7 +21,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 COPY_BYTES = 2 << 30
-CYCLED_BYTES = 1 << 30  # read in turn: much more than any card's cache holds
+CYCLED_BYTES = 1 << 30  # read in turn: much more than any GPU's cache holds
 BATCHES = {
     "64 x 1k": [1024] * 64,
     "16 x 4k": [4096] * 16,
@@ -32,10 +32,10 @@ GROUPS = (1, 4, 8)
 KV_HEADS, HEAD_DIM = 8, 128
 
 
-class Card:
-    """One card and the stream on which everything is timed.
+class Gpu:
+    """One GPU and the stream on which everything is timed.
 
-    Measure ``with card.stream``: CuPy forgets a stream that was made the current one by ``use`` when a ``with`` of
+    Measure ``with gpu.stream``: CuPy forgets a stream that was made the current one by ``use`` when a ``with`` of
     another one ends.
     """
 
@@ -46,22 +46,22 @@ class Card:
         self._copied: tuple[Any, Any] | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Card, driver and versions."""
-        versions = {"card": self.backend.name, "driver": driver_version(), "python": sys.version.split()[0]}
+        """GPU, driver and versions."""
+        versions = {"gpu": self.backend.name, "driver": driver_version(), "python": sys.version.split()[0]}
         for package in ("triton", "cupy-cuda13x", "torch", "flashinfer-python", "flash-attn"):
             with suppress(metadata.PackageNotFoundError):
                 versions[package] = metadata.version(package)
         return versions
 
     def copy_rate(self) -> float:
-        """Bytes read and written per second by a copy within the card's memory."""
+        """Bytes read and written per second by a copy within the GPU's memory."""
         if self._copied is None:
             self._copied = cupy.empty(COPY_BYTES, np.uint8), cupy.empty(COPY_BYTES, np.uint8)
         source, target = self._copied
         return 2 * COPY_BYTES / self.seconds(lambda: cupy.copyto(target, source), rounds=7)
 
     def seconds(self, call: Callable[[], object], rounds: int = 15, repeats: int = 3) -> float:
-        """Seconds of one call on the card, the median over rounds; compiled and warm."""
+        """Seconds of one call on the GPU, the median over rounds; compiled and warm."""
         call()
         times: list[float] = []
         for _ in range(rounds):
@@ -133,7 +133,7 @@ class Step:
         return sum(self.lengths) * KV_HEADS * 2 * (HEAD_DIM * self.element.storage.itemsize + 4 * self.element.scaled)
 
     def use(self, choices: Choices | None) -> None:
-        """Make the attention anew, with these choices or the card's own."""
+        """Make the attention anew, with these choices or the GPU's own."""
         self._attention = Attention(self.backend, StepCapacity(len(self.lengths), len(self.lengths)), choices)
         self._attention.begin(self.table)
 
@@ -152,7 +152,7 @@ def driver_version() -> str:
 
 
 def bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    """Normal values on the card."""
+    """Normal values on the GPU."""
     return cupy.asarray((rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
 
 
@@ -168,7 +168,7 @@ def fill(slab: KvSlab) -> None:
 
 @cache
 def random_rows(element: KvElement, shape: tuple[int, ...]) -> Any:
-    """Elements of both signs near 1, on the card: random bits, as data that is not constant costs more."""
+    """Elements of both signs near 1, on the GPU: random bits, as data that is not constant costs more."""
     rng = np.random.default_rng(1)
     block = rng.standard_normal((4096, *shape)).astype(np.float32)
     if element is KvElement.BFLOAT16:

@@ -12,7 +12,10 @@ import typer
 from lamina.cli.doctor_network import network
 from lamina.cli.findings import Finding, Status
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn")
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "nvidia-ml-py"),
+    *("fastapi", "uvicorn"),
+)
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 LITTLE_RAM = 2 * 2**30
 

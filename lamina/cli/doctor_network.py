@@ -115,13 +115,13 @@ def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
     from lamina.transport.rdma.devices import choose
     from lamina.transport.rdma.endpoint import dma_buf_obstacle
 
-    cards = device.find().cards or ()
+    gpus = device.find().gpus or ()
     try:
         choice = choose(ports, wanted=environment().rdma_device)
         port, refusal = choice.port.device, dma_buf_obstacle(choice)
     except TransportError as error:
         port, refusal = "the RDMA port", str(error)
-    exports = {f"cuda:{index}": ability(index).obstacle for index in range(len(cards))}
+    exports = {f"cuda:{index}": ability(index).obstacle for index in range(len(gpus))}
     return peer_memory(exports, port, refusal, modules)
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import psutil
 
 from lamina.cluster.pool import Devices
-from lamina.kernels.gpu.device import find_cards
+from lamina.kernels.gpu.device import find_gpus
 
 CGROUP = Path("/sys/fs/cgroup")  # inside a container, its own control group
 
 
 def find_devices() -> Devices:
     """Cores that this process may use, RAM, and NVIDIA GPUs."""
-    gpus = tuple(card.name for card in find_cards() or ())
+    gpus = tuple(gpu.name for gpu in find_gpus() or ())
     return Devices(len(os.sched_getaffinity(0)), psutil.virtual_memory().total, gpus)
 
 

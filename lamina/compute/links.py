@@ -15,7 +15,7 @@ class LaneLinks:
 
     Attributes:
         requests, replies: by memory worker.
-        context: from the replica that runs the slice before; of 0 bytes and never rung if lanes stay on one replica.
+        context: from the replica that runs the slice before; empty and never written if lanes stay on one replica.
         contexts: to every other replica, by its number; empty if lanes stay.
         bulk: K and V of prompt chunks for memory workers to fetch, by the attention's turn modulo ``len(bulk)``.
         landing_nbytes: how much of it is fetched at once.

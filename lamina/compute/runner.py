@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lamina.lowering import LoweredModel, LoweredSlice, Room
+from lamina.lowering import LoweredModel, LoweredSlice, Workspace
 from lamina.splitter import SliceOutput
 from lamina.types import AttentionSpec
 
@@ -42,7 +42,7 @@ class SliceRunner:
         They are overwritten by the next slice but one that runs with the same ``rows``.
         """
         piece = self._inner[index]
-        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query, rows.room)
+        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query, rows.workspace)
 
     def logits(
         self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
@@ -54,7 +54,7 @@ class SliceRunner:
             rows = Rows(rows.ids[chosen], rows.positions[chosen])
             attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
         prepared = rows.prepared(self._last)
-        output = self._last.run(rows.ids, rows.positions, attention, context, prepared, room=rows.room)
+        output = self._last.run(rows.ids, rows.positions, attention, context, prepared, workspace=rows.workspace)
         return output.logits[:count]
 
 
@@ -62,13 +62,13 @@ class Rows:
     """Token ids and positions of a step, int64 [rows], and what slices derive from the positions alone.
 
     Attributes:
-        room: memory for the step's slices; may be reused from another step with as many rows.
+        workspace: memory for the step's slices; may be reused from another step with as many rows.
     """
 
-    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, room: Room | None = None) -> None:
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, workspace: Workspace | None = None) -> None:
         self.ids = ids
         self.positions = positions
-        self.room = room or Room(len(ids))
+        self.workspace = workspace or Workspace(len(ids))
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 from lamina.compute.exchange import Partial, StepExchange
 from lamina.compute.links import LaneLinks
 from lamina.compute.runner import Rows, SliceRunner, pad
-from lamina.lowering import Room
+from lamina.lowering import Workspace
 from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Outbox
 from lamina.protocol.timeline import Timeline
@@ -46,8 +46,10 @@ class StepRun:
         tokens: the step's token ids, known once its first own slice has run.
     """
 
-    def __init__(self, plan: StepPlan, replica: Replica, exchange: StepExchange, links: LaneLinks, room: Room) -> None:
-        """``room`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
+    def __init__(
+        self, plan: StepPlan, replica: Replica, exchange: StepExchange, links: LaneLinks, workspace: Workspace
+    ) -> None:
+        """``workspace`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
         self.plan = plan
         self.tokens: list[int] = []
         self._replica = replica
@@ -60,7 +62,7 @@ class StepRun:
         self._own = [index for index in slices if self._replicas[index] == replica.number]
         self._next = 0
         positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
-        self._rows = Rows(torch.zeros(exchange.rows, dtype=torch.int64), pad(positions, exchange.rows), room)
+        self._rows = Rows(torch.zeros(exchange.rows, dtype=torch.int64), pad(positions, exchange.rows), workspace)
         self._count = len(positions)
         self._news = False
         ends = itertools.accumulate(len(step.tokens) for step in plan.sequences)

@@ -22,7 +22,7 @@ from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, WorkerError
-from lamina.lowering import Room
+from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.links import Wait, set_up_links
@@ -32,6 +32,7 @@ from lamina.protocol.messages import (
     Connected,
     LoadProgress,
     ModelLoaded,
+    Release,
     Step,
     StepDone,
     Stop,
@@ -75,7 +76,7 @@ class Lane:
     """The steps of one lane that have not finished here, and what the first of them still waits for.
 
     Attributes:
-        room: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
+        workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
             empty.
         awaited: doorbells that the next slice still waits for, ``since`` then.
         reported: when the engine was last told that the lane makes progress.
@@ -85,7 +86,7 @@ class Lane:
     """
 
     links: LaneLinks
-    room: Room = field(default_factory=lambda: Room(0))
+    workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     awaited: list[tuple[int, int]] = field(default_factory=list)
     since: float = 0.0
@@ -222,16 +223,21 @@ class ComputeWorker:
             self._running = False
         elif isinstance(message, Step):
             self._take_in(message.plan)
+        elif isinstance(message, Release):
+            self._release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
+
+    def _release(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            self._segments.pop(sequence, None)
+            self._sequences.pop(sequence, None)
+            self._drawn.pop(sequence, None)
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
-        for sequence in plan.released:
-            self._segments.pop(sequence, None)
-            self._sequences.pop(sequence, None)
-            self._drawn.pop(sequence, None)
+        self._release(plan.released)
         for segment in plan.moved:
             self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
@@ -242,20 +248,18 @@ class ComputeWorker:
         for sequence, tokens in plan.histories.items():
             self._sequences[sequence].generated = list(tokens)
         if not plan.sequences:
-            self._lanes[plan.lane].room = Room(0)  # an empty lane needs no memory
+            self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
                 self._done.append(StepDone(plan.step, []))
             return
-        if not plan.rotates and not self._replica.begins(plan):
-            return  # another replica runs all of it
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
             plan, self._segments, lane.links, self._runner.dtype, self._overlap, self._threads, rows
         )
-        if lane.room.rows != rows:
-            lane.room = Room(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, lane.links, lane.room))
+        if lane.workspace.rows != rows:
+            lane.workspace = Workspace(rows)
+        lane.steps.append(StepRun(plan, self._replica, exchange, lane.links, lane.workspace))
         if len(lane.steps) == 1:
             self._await(lane)
 

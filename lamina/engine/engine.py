@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import math
 import os
 import random
 import threading
@@ -22,9 +23,10 @@ from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Failed, Migrated, SlabUsage, Step, StepDone, ToEngine, Working
+from lamina.protocol.messages import Failed, Migrated, Release, SlabUsage, Step, StepDone, ToEngine, Working
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
+from lamina.schedule.recipients import Recipients
 from lamina.schedule.scheduler import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
@@ -75,6 +77,7 @@ class Engine:
             plan_ahead=config.plan_ahead,
         )
         self._scheduler = self._turn.scheduler
+        self._recipients = Recipients(cluster.computes, cluster.pipeline)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._watch = Watch(control, workers, self._turn)
@@ -196,8 +199,11 @@ class Engine:
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
-        for plan in self._turn.plan(time.monotonic()):
-            self._send(plan)
+        now = time.monotonic()
+        for plan in self._turn.plan(now):
+            self._send(plan, now)
+        for worker, sequences in self._recipients.overdue(now if self._turn.in_flight else math.inf):
+            self._tell([worker], Release(sequences))
         self._timeline.add("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
@@ -242,14 +248,16 @@ class Engine:
                 group, _ = drawn[sequence]
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
 
-    def _send(self, plan: StepPlan) -> None:
+    def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
         self._watch.began(plan)
         self._moved += len(plan.moved)
-        replicas = [self.cluster.computes[replica] for replica in self.cluster.pipeline.replicas_of(plan.lane)]
+        for workers, part in self._recipients.of(plan, now):
+            self._tell(workers, Step(part))
+
+    def _tell(self, workers: Sequence[str], message: Step | Release) -> None:
         try:
-            # Memory workers apply the changes of every plan, so that slots are freed and forked in this order.
-            self._control.send([*self.cluster.capacities, *replicas], Step(plan))
+            self._control.send(workers, message)
         except TransportError as error:
             raise self._why_unreachable(error) from error
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Token slots of one memory worker, from its latest report."""
+    """Token slots of one memory worker, from its latest report: at most half a second old."""
 
     used: int
     capacity: int

@@ -29,7 +29,8 @@ class Watch:
         self._control = control
         self._workers = workers
         self._turn = turn
-        self._progress: dict[int, tuple[float, str]] = {}  # by lane: time and worker of the last progress of a step
+        # By lane: time and worker of the last progress of a step, the least recent first.
+        self._progress: dict[int, tuple[float, str]] = {}
         self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
 
     def began(self, plan: StepPlan) -> None:
@@ -40,7 +41,9 @@ class Watch:
 
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
         """A worker has made progress on steps of these lanes."""
-        self._progress |= dict.fromkeys(lanes, (self._control.liveness.awake_s, worker))
+        for lane in lanes:
+            self._progress.pop(lane, None)
+            self._progress[lane] = self._control.liveness.awake_s, worker
 
     def check(self) -> None:
         """Raises TransportError if a worker is silent, or a step or a migration has made no progress, for too long."""
@@ -48,13 +51,12 @@ class Watch:
         if lost := self._control.liveness.lost():
             raise silence(lost)
         now = self._control.liveness.awake_s
-        for step, plan in self._turn.in_flight.items():
-            since, worker = self._progress[plan.lane]
-            if now - since > PROGRESS_TIMEOUT_S:
-                raise TransportError(
-                    f"no worker has made progress on step {step} of lane {plan.lane} for {PROGRESS_TIMEOUT_S:.0f} s; "
-                    f"the last was {worker}. Look at the load and the logs of the machines of the other workers"
-                )
+        if (stuck := self._stuck(now)) is not None:
+            step, lane, worker = stuck
+            raise TransportError(
+                f"no worker has made progress on step {step} of lane {lane} for {PROGRESS_TIMEOUT_S:.0f} s; "
+                f"the last was {worker}. Look at the load and the logs of the machines of the other workers"
+            )
         if self._migration is not None:
             migration, deadline = self._migration
             if migration.number == self._turn.scheduler.migrating and now > deadline:
@@ -63,6 +65,18 @@ class Watch:
                     f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "
                     f"check the network between the two"
                 )
+
+    def _stuck(self, now: float) -> tuple[int, int, str] | None:
+        """A step without progress for too long, with its lane and the last worker that made progress there."""
+        while self._progress:
+            lane, (since, worker) = next(iter(self._progress.items()))
+            if now - since <= PROGRESS_TIMEOUT_S:
+                return None
+            for step, plan in self._turn.in_flight.items():
+                if plan.lane == lane:
+                    return step, lane, worker
+            del self._progress[lane]  # nothing runs there
+        return None
 
     def root_cause(self, worker: str, message: Failed) -> LaminaError:
         """Why workers failed. A lost peer and a wait past its deadline are consequences: what the peer reports, its

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
-from lamina.lowering.program import Room, SliceProgram
+from lamina.lowering.program import SliceProgram, Workspace
 from lamina.lowering.translate import translate
 from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, call_hook
 from lamina.types import AttentionSpec, DType
@@ -85,16 +85,16 @@ class LoweredSlice:
         context: tuple[Tensor, ...],
         prepared: tuple[Tensor, ...],
         on_query: OnQuery | None = None,
-        room: Room | None = None,
+        workspace: Workspace | None = None,
     ) -> SliceOutput:
         """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions.
 
         ``on_query`` gets q [T, Hq, D] as soon as it exists: before k and v, if the model allows it. Results may live in
-        ``room``, if given, which must be for T rows.
+        ``workspace``, if given, which must be for T rows.
         """
         arrived = context if attention is None else (attention, *context)
         if self.program is not None:
-            return self.program.run(ids, (*prepared, *arrived), room or Room(len(ids)), on_query)
+            return self.program.run(ids, (*prepared, *arrived), workspace or Workspace(len(ids)), on_query)
         hook = () if self._last else (on_query,)
         return SliceOutput(tuple(self._main(*self.weights, *prepared, ids, positions, *arrived, *hook)))
 

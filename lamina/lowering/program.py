@@ -19,7 +19,7 @@ from lamina.splitter.split_model import SliceOutput
 Program = _native.Program
 
 
-class Room:
+class Workspace:
     """Memory for the slices of a step: scratch, and results of two slices, so that a slice can read the one before.
 
     The second slice run after a slice overwrites its results.
@@ -113,9 +113,9 @@ class SliceProgram:
         self._joined, self._apart = _assemble(steps, joined), _assemble(steps, apart)
 
     def run(
-        self, ids: Tensor, inputs: Sequence[Tensor], room: Room, on_query: Callable[[Tensor], None] | None
+        self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace, on_query: Callable[[Tensor], None] | None
     ) -> SliceOutput:
-        """The slice's results for ``room.rows`` rows; they live in ``room``.
+        """The slice's results for ``workspace.rows`` rows; they live in ``workspace``.
 
         Args:
             ids: int64 [rows].
@@ -124,14 +124,14 @@ class SliceProgram:
 
         Raises ValueError for an input of another size or element type.
         """
-        rows, threads = room.rows, torch.get_num_threads()
+        rows, threads = workspace.rows, torch.get_num_threads()
         if self._embedding is not None:
             inputs = (*inputs, torch.embedding(self._embedding, ids))
-        results = room.results(self._shapes)
+        results = workspace.results(self._shapes)
         addresses = [_address(tensor, rows * width) for tensor, width in zip(inputs, self._widths, strict=True)]
         addresses += results.addresses
         program = self._joined if on_query is None else self._apart
-        scratch = room.scratch(program.scratch_elements(rows))
+        scratch = workspace.scratch(program.scratch_elements(rows))
         if on_query is None:
             program.run(0, program.steps, rows, addresses, scratch, threads)
             return results.output

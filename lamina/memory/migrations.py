@@ -10,7 +10,7 @@ may overwrite them, which can only damage pieces that are discarded.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,13 +85,17 @@ class Migrations:
 
     def apply(self, plan: StepPlan) -> None:
         """Begin and end migrations as a plan says, after the store has applied it."""
-        for sequence in plan.released:
-            self._drop(sequence)
+        self.release(plan.released)
         for segment in plan.moved:
             self._drop(segment.sequence)
         for migration in plan.migrations:
             if self._own in (migration.source, migration.target):
                 self._begin(migration)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """End the migrations of these sequences, after the store has forgotten them."""
+        for sequence in sequences:
+            self._drop(sequence)
 
     def _drop(self, sequence: int) -> None:
         self._moving.discard(sequence)

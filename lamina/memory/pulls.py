@@ -53,11 +53,11 @@ class GapWork(Protocol):
 
     @property
     def awaited(self) -> list[Target]:
-        """Any of these allows a piece of work, for ``Endpoint.wait``."""
+        """Any of these allows some work, for ``Endpoint.wait``."""
         ...
 
     def serve(self, index: int) -> None:
-        """Do the small piece of work that number ``index`` of ``awaited`` allows."""
+        """Do the small task that number ``index`` of ``awaited`` allows."""
         ...
 
 

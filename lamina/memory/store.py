@@ -103,8 +103,7 @@ class KvStore:
         for fork in plan.forks:
             if fork.parent in self._segments:
                 self._fork(fork)
-        for sequence in plan.released:
-            self._forget(sequence)
+        self.release(plan.released)
         for segment in plan.moved:
             if segment.worker == self.worker:
                 self._segments[segment.sequence] = [segment]
@@ -120,6 +119,11 @@ class KvStore:
                 self._segments[admission.sequence] = admission.segments
                 self.slab.open(admission.sequence)
         return self._plan_step(plan)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget sequences and free their slots. Those not known here are ignored."""
+        for sequence in sequences:
+            self._forget(sequence)
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""

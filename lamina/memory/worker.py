@@ -24,10 +24,12 @@ from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
+    USAGE_S,
     Connect,
     Connected,
     MemorySetup,
     Migrated,
+    Release,
     SlabReady,
     SlabUsage,
     Step,
@@ -105,6 +107,9 @@ class MemoryWorker:
         self._busy_s = 0.0
         self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
         self._reported = 0.0
+        self._usage = SlabUsage(0, 0)  # as last sent
+        self._usage_sent = 0.0
+        self._usage_repeated = True  # the last two sent were equal
 
     def run(self) -> None:
         """Serve the compute workers."""
@@ -113,6 +118,7 @@ class MemoryWorker:
                 self._serve_once()
             except PeerLostError as error:
                 self._forget(error.peer)
+            self._tell_usage()
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -235,10 +241,23 @@ class MemoryWorker:
             self._migrations.apply(message.plan)
             if not tables.rows.empty:
                 self._lanes[message.plan.lane].steps.append(tables)
-            usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
-            self._control.send(usage)
+        elif isinstance(message, Release):
+            self._store.release(message.sequences)
+            self._migrations.release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
+
+    def _tell_usage(self) -> None:
+        """Tell the engine now and then how much is in use, and at once when nothing is any more."""
+        now = time.monotonic()
+        emptied = self._usage.sequences > 0 and self._store.sequences == 0
+        if not emptied and now - self._usage_sent < USAGE_S:
+            return
+        usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
+        repeats = usage == self._usage
+        if not (repeats and self._usage_repeated):
+            self._control.send(usage)
+        self._usage, self._usage_repeated, self._usage_sent = usage, repeats, now
 
     def _tell_migrated(self, number: int) -> None:
         self._control.send(Migrated(number))

@@ -1,24 +1,31 @@
-"""Exports the engine's metrics in the Prometheus text format, read at every scrape."""
+"""Exports the metrics of engine and server in the Prometheus text format, read at every scrape."""
 
 import collections
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
 from lamina.engine.engine import Engine
+from lamina.observe.traffic import Traffic
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics:
-    """The metrics of one engine."""
+    """The metrics of one engine and of the server in front of it.
+
+    Attributes:
+        traffic: of the server, which it counts.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        disable_created_metrics()  # a series per histogram and counter that no query needs
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        self.traffic = Traffic(self._registry)
 
     def text(self) -> bytes:
         """All metrics in the exposition format of ``CONTENT_TYPE``."""

@@ -1,4 +1,4 @@
-"""Where KV lives: the gManager's map. Pure: no clock, no sockets."""
+"""How many token slots of each memory worker are reserved, and which worker a request fits. No clock, no sockets."""
 
 from collections.abc import Mapping
 

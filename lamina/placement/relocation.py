@@ -135,10 +135,10 @@ class Relocations:
         return self._current is not None and self._current.group is group and self._current.position is not None
 
     def finish(self, lane: int, completed: int) -> tuple[Group, int] | None:
-        """Complete the move of a request of this lane, if all its KV has arrived: the request, now at its target, and
-        the position where it resumes; else None. ``completed``: steps of the lane so far.
+        """End the move of a request of this lane once all its KV has arrived. ``completed``: steps of the lane so far.
 
-        Starts the second migration if tokens are missing.
+        Returns the request, now on its target, and the position where it resumes; None if the move is not over. Starts
+        the second migration if tokens are missing.
         """
         current = self._current
         if current is None or not current.arrived or current.position is None:

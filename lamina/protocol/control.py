@@ -7,6 +7,7 @@ Every worker has a second DEALER, under its name with ``HEARTBEAT`` appended, th
 import contextlib
 import math
 import os
+import resource
 import socket
 import threading
 import time
@@ -42,6 +43,8 @@ ENGINE = "engine"
 HEARTBEAT = b"/heartbeat"
 MAX_MESSAGES = 1024  # read by one ``receive``: a worker that floods the engine must not starve its turns
 MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
+DESCRIPTORS_PER_WORKER = 3  # two connections and, of a local one, its process
+OTHER_DESCRIPTORS = 1024  # of everything else in the engine's process: clients, files
 SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
 
 
@@ -84,7 +87,7 @@ class ControlServer:
         secret: all keys are derived from it; None: from a new one.
         host: address of this machine to listen on, which workers can reach.
 
-    Raises TransportError if it cannot listen there.
+    Raises TransportError if it cannot listen there, or may not open as many files as it needs.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class ControlServer:
         secret: Secret | None = None,
         host: str = LOOPBACK,
     ) -> None:
+        _require_descriptors(len(workers))
         self._secret = secret or new_secret()
         self._refusals = Refusals("the control plane")
         self._keys = _IssuedKeys(self._refusals)
@@ -113,6 +117,7 @@ class ControlServer:
                 self._socket.linger = 0
                 self._socket.sndhwm = self._socket.rcvhwm = 0
                 self._socket.router_mandatory = True
+                self._socket.backlog = 2 * len(workers) + 100  # all connect at once
                 self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
                 port = self._socket.bind_to_random_port(f"tcp://{host}")
                 self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -184,7 +189,7 @@ class ControlServer:
         return came
 
     def _ping(self) -> None:
-        for worker in self.bootstraps:
+        for worker in filter(self.liveness.is_quiet, self.bootstraps):
             with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: liveness notices its silence
                 self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
 
@@ -204,6 +209,20 @@ class ControlServer:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
+
+
+def _require_descriptors(workers: int) -> None:
+    """Raise this process's limit of open files if so many workers need more. Raises TransportError."""
+    needed = DESCRIPTORS_PER_WORKER * workers + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise TransportError(
+            f"{workers} workers need {needed} open files in the engine's process, which may open {hard}; "
+            f"raise the limit (ulimit -Hn {needed}, LimitNOFILE of systemd) or use fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

@@ -1,6 +1,7 @@
 """Which workers respond: a process may stop without exiting (SIGSTOP, a debugger, a machine or network that hangs).
 
-The engine pings every worker once a second, and a native thread of the worker echoes the ping (``protocol.control``):
+The engine pings every worker from which nothing has come for a second, and a native thread of the worker echoes the
+ping (``protocol.control``):
 neither a long step nor a native call that holds Python's lock nor a slow load delays the echo.
 """
 
@@ -22,7 +23,9 @@ class Liveness:
         self.awake_s = 0.0
         self._turned = now
         self._pinged = float("-inf")
-        self._heard: dict[str, float] = {}  # when, by awake_s; a worker is watched once it has been heard
+        # When, by awake_s, the longest silent first: looking at these alone does not cost more with more workers. A
+        # worker is watched once it has been heard.
+        self._heard: dict[str, float] = {}
 
     def turn(self, now: float) -> bool:
         """Begin a turn at ``now`` of a monotonic clock; True if pings are to be sent."""
@@ -35,7 +38,12 @@ class Liveness:
 
     def heard(self, worker: str) -> None:
         """A message from ``worker`` arrived in this turn."""
+        self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
+
+    def is_quiet(self, worker: str) -> bool:
+        """True if nothing has come from ``worker`` for ``PING_S``, so that a ping would tell something."""
+        return self.awake_s - self._heard.get(worker, float("-inf")) >= PING_S
 
     def suspects(self) -> dict[str, float]:
         """Seconds of silence of the workers that have been silent for ``SUSPECT_S``."""
@@ -46,4 +54,9 @@ class Liveness:
         return self._silent(LOST_S)
 
     def _silent(self, limit_s: float) -> dict[str, float]:
-        return {worker: self.awake_s - at for worker, at in self._heard.items() if self.awake_s - at >= limit_s}
+        silent = {}
+        for worker, at in self._heard.items():
+            if self.awake_s - at < limit_s:
+                break
+            silent[worker] = self.awake_s - at
+        return silent

@@ -74,9 +74,15 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: run this plan."""
+    """Engine to worker: run this plan, or the part of it that concerns the worker."""
 
     plan: StepPlan
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: forget these sequences, which no plan for this worker has released."""
+
+    sequences: list[int]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -155,9 +161,9 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known after the latest plan was applied.
+    """Memory worker to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
 
-    ``busy_s``: time spent on attention so far.
+    Sent every ``USAGE_S`` until two in a row are equal, and as soon as the slab is empty.
     """
 
     used: int
@@ -165,6 +171,7 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
 
 
+USAGE_S = 0.5  # between two SlabUsage of one worker
 REPORT_S = 1.0  # least time between two Working of one worker
 
 
@@ -195,7 +202,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
-ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Stop
+ToWorker = ComputeSetup | MemorySetup | Register | Link | Connect | Step | Release | Stop
 ToEngine = (
     Hello
     | LoadProgress

@@ -116,15 +116,21 @@ def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
 
 
 def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:
-    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows."""
+    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
+
+    The part of a plan that a memory worker gets has the same rows, but numbers its decoded ones without those of other
+    workers: only bulk slots are laid out by the whole batch, and only chunks use them.
+    """
     queries: list[tuple[int, int]] = []
     appends: list[tuple[int, int]] = []
     attends: list[SegmentRows] = []
     kept: list[tuple[int, int]] = []
     pulled: list[PulledRows] = []
-    row = 0
-    for step in plan.sequences:
+    row, decoding = 0, len(plan.decoding.sequences)
+    for place, step in enumerate(plan.sequences):
         sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
+        if plan.chunk_rows and place >= decoding:
+            row = plan.chunk_rows[place - decoding]
         stop = start + count
         visible = start if chunk else stop
         for segment in segments.get(sequence, ()):

@@ -2,7 +2,6 @@
 
 import bisect
 import math
-from collections.abc import Mapping
 
 from lamina.pipeline import Arrangement, Pipeline
 
@@ -78,8 +77,12 @@ class LaneChooser:
         self._pipeline = pipeline
         self.active = pipeline.start
         self._slices, self._waits = _Table(), _Waits()
-        self._attention: dict[str, float] = {}  # total seconds by memory worker
-        self._attention_before: Mapping[str, float] = {}
+        # By memory worker: steps completed and its total seconds, at its latest report and at the one used last; and
+        # what follows, seconds per step. Reports may be rarer than looks.
+        self._attention: dict[str, tuple[int, float]] = {}
+        self._attention_before: dict[str, tuple[int, float]] = {}
+        self._attention_per_step: dict[str, float] = {}
+        self._completed = 0  # steps in all
         self._steps = self._rows = self._decoding = 0
         self._seconds = self._squares = 0.0
         self._seen: list[tuple[int, float]] = []  # waits
@@ -95,12 +98,13 @@ class LaneChooser:
         if waited_s > 0:
             self._seen.append((rows, waited_s))
         self._steps += 1
+        self._completed += 1
         self._rows += rows
         self._decoding += decoding
 
     def note_attention(self, worker: str, seconds: float) -> None:
         """Record that a memory worker has spent ``seconds`` in total on attention."""
-        self._attention[worker] = seconds
+        self._attention[worker] = self._completed, seconds
 
     @property
     def due(self) -> bool:
@@ -113,15 +117,13 @@ class LaneChooser:
         if not self.due or not sequences:
             return self.active
         lanes, steps = self.active.lanes, self._steps
-        before = self._attention_before
-        attention = max((now - before.get(name, 0.0) for name, now in self._attention.items()), default=0.0) / steps
+        attention = self._busiest()
         rows, decoding = self._rows / steps, self._decoding / steps
         prompts = max(0.0, 1.0 - decoding * lanes / sequences)
         unequal = min(1.0, max(0.0, steps * self._squares / self._seconds**2 - 1)) if self._seconds else 0.0
         self._note_waits(now)
         self._steps = self._rows = self._decoding = 0
         self._seconds = self._squares = 0.0
-        self._attention_before = dict(self._attention)
 
         def speed(one: Arrangement) -> float:
             # Decoding rows are spread over the lanes. Prompt rows fill steps to the extent that requests wait for
@@ -137,6 +139,15 @@ class LaneChooser:
         if self._best == best_before and speed(self._best) > WORTH * speed(self.active):
             self.active = self._best
         return self.active
+
+    def _busiest(self) -> float:
+        """Seconds that the busiest memory worker spends on attention per step."""
+        for worker, (steps, seconds) in self._attention.items():
+            steps_before, seconds_before = self._attention_before.get(worker, (0, 0.0))
+            if steps > steps_before:
+                self._attention_per_step[worker] = (seconds - seconds_before) / (steps - steps_before)
+                self._attention_before[worker] = steps, seconds
+        return max(self._attention_per_step.values(), default=0.0)
 
     def _note_waits(self, now: float) -> None:
         """Learn from waits. If replicas were hardly idle, only long waits were seen: they are an upper bound."""

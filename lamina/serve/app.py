@@ -40,18 +40,19 @@ def create_app(engine: Engine) -> FastAPI:
     app.add_middleware(RequestLog)
     started = int(time.time())
     intake = Intake()
+    metrics = Metrics(engine)
 
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         taken = await intake.take(request, functools.partial(completion, engine))
-        return await respond(request, engine, COMPLETION, *taken)
+        return await respond(request, engine, metrics.traffic, COMPLETION, *taken)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         taken = await intake.take(request, functools.partial(conversation, engine))
-        return await respond(request, engine, CHAT, *taken)
+        return await respond(request, engine, metrics.traffic, CHAT, *taken)
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
@@ -79,12 +80,10 @@ def create_app(engine: Engine) -> FastAPI:
             return JSONResponse({"status": "degraded", **requests, "silent_s": silent}, status_code=503)
         return JSONResponse({"status": "ok", **requests})
 
-    metrics = Metrics(engine)
-
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        """The engine's metrics for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from lamina.engine.streams import AsyncOutputs
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import LaminaError
 from lamina.frontend.prompts import Prompt
+from lamina.observe.traffic import Timing, Traffic
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
 from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope
@@ -43,12 +44,15 @@ class Form:
 class Generation:
     """One HTTP request in progress: its prompts run in the engine until it is answered or its client leaves."""
 
-    def __init__(self, engine: Engine, form: Form, body: GenerationRequest, outputs: AsyncOutputs, sent: Sent) -> None:
+    def __init__(
+        self, engine: Engine, form: Form, body: GenerationRequest, outputs: AsyncOutputs, sent: Sent, timing: Timing
+    ) -> None:
         self._engine = engine
         self._form = form
         self._body = body
         self._outputs = outputs
         self._sent = sent
+        self._timing = timing
         self._id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         self._usage = Usage()
 
@@ -76,6 +80,7 @@ class Generation:
 
     async def _read_all(self, gathered: dict[int, RequestUpdate]) -> None:
         async for prompt, update in self._outputs:
+            self._timing.observe(prompt, update)
             self._usage.add(prompt, update)
             if prompt in gathered:
                 gathered[prompt].extend(update)
@@ -110,6 +115,7 @@ class Generation:
                 if form.opening is not None:
                     yield self._chunk([{"index": i, **form.opening} for i in range(choices)])
                 async for prompt, update in self._outputs:
+                    self._timing.observe(prompt, update)
                     self._usage.add(prompt, update)
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
@@ -139,6 +145,7 @@ class Generation:
 async def respond(
     request: Request,
     engine: Engine,
+    traffic: Traffic,
     form: Form,
     body: GenerationRequest,
     prompts: Sequence[Prompt],
@@ -152,8 +159,9 @@ async def respond(
     """
     most_unread = MOST_UNREAD if body.stream else None  # otherwise the whole answer is collected
     every = [params] * len(prompts)
+    timing = Timing(traffic)
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, every, _client(request), most_unread)
-    generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo))
+    generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo), timing)
     request.state.figures = generation.figures
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
 

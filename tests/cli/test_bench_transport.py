@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cli.commands import run_here
+
 LAMINA = [sys.executable, "-m", "lamina", "bench", "transport"]
 QUICK = ["--sizes", "64,5000", "--seconds", "0.01"]
 RUN_S = 120.0
@@ -68,7 +70,7 @@ def test_what_cannot_be_is_refused() -> None:
         (["--connect", "[::1]:5", "--secret-file", "unused"], "'[::1]' does not resolve to an IPv4 address"),
         (["--json", "/nowhere/figures.json"], "in a folder that does not exist"),
     ):
-        done = run(*arguments)
+        done = run_here("bench", "transport", *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert said in done.stderr
     assert not Path("unused").exists()

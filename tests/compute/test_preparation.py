@@ -198,13 +198,22 @@ def test_the_key_holds_everything_that_matters(
     assert cache_key(ingredients(change(bundled, monkeypatch, tmp_path), None)) != before
 
 
-def test_all_code_that_takes_part_is_in_the_key(bundled: ModelDirectory) -> None:
-    """What a process has imported once it has split a model, against what the key was made of."""
+def test_two_starts_at_once_leave_one_good_file_and_all_their_code_is_in_the_key(
+    bundled: ModelDirectory, cache: Path
+) -> None:
+    """What two processes write, and what they have imported once they have split the model: the key is made of it."""
     code = (
         f"{PREPARE}\nfor name, module in sys.modules.items():\n    if name.startswith('lamina'): print(module.__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
-    files = [Path(line) for line in done.stdout.split() if line.startswith("/")]
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate(timeout=200)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert [words[0] for words in printed] == ["split", "split"]
+    assert len(list(cache.iterdir())) == 1
+    prepare(bundled, None, must_not_split)
+
+    files = [Path(word) for word in printed[0] if word.startswith("/")]
     made_of = ingredients(bundled, None)
     ours = {file for file in files if file.suffix == ".py"}
     assert len(ours) > 40
@@ -285,14 +294,6 @@ def test_without_a_home_nothing_is_kept(bundled: ModelDirectory, monkeypatch: py
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert times_split(bundled) == times_split(bundled) == 1
-
-
-def test_two_starts_at_once_leave_one_good_file(bundled: ModelDirectory, cache: Path) -> None:
-    both = [subprocess.Popen([sys.executable, "-c", PREPARE], stdout=subprocess.PIPE) for _ in range(2)]
-    assert [process.communicate(timeout=200)[0].split()[:1] for process in both] == [[b"split"]] * 2
-    assert [process.returncode for process in both] == [0, 0]
-    assert len(list(cache.iterdir())) == 1
-    prepare(bundled, None, must_not_split)
 
 
 @pytest.mark.usefixtures("split_before")

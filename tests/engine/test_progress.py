@@ -16,7 +16,7 @@ from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlClient, ControlServer
-from lamina.protocol.messages import Draw, Hello, Step, StepDone, Stop, Working
+from lamina.protocol.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
 from lamina.schedule.scheduler import Limits
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
@@ -58,6 +58,8 @@ class Scripted:
     def _memory(self) -> None:
         client = self._clients[1]
         while not isinstance(message := client.receive(20.0), Stop):
+            if isinstance(message, Release):
+                continue
             assert isinstance(message, Step)
             until = time.monotonic() + self._seconds
             while self._reports and message.plan.runs and time.monotonic() < until:

@@ -1,6 +1,7 @@
-"""The backend under test, Triton's interpreter or a card if TRITON_INTERPRET=0; ``give`` and ``take`` cross over."""
+"""The backend under test, Triton's interpreter or a GPU if TRITON_INTERPRET=0; ``give`` and ``take`` cross over."""
 
 import os
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_t
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.program import Backend, KvElement
 from tests.kernels.cases import Case, encode
+from tests.sweep import sweep
 
+INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 LARGEST = {KvElement.INT8: 127.0, KvElement.FP8: 448.0}
 
 
 def make_backend() -> Backend:
-    if os.environ["TRITON_INTERPRET"] == "0":
+    if not INTERPRETED:
         from lamina.kernels.gpu.cuda import Cuda
 
         return Cuda(0)
@@ -27,6 +30,11 @@ def make_backend() -> Backend:
 
 
 BACKEND = make_backend()
+
+
+def sweep_on_device(cases: Mapping[str, Any], ordinary: Collection[str]) -> list[Any]:
+    """A sweep of which a GPU always runs every case, and the slow interpreter those named unless asked for all."""
+    return sweep(cases, ordinary if INTERPRETED else cases)
 
 
 def give(array: npt.NDArray[Any]) -> Any:

@@ -15,7 +15,7 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "
 
 
 class Interpreter:
-    """A backend without a card. Two multiprocessors: short segments are cut too."""
+    """A backend without a GPU. Two multiprocessors: short segments are cut too."""
 
     capability = 90
     multiprocessors = 2

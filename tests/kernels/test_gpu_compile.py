@@ -1,4 +1,4 @@
-"""GPU kernels become machine code without a card: Triton's ahead of time, CUDA's by nvcc where there is one."""
+"""GPU kernels become machine code without a GPU: Triton's ahead of time, CUDA's by nvcc where there is one."""
 
 import json
 import os

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from lamina.errors import ConfigError
-from lamina.kernels.gpu.device import Card, Found, find, require, visible
+from lamina.kernels.gpu.device import Found, Gpu, find, require, visible
 
-H200, V100 = Card("NVIDIA H200", 90), Card("Tesla V100", 70)
+H200, V100 = Gpu("NVIDIA H200", 90), Gpu("Tesla V100", 70)
 READY = Found((H200, H200), "3.9.0", "14.2.0")
 
 
@@ -41,24 +41,24 @@ def test_what_is_not_there_is_refused(index, found, message):
 def test_this_machine_is_described():
     found = find()
     assert str(found)
-    if not found.cards:
+    if not found.gpus:
         with pytest.raises(ConfigError, match="cuda device 1 cannot be used; found"):
             require(1, found)
 
 
 def test_only_visible_cards_count():
-    cards = tuple(Card("NVIDIA H200", 90, uuid=f"GPU-{letter}{number}") for number, letter in enumerate("aab"))
+    gpus = tuple(Gpu("NVIDIA H200", 90, uuid=f"GPU-{letter}{number}") for number, letter in enumerate("aab"))
     for wanted, chosen in (
         (None, "012"),
         ("", ""),
         ("2,0", "20"),
         ("GPU-b", "2"),
         ("GPU-a1,2", "12"),
-        ("GPU-a", ""),  # two cards: ambiguous
+        ("GPU-a", ""),  # two GPUs: ambiguous
         ("1,7,0", "1"),  # what follows an unknown one is not seen either
         ("-1", ""),
     ):
-        assert visible(cards, wanted) == tuple(cards[int(index)] for index in chosen), wanted
+        assert visible(gpus, wanted) == tuple(gpus[int(index)] for index in chosen), wanted
 
 
 def test_nothing_of_the_package_needs_triton_or_cupy_to_be_imported():

@@ -14,7 +14,7 @@ from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_t
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.program import KvElement
 from tests.kernels.cases import Pair, decode, encode, make_case, make_spec, problem_pairs, specs
-from tests.kernels.device import BACKEND, attend, check, dequantize, give, quantize, slab_of, take
+from tests.kernels.device import BACKEND, attend, check, dequantize, give, quantize, slab_of, sweep_on_device, take
 
 KV_TYPES = {
     KvElement.FLOAT32: "float32",
@@ -23,7 +23,13 @@ KV_TYPES = {
     KvElement.INT8: "float32",
     KvElement.FP8: "float32",
 }
-elements = pytest.mark.parametrize("element", KvElement, ids=lambda element: element.name.lower())
+NAMED = {element.name.lower(): element for element in KvElement}
+elements = pytest.mark.parametrize("element", KvElement, ids=NAMED)
+
+
+def some_elements(*ordinary):
+    """Every element type, of which the tests below share out the ordinary suite's."""
+    return pytest.mark.parametrize("element", sweep_on_device(NAMED, ordinary))
 
 
 def run(pairs, spec, element, wide_query=False, seed=0):
@@ -48,7 +54,7 @@ def solve(pairs, spec, element, wide_query, alibi):
     run(pairs, spec, element, wide_query)
 
 
-@elements
+@some_elements("float32", "fp8")
 @settings(max_examples=6, deadline=None, derandomize=True)
 @problems
 def test_equals_oracle(pairs, spec, element, wide_query, alibi):
@@ -63,18 +69,27 @@ def test_equals_oracle_widely(pairs, spec, element, wide_query, alibi):
     solve(pairs, spec, element, wide_query, alibi)
 
 
-@elements
-@pytest.mark.parametrize(("group", "qk_dim"), [(1, 64), (4, 80), (8, 128), (16, 64)])
-def test_decode_batch(group, qk_dim, element):
+DECODES = {
+    f"{group}-{qk_dim}-{name}": (group, qk_dim, element)
+    for group, qk_dim in ((1, 64), (4, 80), (8, 128), (16, 64))
+    for name, element in NAMED.items()
+}
+
+
+@pytest.mark.parametrize(
+    "case", sweep_on_device(DECODES, ["1-64-float32", "4-80-bfloat16", "4-80-int8", "8-128-fp8", "16-64-float16"])
+)
+def test_decode_batch(case):
+    group, qk_dim, element = case
     run([decode(tokens) for tokens in (1, 63, 64, 65, 130)], make_spec(2, group, qk_dim), element)
 
 
-@elements
+@some_elements("float16", "int8")
 def test_long_segment_among_short_ones_is_split(element):
     run([decode(20), decode(2500), decode(70)], make_spec(1, 2, 32), element)
 
 
-@elements
+@some_elements("bfloat16", "int8")
 def test_prompt_chunk_over_cached_prefix(element):
     run([Pair(rows=40, query_start=600, tokens=600), decode(300)], make_spec(1, 4, 64, 32, window=500), element)
 
@@ -122,10 +137,20 @@ def held(slab):
     return [reference.widen(take(kept)).astype(np.float32) for kept in (slab.k, slab.v)]
 
 
-@elements
-@pytest.mark.parametrize("kv_type", ["float32", "bfloat16"])
-def test_appends_while_it_attends(element, kv_type):
+APPENDS = {
+    f"{kv_type}-{name}": (element, kv_type) for kv_type in ("float32", "bfloat16") for name, element in NAMED.items()
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    sweep_on_device(
+        APPENDS, ["float32-float32", "bfloat16-bfloat16", "float32-float16", "bfloat16-int8", "bfloat16-fp8"]
+    ),
+)
+def test_appends_while_it_attends(case):
     """Kept as the definition rounds, where it should be, and seen by its query as if it had been there before."""
+    element, kv_type = case
     spec = make_spec(2, 3, 24, 40, softcap=20.0)
     appends = np.array([True, True, False, True])
     case, slab, last, new, order, table = appending(spec, (700, 1, 65, 40), element, kv_type, appends)

@@ -12,7 +12,7 @@ from lamina.kernels.gpu.choice import Tiling
 from lamina.kernels.gpu.specialize import plan_numbers, plan_program
 from lamina.kernels.reference import visible
 from tests.kernels.cases import Pair, decode, make_spec, problem_pairs, table
-from tests.kernels.device import BACKEND, give, take
+from tests.kernels.device import BACKEND, give, sweep_on_device, take
 from tests.kernels.test_merge import definition, partials
 
 
@@ -32,7 +32,7 @@ def plan(pairs, spec, wanted, block_m=16, rows=(1, 2**30), least_tokens=32):
     return items[: splits[-1]], splits[:-1].reshape(-1, 3)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     pairs=problem_pairs(),
     group=st.sampled_from([1, 4, 7]),
@@ -73,17 +73,21 @@ def test_one_long_segment_among_short_ones_is_cut_into_equal_parts():
     assert (np.diff(sizes[:17]) == 0).all() and sizes[-2:].tolist() == [100, 30], "what is short is started last"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "wanted", "parts"),
-    [
-        ([32768] * 8, 66, [8] * 8),  # as many as run at once and no few more, which would run alone
-        ([4096] * 16, 66, [4] * 16),
-        ([1024] * 64, 66, [1] * 64),
-        ([1024] * 100, 66, [1] * 100),
-        ([500_000] + [1024] * 99, 66, [34] + [1] * 99),  # more sequences than run at once: the long one is cut still
-    ],
-)
-def test_a_step_is_one_wave_of_equal_parts(lengths, wanted, parts):
+WAVES = {
+    "long": ([32768] * 8, 66, [8] * 8),  # as many as run at once and no few more, which would run alone
+    "shorter": ([4096] * 16, 66, [4] * 16),
+    "as many as run at once": ([1024] * 64, 66, [1] * 64),
+    "more than run at once": ([1024] * 100, 66, [1] * 100),
+    "one long among many": ([500_000] + [1024] * 99, 66, [34] + [1] * 99),  # the long one is cut still
+    "more than run at once on a small GPU": ([1024] * 30, 20, [1] * 30),
+    "one long among many on a small GPU": ([500_000] + [1024] * 29, 20, [11] + [1] * 29),
+}
+ON_A_SMALL_GPU = [name for name in WAVES if "small GPU" in name]  # planned in a tenth of the time
+
+
+@pytest.mark.parametrize("wave", sweep_on_device(WAVES, ["long", "shorter", *ON_A_SMALL_GPU]))
+def test_a_step_is_one_wave_of_equal_parts(wave):
+    lengths, wanted, parts = wave
     _, splits = plan([decode(tokens) for tokens in lengths], make_spec(1, 1, 16), wanted, least_tokens=256)
     assert splits[:-1, 1].tolist() == parts
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lamina import _native
-from lamina.lowering import LoweredModel, LoweredSlice, Room, elementwise, lower
+from lamina.lowering import LoweredModel, LoweredSlice, Workspace, elementwise, lower
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.types import DType
 from tests.random_models import variant
@@ -43,9 +43,9 @@ class Inner:
         self.attention = random(7, rows, spec.query_heads, spec.v_dim)
         self.context = tuple(random(8, rows, *crossing.shape) for crossing in model.cuts[0].context)
 
-    def run(self, on_query=None, room: Room | None = None) -> SliceOutput:
+    def run(self, on_query=None, workspace: Workspace | None = None) -> SliceOutput:
         prepared = self.slice.prepare(self.positions)
-        return self.slice.run(self.ids, self.positions, self.attention, self.context, prepared, on_query, room)
+        return self.slice.run(self.ids, self.positions, self.attention, self.context, prepared, on_query, workspace)
 
 
 def tensors(output: SliceOutput) -> list[Tensor]:
@@ -105,12 +105,12 @@ def test_other_element_types_stay_graphs() -> None:
 
 def test_a_slice_reads_in_its_room_what_the_one_before_wrote() -> None:
     """Results of a slice stay while the next one runs: its context is one of them."""
-    inner, room = Inner("llama", 6), Room(6)
+    inner, workspace = Inner("llama", 6), Workspace(6)
     alone = inner.run()
-    first = inner.run(room=room)
+    first = inner.run(workspace=workspace)
     before = [tensor.clone() for tensor in tensors(first)]
     inner.context = first.context
-    second = [tensor.clone() for tensor in tensors(inner.run(room=room))]
+    second = [tensor.clone() for tensor in tensors(inner.run(workspace=workspace))]
     assert all(map(torch.equal, before, tensors(first)))
     assert all(map(torch.equal, before, tensors(alone)))
     inner.slice.program = None

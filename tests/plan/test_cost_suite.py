@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,29 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.cost import report, second_paper
 from lamina.cli import app, cost_report
 from lamina.errors import LaminaError, UserError
 
+Made = tuple[str, dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The report and its numbers."""
-    place = tmp_path_factory.mktemp("cost")
-    command: list[str | Path] = [
-        sys.executable,
-        cost_report.SUITE,
-        "--out",
-        place / "r.html",
-        "--json",
-        place / "r.json",
-    ]
-    subprocess.run(command, check=True, timeout=280)
-    return (place / "r.html").read_text(), json.loads((place / "r.json").read_text())
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The report and its numbers, with simulations of few requests."""
+    page, numbers = (tmp_path_factory.mktemp("cost") / name for name in ("r.html", "r.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second_paper, "SIMULATED", 16)
+        patch.setattr(sys, "argv", ["report.py", "--out", str(page), "--json", str(numbers)])
+        report.main()
+    return page.read_text(), json.loads(numbers.read_text())
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
+    assert (tmp_path / "lamina-cost.html").read_text().count("<h2>") == 10
 
 
 def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
     return found
 
 
-def test_one_file_that_loads_nothing(made: tuple[str, dict[str, Any]]) -> None:
+def test_one_file_that_loads_nothing(made: Made) -> None:
     page, numbers = made
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|url\((?!#)', page)
     assert page.count("<svg") >= 9 and page.count("<h2>") == len(numbers) == 10
@@ -45,7 +49,7 @@ def test_one_file_that_loads_nothing(made: tuple[str, dict[str, Any]]) -> None:
     assert "#010203" not in page and "fill: #000" not in page
 
 
-def test_table_3_is_ordered_as_published(made: tuple[str, dict[str, Any]]) -> None:
+def test_table_3_is_ordered_as_published(made: Made) -> None:
     cells = section(made[1], "Table 3")["table_3"]
     assert len(cells) == 12
     assert [(c["published_gb_s"]) for c in cells if c["model"] == "LLaMA-65B"] == [7.55, 11.78, 13.92, 15.90]
@@ -64,7 +68,7 @@ def test_table_3_is_ordered_as_published(made: tuple[str, dict[str, Any]]) -> No
     assert (published[0], published[-1]) == (pytest.approx(0.25, abs=0.01), pytest.approx(0.51, abs=0.01))
 
 
-def test_offloading_pays_per_dollar_in_the_published_magnitude(made: tuple[str, dict[str, Any]]) -> None:
+def test_offloading_pays_per_dollar_in_the_published_magnitude(made: Made) -> None:
     rows = {
         row["what"]: row["ours"]
         for row in section(made[1], "Figures 12")[
@@ -77,7 +81,7 @@ def test_offloading_pays_per_dollar_in_the_published_magnitude(made: tuple[str, 
     assert 1.0 < low < high < 1.8
 
 
-def test_longer_contexts_gain_more(made: tuple[str, dict[str, Any]]) -> None:
+def test_longer_contexts_gain_more(made: Made) -> None:
     gains = section(made[1], "Figure 1:")["gains"]
     assert all(long > short > 1 for short, long in zip(gains["512"], gains["4096"], strict=True))
     equal = section(made[1], "equal cost")["gains"]
@@ -86,14 +90,14 @@ def test_longer_contexts_gain_more(made: tuple[str, dict[str, Any]]) -> None:
     assert equal["Llama-3-70B, Kimi-Conv"] > equal["Llama-3-70B, Azure-Conv"]
 
 
-def test_as_many_h20_as_the_paper_takes_where_its_sequences_are_short(made: tuple[str, dict[str, Any]]) -> None:
+def test_as_many_h20_as_the_paper_takes_where_its_sequences_are_short(made: Made) -> None:
     ours = section(made[1], "equal cost")
     counts = [ours[f"recommended H20, {name}"] for name in ("Azure-Conv", "Azure-Code", "Kimi-TA", "Kimi-Conv")]
     assert counts == sorted(counts)  # in the order of their lengths
     assert all(2 <= count <= 6 for count in counts[:2])  # the paper: 4 for 2 H100
 
 
-def test_the_creditor_helps_until_its_room_is_used(made: tuple[str, dict[str, Any]]) -> None:
+def test_the_creditor_helps_until_its_room_is_used(made: Made) -> None:
     rows = {row["what"]: row["ours"] for row in section(made[1], "debtor")["Both together"]}
     assert 1.1 < rows["best over nothing moved"] < 1.6
 

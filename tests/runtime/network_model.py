@@ -32,10 +32,11 @@ class Model:
 
 
 def make(place: Path) -> Model:
-    """Write it all to a folder."""
-    from tests.random_models import greedy, served, write_checkpoint
+    """Write it all to a folder, whose part CACHE is the cache of this process by then."""
+    from tests.random_models import greedy, served
+    from tests.runtime.checkpoints import write_prepared
 
-    reference = write_checkpoint(served("llama"), place)
+    reference = write_prepared(served("llama"), place, DTYPE)
     expected = [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
     (place / EXPECTED).write_text(json.dumps(expected))
     return Model(str(place), expected)
@@ -47,12 +48,7 @@ def load(place: Path) -> Model:
 
 
 def main() -> None:
-    from lamina.compute.preparation import prepare
-    from lamina.models import directory
-
-    place = Path(sys.argv[1])
-    make(place)
-    prepare(directory.find(str(place)), DTYPE, lambda: None)
+    make(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,18 @@ import torch
 from typer.testing import CliRunner
 
 from lamina.cli import app
+from lamina.cluster.launchers import local
 from lamina.cluster.launchers.local import LocalWorkers
+from lamina.compute.preparation import prepare
 from lamina.config import EngineConfig
 from lamina.engine.updates import RequestUpdate, whole
 from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.launch import launch
+from lamina.models import directory
 from lamina.protocol import liveness
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.random_models import served, write_checkpoint
+from tests.random_models import served
+from tests.runtime.checkpoints import write_prepared
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 
@@ -33,7 +37,7 @@ LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama")
-    write_checkpoint(served("llama"), place)
+    write_prepared(served("llama"), place)
     return place
 
 
@@ -100,7 +104,7 @@ serve, holding_the_lock, calls = store.KvStore.serve, ctypes.PyDLL(None), []
 def slow(*arguments):
     calls.append(1)
     if len(calls) == 1:
-        holding_the_lock.sleep(5)
+        holding_the_lock.sleep(4)
     return serve(*arguments)
 store.KvStore.serve = slow
 worker.main()
@@ -108,7 +112,7 @@ worker.main()
 
 
 class SlowWorkers(LocalWorkers):
-    """Memory workers whose first attention takes 5 s of native code that holds Python's lock."""
+    """Memory workers whose first attention takes 4 s of native code that holds Python's lock."""
 
     def command(self, name: str, module: str) -> list[str]:
         slow = [sys.executable, "-P", "-c", SLOW_MEMORY_WORKER]
@@ -127,6 +131,7 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
     monkeypatch.setattr(liveness, "PING_S", 0.2)
     monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 1.0)  # the stopped one does not end by itself
     workers = SlowWorkers()
     engine = launch(config(checkpoint), workers=workers)
     finals: list[RequestUpdate] = []
@@ -163,6 +168,7 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
 SCRIPT = """
 import sys, threading
 from lamina.launch import launch
+from lamina.models import directory
 from lamina.config import EngineConfig
 from lamina.types import SamplingParams
 engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2"))
@@ -176,7 +182,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: signal.Signals) -> None:
     shared_before = set(os.listdir("/dev/shm"))
     engine = subprocess.Popen(
@@ -211,14 +217,14 @@ def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path
 
 
 def test_more_compute_workers_than_slices_cannot_take_turns(tmp_path: Path) -> None:
-    write_checkpoint(served("llama", layers=1), tmp_path)
+    write_prepared(served("llama", layers=1), tmp_path)
     with pytest.raises(ConfigError, match="2 slices, too few for 3 compute workers"):
         launch(dataclasses.replace(config(tmp_path), compute="cpu:3", lanes=4, pipelining="rotational"))
     assert not worker_processes()
 
 
 def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
-    model: Any = write_checkpoint(served("llama"), tmp_path)
+    model: Any = write_prepared(served("llama"), tmp_path)
     with torch.no_grad():
         model.get_input_embeddings().weight[50] = float("nan")
     model.save_pretrained(tmp_path)
@@ -261,10 +267,12 @@ def test_tokens_the_model_has_no_row_for_are_refused_and_modules_of_the_users_fo
     for file in checkpoint.iterdir():
         (smaller / file.name).write_bytes(file.read_bytes())
     (smaller / "config.json").write_text(json.dumps(settings))  # the tokenizer still knows 160
+    prepare(directory.find(str(smaller)), DType.FLOAT32, lambda: None)
     engine = launch(dataclasses.replace(config(smaller), load_format="dummy"))
     with pytest.raises(RequestError, match="token id 100 is outside the vocabulary of 100 tokens"):
         engine.submit("r", [5, 100], LONG, lambda output: None)
     assert engine.stats().dead is None
     engine.close()
-    bench = ["bench", "--model", str(smaller), "--load-format", "dummy", "--context", "40", "--tokens", "8"]
+    bench = ["bench", "--model", str(smaller), "--dtype", "float32", "--load-format", "dummy"]
+    bench += ["--batch", "2", "--context", "40", "--tokens", "8"]
     CliRunner().invoke(app, bench, catch_exceptions=False)  # draws its prompts from the 100

@@ -17,8 +17,10 @@ from lamina.launch import launch
 from lamina.schedule import admission
 from lamina.schedule.scheduler import Scheduler
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
-from tests.random_models import SERVED_VOCABULARY, greedy, served, write_checkpoint
+from tests.random_models import SERVED_VOCABULARY, greedy, served
+from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until, worker_processes
+from tests.sweep import sweep
 
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
 CAPACITY = 500
@@ -44,7 +46,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     place = tmp_path_factory.mktemp("llama")
-    reference = write_checkpoint(served("llama", max_position_embeddings=256), place)
+    reference = write_prepared(served("llama", max_position_embeddings=256), place)
     draw = random.Random(11)
     prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(prompt)] for prompt, _ in LENGTHS]
     expected = [greedy(reference, prompt, tokens) for prompt, (_, tokens) in zip(prompts, LENGTHS, strict=True)]
@@ -96,7 +98,7 @@ if "LAMINA_TEST_RDMA" in os.environ:
     SWITCHES["RDMA"] = {"transport": "rdma"}
 
 
-@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("switches", sweep(SWITCHES, {"lanes that rotate, over TCP", "RDMA"} & SWITCHES.keys()))
 def test_a_request_gets_room_and_the_one_that_moved_goes_on_as_if_nothing_had_been(
     model: Model, switches: dict[str, Any]
 ) -> None:
@@ -120,8 +122,11 @@ def test_a_request_gets_room_and_the_one_that_moved_goes_on_as_if_nothing_had_be
     assert len(seen["2"]) + len(seen["3"]) == 3  # one of the small ones has been on both workers
 
 
+@pytest.mark.parametrize(
+    "moments", [(1, 4), pytest.param((0, 1, 2, 4, 8, 16), marks=pytest.mark.slow)], ids=["two moments", "six moments"]
+)
 def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model, moments: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(model)
     after, left = [0], [-1]
@@ -141,7 +146,7 @@ def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
 
     monkeypatch.setattr(Scheduler, "plan", plan)
     try:
-        for after[0] in (0, 1, 2, 4, 8, 16):
+        for after[0] in moments:
             left[0] = -1
             outputs = generate(engine, model)
             reasons = [output.outputs[0].finish_reason for output in outputs]
@@ -150,13 +155,13 @@ def test_a_request_cancelled_at_any_moment_of_its_way_leaves_no_slot(
                 tokens = output.outputs[0].token_ids
                 assert tokens == expected[: len(tokens)]
             wait_until(lambda: slots_in_use(engine) == 0, 10, f"slots stayed in use, cancelled after {after[0]} plans")
-        assert len(migrations) >= 6
+        assert len(migrations) >= len(moments)
         assert not any(engine._scheduler.placement.reserved.values())
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("victim", ["source", pytest.param("target", marks=pytest.mark.slow)])
 def test_a_memory_worker_killed_while_a_segment_moves_ends_every_request_with_an_error(
     model: Model, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

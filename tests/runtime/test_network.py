@@ -115,7 +115,12 @@ class CardWorkers(LocalWorkers):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     made = os.environ.get("LAMINA_TEST_MODEL")
-    return network_model.load(Path(made)) if made else network_model.make(tmp_path_factory.mktemp("llama"))
+    if made:
+        return network_model.load(Path(made))
+    place = tmp_path_factory.mktemp("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE_DIR", str(place / network_model.CACHE))
+        return network_model.make(place)
 
 
 def start(

@@ -1,11 +1,8 @@
 """The whole runtime against Hugging Face: processes, two memory workers, more requests than fit in one batch."""
 
-import itertools
-import os
 import random
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,10 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.pipeline import Arrangement
-from lamina.schedule.lanes import LaneChooser
 from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED, SERVED_VOCABULARY, greedy, served, write_checkpoint
+from tests.random_models import SERVED, SERVED_VOCABULARY, greedy, served
+from tests.runtime.checkpoints import write_prepared
+from tests.sweep import sweep
 
 TOKENS = 10
 
@@ -43,9 +40,9 @@ def run_all(
     return [finals[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", sweep(SERVED, ["llama", "deepseek_v3"]))  # test_switches.py runs gpt_oss
 def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
-    reference = write_checkpoint(served(family), tmp_path)
+    reference = write_prepared(served(family), tmp_path)
     draw = random.Random(family)
     prompts = [
         [draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
@@ -72,7 +69,7 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
 
 def test_several_compute_workers_share_slots_without_touching_each_others_tokens(tmp_path: Path) -> None:
     """Requests that end at once give their slots to others while both replicas run; every token must still be right."""
-    reference = write_checkpoint(served("llama"), tmp_path)
+    reference = write_prepared(served("llama"), tmp_path)
     draw = random.Random(7)
     config = EngineConfig(
         model=str(tmp_path),
@@ -94,92 +91,10 @@ def test_several_compute_workers_share_slots_without_touching_each_others_tokens
     assert got == [greedy(reference, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
 
 
-CORES = [str(core) for core in sorted(os.sched_getaffinity(0))]
-SWITCHES: dict[str, dict[str, Any]] = {
-    "nothing ahead": {"plan_ahead": False},
-    "two lanes": {"lanes": 2},
-    "lanes that stay": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed"},
-    "lanes that rotate": {"compute": "cpu:2", "lanes": 3},
-    "lanes that change while running": {"compute_cores": CORES[0], "memory_cores": CORES[-1]},
-    "q first": {"q_first": True},
-    "mini-batches": {"mini_batches": 3},
-    "everything": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2},
-    "TCP": {"transport": "tcp"},
-    "lanes that stay, over TCP": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed", "transport": "tcp"},
-    "everything over TCP": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2, "transport": "tcp"},
-}
-
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-DRAWN = SamplingParams(n=2, seed=5, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=TOKENS, min_tokens=4)
-
-
-class Switched:
-    """A model with windows, sinks and experts, and what it answers with nothing switched on or off."""
-
-    def __init__(self, place: Path) -> None:
-        self.model = str(place)
-        reference = write_checkpoint(served("gpt_oss"), place)
-        draw = random.Random(3)
-        self.prompts = [
-            [draw.randrange(3, SERVED_VOCABULARY) for _ in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
-        ]
-        self.greedy = [[greedy(reference, prompt, TOKENS)] for prompt in self.prompts]
-        self.drawn = self.run({})[len(self.prompts) :]
-
-    def run(self, switches: dict[str, Any]) -> list[list[list[int]]]:
-        """Token ids of every completion: greedy requests first, then drawn ones."""
-        settings: dict[str, Any] = {
-            "memory": "cpu:2",
-            "dtype": DType.FLOAT32,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 24,
-        }
-        engine = launch(EngineConfig(model=self.model, **(settings | switches)))
-        try:
-            each = [GREEDY] * len(self.prompts) + [DRAWN] * len(self.prompts)
-            outputs = run_all(engine, self.prompts * 2, each)
-        finally:
-            engine.close()
-        return [[part.token_ids for part in output.outputs] for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def switched(tmp_path_factory: pytest.TempPathFactory) -> Switched:
-    return Switched(tmp_path_factory.mktemp("switched"))
-
-
-@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
-def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches: dict[str, Any]) -> None:
-    """Greedy ones equal Hugging Face; drawn ones, with penalties, depend on the seed alone, whichever replica draws."""
-    outputs = switched.run(switches)
-    assert outputs[: len(switched.prompts)] == switched.greedy
-    assert outputs[len(switched.prompts) :] == switched.drawn
-
-
-def test_lanes_that_change_replicas_and_order_leave_the_tokens_alone(
-    switched: Switched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every few steps another arrangement: sequences go to replicas that have not run them, and back."""
-    steps = itertools.count(1)
-    seen = set()
-
-    def choose(chooser: LaneChooser, sequences: int, now: float) -> Arrangement:
-        choices = [Arrangement(4), Arrangement(3, rotates=True), Arrangement(2), Arrangement(6)]
-        seen.add(chosen := choices[next(steps) // 6 % len(choices)])
-        return chosen
-
-    monkeypatch.setattr(LaneChooser, "choose", choose)
-    outputs = switched.run({"compute": "cpu:2", "compute_cores": CORES[0], "memory_cores": CORES[-1]})
-    assert len(seen) == 4
-    assert outputs[: len(switched.prompts)] == switched.greedy
-    assert outputs[len(switched.prompts) :] == switched.drawn
-
-
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, pytest.param(DType.FLOAT16, marks=pytest.mark.slow)])
 def test_half_precision_log_probabilities_are_close_to_hugging_face(dtype: DType, tmp_path: Path) -> None:
     """Against float32 arithmetic on the same rounded weights, no worse than Hugging Face in this precision."""
-    model = write_checkpoint(served("llama"), tmp_path)
+    model = write_prepared(served("llama"), tmp_path, dtype)
     prompts = [[5, 6, 7], list(range(3, 60))]
     engine = launch(EngineConfig(model=str(tmp_path), compute="cpu:1", memory="cpu:2", dtype=dtype))
     try:

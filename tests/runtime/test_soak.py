@@ -1,4 +1,4 @@
-"""A thousand requests of every kind through real workers: one terminal state each, empty slabs, flat memory."""
+"""Requests of every kind through real workers: one terminal state each, empty slabs, flat memory."""
 
 import random
 import threading
@@ -13,15 +13,22 @@ from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
+from tests.random_models import SERVED_VOCABULARY, served
+from tests.runtime.checkpoints import write_prepared
 
-REQUESTS = 1000
+WAVE = 1000  # requests
+WARM_WAVES = 8
+"""oneDNN keeps a kernel for each number of rows, and the rarer numbers come late. Over waves of this kind the processes
+grew by 35, 15, 7, 1.5, 0.4, 0.7, 1.4, 1.2, 0.7, 0.0 and 0.3 MB."""
+WAVES = 3
+LEAK = 1500
+"""Bytes for each request, in all processes together, that are found: 4.5 MB, of which late kernels may take 1."""
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     place = tmp_path_factory.mktemp("llama")
-    write_checkpoint(served("llama"), place)
+    write_prepared(served("llama"), place)
     engine = launch(
         EngineConfig(
             model=str(place),
@@ -94,19 +101,13 @@ def wait_until_empty(engine: Engine) -> None:
         time.sleep(0.05)
 
 
-def worker_memory() -> int:
-    here = psutil.Process()  # the engine's process, this one, included
-    return sum(process.memory_info().rss for process in (here, *here.children()))
+def memory_in_use() -> dict[str, int]:
+    """Resident bytes of this process, the engine's, and of each worker."""
+    here = psutil.Process()
+    return {f"{process.cmdline()[-1]} {process.pid}": process.memory_info().rss for process in (here, *here.children())}
 
 
-def test_a_thousand_requests_end_once_and_leave_nothing(engine: Engine) -> None:
-    draw = random.Random(1)
-    for wave in range(3):  # kernels for every number of rows are made on first use, and then kept
-        run_wave(engine, draw, REQUESTS, f"warm{wave}-")
-    wait_until_empty(engine)
-    before = worker_memory()
-    ledger = run_wave(engine, draw, REQUESTS, "r")
-    wait_until_empty(engine)
+def assert_every_kind_of_end(engine: Engine, ledger: Ledger) -> None:
     assert not ledger.violations
     for output in ledger.finals.values():
         assert output.error is None
@@ -116,7 +117,29 @@ def test_a_thousand_requests_end_once_and_leave_nothing(engine: Engine) -> None:
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.dead) == (0, 0, None)
-    assert worker_memory() - before < 8_000_000, "workers grew while they served the same kind of load again"
+
+
+def test_many_requests_end_once_and_leave_nothing(engine: Engine) -> None:
+    ledger = run_wave(engine, random.Random(1), 250, "r")
+    wait_until_empty(engine)
+    assert_every_kind_of_end(engine, ledger)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_is_flat_over_thousands_of_requests(engine: Engine) -> None:
+    draw = random.Random(1)
+    for wave in range(WARM_WAVES):
+        run_wave(engine, draw, WAVE, f"warm{wave}-")
+    wait_until_empty(engine)
+    before = memory_in_use()
+    for wave in range(WAVES):
+        assert_every_kind_of_end(engine, run_wave(engine, draw, WAVE, f"wave{wave}-"))
+    wait_until_empty(engine)
+    after = memory_in_use()
+    grown = sum(after.values()) - sum(before.values())
+    each = {name: after[name] - before[name] for name in before}
+    assert grown < LEAK * WAVE * WAVES, f"{grown} bytes after {WAVE * WAVES} requests of the same kind: {each}"
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: Engine) -> None:

@@ -47,6 +47,7 @@ class Driver:
         self.live: dict[str, Any] = {}
         self.migrations: list[int] = []
         self.now = 0.0
+        self.pause_s = 1.0  # between rounds, at most
 
     def come(self, name: str) -> None:
         prompt, most, n = self.chance.randint(1, 20), self.chance.randint(1, 8), self.chance.randint(1, 3)
@@ -84,7 +85,7 @@ class Driver:
                         self.end(name)
 
     def plan(self) -> None:
-        self.now += self.chance.random()
+        self.now += self.pause_s * self.chance.random()
         in_flight = Counter(plan.lane for plan in self.turn.in_flight.values())
         for plan in self.turn.plan(self.now):
             assert in_flight[plan.lane] < self.depth, "a plan for a lane without room"
@@ -99,6 +100,10 @@ class Driver:
                 self.known.update(range(admission.sequence, admission.sequence + admission.count))
             assert {step.sequence for step in plan.sequences} <= self.known
             self.migrations += [migration.number for migration in plan.migrations]
+            self.on_plan(plan)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """A plan has been checked and would be sent."""
 
     def turn_once(self) -> None:
         """What a round of the engine or the simulator does."""

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import threading
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -113,6 +114,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
+        if family.name not in TRAFFIC
     }
     assert values == {
         ("lamina_up",): 1,
@@ -125,6 +127,48 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_kv_slots", "memory0"): 9,
         ("lamina_links", "same host", "shm"): 1,
         ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
+    }
+
+
+TRAFFIC = {
+    "lamina_prompt_tokens",
+    "lamina_generated_tokens",
+    "lamina_completions",
+    "lamina_time_to_first_token_seconds",
+    "lamina_time_between_tokens_seconds",
+    "lamina_request_duration_seconds",
+}
+
+
+def traffic(server: Running) -> Counter[str]:
+    """Sums, counts and totals of ``TRAFFIC``, without buckets."""
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    return Counter(
+        {
+            "/".join([sample.name, *sample.labels.values()]): sample.value  # type: ignore[misc]
+            for family in families
+            if family.name in TRAFFIC
+            for sample in family.samples
+            if not sample.name.endswith("_bucket")
+        }
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_metrics_count_tokens_and_measure_waits(server: Running, stream: bool) -> None:
+    before = traffic(server)
+    server.post(COMPLETION, prompt=["four", "seventh"], n=2, stream=stream)  # 3 words each, in as many updates
+    new = traffic(server) - before
+    assert all(new.pop(f"lamina_{name}_seconds_sum") > 0 for name in ("time_to_first_token", "request_duration"))
+    new.pop("lamina_time_between_tokens_seconds_sum", 0)
+    updates = new.pop("lamina_time_between_tokens_seconds_count", 0)  # those not read yet are read as one
+    assert 0 <= updates <= 4
+    assert new == {
+        "lamina_prompt_tokens_total": len("four") + len("seventh"),
+        "lamina_generated_tokens_total": 2 * 2 * 3,
+        "lamina_completions_total/length": 2 * 2,
+        "lamina_time_to_first_token_seconds_count": 2,
+        "lamina_request_duration_seconds_count": 2,
     }
 
 

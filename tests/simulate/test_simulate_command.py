@@ -2,10 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli import commands
+from tests.cli.commands import run_here
 
 
 @pytest.fixture
@@ -17,15 +19,15 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lamina", "simulate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_here("simulate", *map(str, arguments))
 
 
 POOLS = ("--model", "Llama-2-7B", "--compute", "a100:2", "--memory", "rtx3090:2")
 
 
 def test_a_summary_requests_and_a_timeline(trace: Path, tmp_path: Path) -> None:
-    done = run(*POOLS, "--trace", trace, "--requests", tmp_path / "r.csv", "--trace-out", tmp_path / "t.json")
+    written = ("--requests", str(tmp_path / "r.csv"), "--trace-out", str(tmp_path / "t.json"))
+    done = commands.run("simulate", *POOLS, "--trace", str(trace), *written)
     assert done.returncode == 0, done.stderr
     for part in ("60 finished", "TTFT", "TBT", "per million output tokens", "compute a100-80g:2", "memory rtx3090:2"):
         assert part in done.stdout

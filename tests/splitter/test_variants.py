@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lamina.splitter import split
 from lamina.types import DType
-from tests.random_models import LIKE_ANOTHER, NAMES, VOCABULARY, random_model, variant, write_checkpoint
+from tests.random_models import NAMES, REPRESENTATIVES, VOCABULARY, random_model, variant, write_checkpoint
 from tests.splitter.oracle import Runner
+from tests.sweep import sweep
 
 # Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
 STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}
@@ -41,14 +42,12 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert error <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ANOTHER else []) for name in NAMES]
-)
+@pytest.mark.parametrize("name", sweep(NAMES, REPRESENTATIVES))
 def test_variant(name: str) -> None:
     assert_same_logits(variant(name))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gptj", "deepseek_v3"])
+@pytest.mark.parametrize("name", sweep(["llama", "gemma3_text", "gptj", "deepseek_v3"], ["gemma3_text"]))
 def test_deep_model_from_few_layers(name: str) -> None:
     """Nine layers, some of another kind, come from a capture of fewer and are still exact."""
     assert_same_logits(variant(name, layers=9))
@@ -65,7 +64,10 @@ def test_layers_that_differ_by_a_number_in_their_code(monkeypatch: pytest.Monkey
     assert_same_logits(variant("llama", layers=5))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("ernie4_5_moe", DType.BFLOAT16), ("gpt_oss", DType.FLOAT16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("ernie4_5_moe", DType.BFLOAT16), pytest.param("gpt_oss", DType.FLOAT16, marks=pytest.mark.slow)],
+)
 def test_tensors_that_a_family_keeps_in_float32(name: str, dtype: DType, tmp_path: Path) -> None:
     """Routers and norms, as transformers loads them."""
     write_checkpoint(variant(name), tmp_path)

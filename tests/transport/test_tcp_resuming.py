@@ -25,7 +25,7 @@ from tests.transport.tcp_tools import (
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-@pytest.mark.parametrize(("nbytes", "messages", "most"), [(200, 400, 4000), (60_000, 150, 400_000)])
+@pytest.mark.parametrize(("nbytes", "messages", "most"), [(200, 200, 4000), (60_000, 150, 400_000)])
 def test_streams_go_on_over_new_connections(
     make_tcp: MakeTcp, proxies: MakeProxy, nbytes: int, messages: int, most: int, tls: bool
 ) -> None:

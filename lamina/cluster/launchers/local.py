@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import selectors
 import subprocess
 import sys
 import time
@@ -34,6 +35,8 @@ class LocalWorkers:
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._exits = selectors.DefaultSelector()  # of a descriptor of each process that has not been seen to exit
+        self._ended: dict[str, str] = {}
         self._closing = False
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
@@ -59,6 +62,7 @@ class LocalWorkers:
                     )
             finally:
                 os.sched_setaffinity(0, own)
+            self._exits.register(os.pidfd_open(self._processes[name].pid), selectors.EVENT_READ, name)
             ours.write(msgspec.msgpack.encode(bootstrap))
 
     def command(self, name: str, module: str) -> list[str]:
@@ -66,11 +70,14 @@ class LocalWorkers:
         return [sys.executable, "-P", "-m", module]
 
     def ended(self) -> Mapping[str, str]:
-        """Workers that have exited, with their exit status."""
+        """Workers that have exited, with their exit status. One system call, however many run."""
         if self._closing:
             return {}
-        codes = {name: process.poll() for name, process in self._processes.items()}
-        return {name: _describe(code) for name, code in codes.items() if code is not None}
+        for exited, _ in self._exits.select(0):
+            self._ended[exited.data] = _describe(self._processes[exited.data].wait())
+            self._exits.unregister(exited.fileobj)
+            os.close(exited.fd)
+        return self._ended
 
     def kill(self) -> None:
         """Kill all workers at once."""
@@ -89,6 +96,9 @@ class LocalWorkers:
                 process.kill()
         for process in self._processes.values():
             process.wait(STOP_TIMEOUT_S)
+        for descriptor in list((self._exits.get_map() or {}).values()):
+            os.close(descriptor.fd)
+        self._exits.close()
 
 
 def _describe(code: int) -> str:

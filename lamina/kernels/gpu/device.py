@@ -13,7 +13,7 @@ REMEDY = "pip install 'lamina[cuda]'"
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     """One NVIDIA GPU. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0."""
 
     name: str
@@ -27,21 +27,21 @@ class Card:
 
 @dataclass(frozen=True)
 class Found:
-    """GPUs and packages found. ``cards`` is None without a driver; a version is None if its package is missing."""
+    """GPUs and packages found. ``gpus`` is None without a driver; a version is None if its package is missing."""
 
-    cards: tuple[Card, ...] | None
+    gpus: tuple[Gpu, ...] | None
     triton: str | None
     cupy: str | None
 
     def __str__(self) -> str:
-        cards = "no NVIDIA driver" if self.cards is None else "an NVIDIA driver without GPUs"
-        if self.cards:
-            cards = ", ".join(f"cuda:{index} {card}" for index, card in enumerate(self.cards))
+        gpus = "no NVIDIA driver" if self.gpus is None else "an NVIDIA driver without GPUs"
+        if self.gpus:
+            gpus = ", ".join(f"cuda:{index} {gpu}" for index, gpu in enumerate(self.gpus))
         packages = ((self.triton, "Triton"), (self.cupy, "CuPy"))
-        return f"{cards}; " + ", ".join(f"{name} {version}" if version else f"no {name}" for version, name in packages)
+        return f"{gpus}; " + ", ".join(f"{name} {version}" if version else f"no {name}" for version, name in packages)
 
 
-def require(index: int, found: Found) -> Card:
+def require(index: int, found: Found) -> Gpu:
     """GPU ``index``, if kernels can run on it.
 
     Raises:
@@ -51,23 +51,23 @@ def require(index: int, found: Found) -> Card:
     def refuse(remedy: str) -> ConfigError:
         return ConfigError(f"cuda device {index} cannot be used; found {found}. {remedy}, or use a CPU")
 
-    if not found.cards:
-        install = "Install NVIDIA's driver" if found.cards is None else "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if not found.gpus:
+        install = "Install NVIDIA's driver" if found.gpus is None else "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
         raise refuse(install if found.triton and found.cupy else f"{install} and {REMEDY}")
-    if not 0 <= index < len(found.cards):
-        raise refuse(f"Use a device from 0 to {len(found.cards) - 1}")
-    card = found.cards[index]
-    if card.capability < LEAST_CAPABILITY:
+    if not 0 <= index < len(found.gpus):
+        raise refuse(f"Use a device from 0 to {len(found.gpus) - 1}")
+    gpu = found.gpus[index]
+    if gpu.capability < LEAST_CAPABILITY:
         raise refuse("Attention needs compute capability 8.0 or higher: use another GPU")
     if not (found.triton and found.cupy):
         raise refuse(f"Run {REMEDY}")
-    return card
+    return gpu
 
 
 def find() -> Found:
     """Look for GPUs and packages. Makes no CUDA context, so this process may still fork."""
     cupy = next(filter(None, map(_version, CUPY_PACKAGES)), None)
-    return Found(find_cards(), _version("triton"), cupy)
+    return Found(find_gpus(), _version("triton"), cupy)
 
 
 def _version(package: str) -> str | None:
@@ -77,7 +77,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def find_cards() -> tuple[Card, ...] | None:
+def find_gpus() -> tuple[Gpu, ...] | None:
     """The GPUs that this process may use, in the order of their PCI bus addresses; None without a driver."""
     import pynvml  # takes 20 ms, and most processes do not need it
 
@@ -87,32 +87,32 @@ def find_cards() -> tuple[Card, ...] | None:
         return None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return visible(tuple(map(_card, handles)), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return visible(tuple(map(_gpu, handles)), os.environ.get("CUDA_VISIBLE_DEVICES"))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _card(handle: Any) -> Card:
+def _gpu(handle: Any) -> Gpu:
     import pynvml
 
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
     name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-    return Card(name, 10 * major + minor, memory, uuid)
+    return Gpu(name, 10 * major + minor, memory, uuid)
 
 
-def visible(cards: tuple[Card, ...], wanted: str | None) -> tuple[Card, ...]:
+def visible(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA shows if CUDA_VISIBLE_DEVICES is ``wanted``: indices or prefixes of UUIDs, up to the first
     entry that matches no GPU. https://docs.nvidia.com/cuda/cuda-programming-guide (environment variables)
     """
     if wanted is None:
-        return cards
-    chosen: list[Card] = []
+        return gpus
+    chosen: list[Gpu] = []
     for entry in map(str.strip, wanted.split(",")):
         if entry.isdecimal():
-            named = cards[int(entry) : int(entry) + 1]
+            named = gpus[int(entry) : int(entry) + 1]
         else:
-            named = tuple(card for card in cards if entry and card.uuid.startswith(entry))
+            named = tuple(gpu for gpu in gpus if entry and gpu.uuid.startswith(entry))
         if len(named) != 1:
             break
         chosen += named

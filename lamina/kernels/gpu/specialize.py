@@ -16,14 +16,17 @@ WRITTEN_WORDS = 256  # words of page tables that one program writes
 
 
 def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
-    """(packed query rows of a program for pairs with few query rows, the most query rows of such a pair)."""
+    """The tile of decode programs: its rows, and the most query rows of a pair that such a program takes.
+
+    A tile's rows are query rows times the query heads that share a KV head.
+    """
     group = spec.query_heads // spec.kv_heads
     block_m = min(LARGEST_TILE, _block(group))
     return block_m, 2**30 if block_m == LARGEST_TILE else block_m // group
 
 
 def prompt_tile(element: KvElement) -> int:
-    """Packed query rows of a program for pairs with many query rows; float32 products need twice the registers."""
+    """Rows of a prompt program's tile, counted as in ``decode_tile``; float32 products need twice the registers."""
     return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
 
 
@@ -35,7 +38,8 @@ def plan_program(pairs: int) -> Program:
 def plan_numbers(
     spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int
 ) -> tuple[int, ...]:
-    """The numbers that ``plan`` gets after the number of pairs; it plans pairs with rows[0] to rows[1] query rows."""
+    """The integer arguments of ``plan`` that follow the number of pairs. ``rows``: the fewest and most query rows of
+    the pairs to plan; ``wanted_items``: programs that run at once."""
     group = spec.query_heads // spec.kv_heads
     return (*rows, group, spec.window, spec.chunk, block_m, tiling.block_n, wanted_items, tiling.least_tokens)
 
@@ -109,7 +113,7 @@ def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int
         kv_heads=kv_heads,
         qk_dim=qk_dim,
         v_dim=v_dim,
-        element=_element_code(element, HARDWARE_FP8 - 1),  # what it reads back is not used
+        element=_element_code(element, HARDWARE_FP8 - 1),  # capabilities differ in reading FP8, not in writing it
         block_d=_block(qk_dim),
         block_dv=_block(v_dim),
     )
@@ -140,6 +144,7 @@ def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **
 
 
 def _element_code(element: KvElement, capability: int) -> int:
+    """The kernels' constant: 0 no scales, 1 INT8, 2 FP8 converted by the hardware, 3 FP8 converted in software."""
     if element is KvElement.FP8:
         return 2 if capability >= HARDWARE_FP8 else 3
     return 1 if element is KvElement.INT8 else 0
@@ -150,4 +155,4 @@ def _power_of_two(number: int) -> int:
 
 
 def _block(size: int) -> int:
-    return max(16, _power_of_two(size))  # what a tensor product takes at least
+    return max(16, _power_of_two(size))  # tensor cores multiply tiles of at least 16

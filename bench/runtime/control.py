@@ -1,0 +1,272 @@
+"""What a step costs the engine as the pools grow: its CPU time per step and per token, against the smallest cluster's.
+
+    python -m bench.runtime.control [--batch 8] [--seconds 4] [--rounds 3] [--pools 2+8,8+64,50+200,200+800]
+
+The engine is real: its turn, its control plane with encryption, its serialisation. The workers are scripted: one other
+process holds all their sockets, draws a token at once for every sequence of a step and reports the use of slabs now
+and then. All clusters run steps of ``--batch`` sequences, one lane per compute worker, so that only the number of
+workers differs; requests of 100 to 300 tokens come and go. "Messages" are those that the engine sends per step: a step
+cannot concern more memory workers than it has sequences.
+"""
+
+import argparse
+import contextlib
+import random
+import resource
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import msgspec
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from lamina.cluster.bringup import Cluster
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.engine.updates import RequestUpdate
+from lamina.models.directory import find
+from lamina.models.tokenizer import Tokenizer
+from lamina.pipeline import Pipeline
+from lamina.protocol.control import HEARTBEAT, Bootstrap, ControlServer
+from lamina.protocol.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
+from lamina.schedule.scheduler import Limits
+from lamina.types import AttentionSpec, DType, SamplingParams, StepPlan
+
+PROMPT = list(range(5, 21))
+TOKENS = 100, 300
+START_S = 120.0
+WARM_UP_STEPS = 30  # of each lane: the prompts are computed by then
+FEWEST_STEPS = 3000  # measured
+IDLE_S = 3.0
+LOOK_S = 0.1  # between two looks at memory workers and heartbeats
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Engine CPU in microseconds, control messages that it sent, and its share of a core without requests."""
+
+    us_per_step: float
+    us_per_token: float
+    messages_per_step: float
+    steps_per_s: float
+    idle_percent: float
+
+
+class NoProcesses:
+    """The workers are scripted: none of them is a process of its own."""
+
+    def ended(self) -> Mapping[str, str]:
+        """None ever is."""
+        return {}
+
+    def close(self) -> None:
+        """They stop when told to."""
+
+
+class Counting(ControlServer):
+    """Counts the messages it sends."""
+
+    sent = 0
+
+    def send(self, workers: Sequence[str], message: Any) -> None:
+        """As the control plane's."""
+        self.sent += len(workers)
+        super().send(workers, message)
+
+
+class Scripted:
+    """All workers, in a process of their own."""
+
+    def __init__(self, bootstraps: Sequence[Bootstrap]) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToWorker)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4 * len(bootstraps) + 16)
+        self._heartbeats = self._connect(bootstraps, HEARTBEAT)  # first: a worker that greets is watched
+        self._computes = self._connect(one for one in bootstraps if one.name.startswith("compute"))
+        self._memories = self._connect(one for one in bootstraps if one.name.startswith("memory"))
+        for dealer, _ in (*self._computes.sockets, *self._memories.sockets):
+            dealer.send(self._encoder.encode(Hello("scripted")))
+
+    def _connect(self, bootstraps: Iterable[Bootstrap], suffix: bytes = b"") -> zmq.Poller:
+        poller = zmq.Poller()
+        for bootstrap in bootstraps:
+            dealer = self._context.socket(zmq.DEALER)
+            dealer.identity = bootstrap.name.encode() + suffix
+            dealer.curve_serverkey = bootstrap.engine_key
+            dealer.curve_publickey, dealer.curve_secretkey = bootstrap.public_key, bootstrap.secret_key
+            dealer.linger, dealer.sndhwm, dealer.rcvhwm = 0, 0, 0
+            dealer.connect(bootstrap.address)
+            poller.register(dealer, zmq.POLLIN)
+        return poller
+
+    def play(self) -> None:
+        """Until the engine says stop. Compute workers answer at once; the others are looked at now and then."""
+        looked, reported, number = time.monotonic(), time.monotonic(), 0
+        busy = set[Any]()  # memory workers that were told of steps since the last report
+        while True:
+            for dealer, payload in _arrived(self._computes, 10):
+                message = self._decoder.decode(payload)
+                if isinstance(message, Stop):
+                    self._context.destroy(linger=0)
+                    return
+                if isinstance(message, Step):
+                    dealer.send(self._encoder.encode(_done(message.plan)))
+            now = time.monotonic()
+            if now - looked >= LOOK_S:
+                looked = now
+                for dealer, payload in _arrived(self._heartbeats, 0):
+                    dealer.send(payload)
+                busy |= {dealer for dealer, _ in _arrived(self._memories, 0)}
+            if now - reported >= USAGE_S:
+                reported, number = now, number + 1
+                usage = self._encoder.encode(SlabUsage(1000 + number, 8, float(number)))
+                for dealer in busy:
+                    dealer.send(usage)
+                busy.clear()
+
+
+def _arrived(poller: zmq.Poller, timeout_ms: int) -> Iterator[tuple[Any, bytes]]:
+    for dealer, _ in poller.poll(timeout_ms):
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield dealer, dealer.recv(zmq.NOBLOCK)
+
+
+def play(bootstraps: Sequence[Bootstrap]) -> None:
+    """The body of the workers' process."""
+    Scripted(bootstraps).play()
+
+
+def _done(plan: StepPlan) -> StepDone:
+    draws = [Draw(sequence, 100 + sequence % 100) for sequence in plan.decoding.sequences]
+    draws += [Draw(sequence, 100) for chunk in plan.chunks for sequence in chunk.draws]
+    return StepDone(plan.step, draws, rows=len(draws), busy_s=1e-3, waited_s=1e-3)
+
+
+class Load:
+    """As many requests at once as there is room for: a new one for each that ends."""
+
+    def __init__(self, engine: Engine, at_once: int) -> None:
+        self.tokens = 0
+        self._engine = engine
+        self._random = random.Random(0)
+        self._number = 0
+        self._closed = False
+        for _ in range(at_once):
+            self._submit()
+
+    def close(self) -> None:
+        """No new ones."""
+        self._closed = True
+
+    def _submit(self) -> None:
+        self._number += 1
+        params = SamplingParams(max_tokens=self._random.randint(*TOKENS), ignore_eos=True)
+        self._engine.submit(str(self._number), PROMPT, params, self._take)
+
+    def _take(self, update: RequestUpdate) -> None:
+        self.tokens += len(update.completions[0].token_ids)
+        if update.finished and not self._closed:
+            self._submit()
+
+
+def run(engine: Engine, steps: int, seconds: float) -> None:
+    """Wait for this many more steps, and at least this long."""
+    target, until = engine.stats().steps + steps, time.monotonic() + seconds
+    while engine.stats().steps < target or time.monotonic() < until:
+        if time.monotonic() > until + START_S:
+            raise TimeoutError(f"{steps} steps take longer than {START_S:.0f} s: {engine.stats()}")
+        time.sleep(0.05)
+
+
+def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
+    """One cluster of so many compute and memory workers."""
+    computes, memories = pool
+    compute_names = tuple(f"compute{number}" for number in range(computes))
+    memory_names = tuple(f"memory{number}" for number in range(memories))
+    control = Counting([*compute_names, *memory_names])
+    others = get_context("spawn").Process(target=play, args=(list(control.bootstraps.values()),), daemon=True)
+    others.start()
+    greeted, deadline = set[str](), time.monotonic() + START_S
+    while len(greeted) < computes + memories:
+        greeted |= {worker for worker, message in control.receive(0.1) if isinstance(message, Hello)}
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(greeted)} of {computes + memories} workers connected in {START_S:.0f} s")
+    place = find(None)
+    spec = AttentionSpec(layer=0, query_heads=32, kv_heads=8, qk_dim=128, v_dim=128, scale=1.0)
+    capacity = max(4096, 4 * computes * batch * (TOKENS[1] + len(PROMPT)) // memories)
+    pipeline = Pipeline(computes, computes)
+    capacities = dict.fromkeys(memory_names, capacity)
+    cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, pipeline, {})
+    limits = Limits(batch * computes, 2048, 2048)
+    engine = Engine(EngineConfig(), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
+    try:
+        idle, begun = time.process_time(), time.monotonic()
+        time.sleep(IDLE_S)
+        idle = (time.process_time() - idle) / (time.monotonic() - begun)
+        load = Load(engine, batch * computes)
+        while engine.stats().running < batch * computes:
+            if time.monotonic() > deadline + START_S:
+                raise TimeoutError(f"{engine.stats().running} of {batch * computes} requests run: {engine.stats()}")
+            time.sleep(0.1)
+        run(engine, computes * WARM_UP_STEPS, 0.0)
+        spent, steps, tokens, sent = time.process_time(), engine.stats().steps, load.tokens, control.sent
+        begun = time.monotonic()
+        run(engine, FEWEST_STEPS, seconds)
+        spent, steps = time.process_time() - spent, engine.stats().steps - steps
+        elapsed, tokens, sent = time.monotonic() - begun, load.tokens - tokens, control.sent - sent
+        load.close()
+        return Cost(1e6 * spent / steps, 1e6 * spent / tokens, sent / steps, steps / elapsed, 100 * idle)
+    finally:
+        engine.close()
+        others.join(10.0)
+        if others.is_alive():
+            others.kill()
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--seconds", type=float, default=4.0, help="measured, of each cluster and round")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved; medians are printed")
+    parser.add_argument("--pools", default="2+8,8+64,50+200,200+800", help="compute+memory workers")
+    options = parser.parse_args()
+    pools = [(int(each.partition("+")[0]), int(each.partition("+")[2])) for each in options.pools.split(",")]
+    found: dict[tuple[int, int], list[Cost]] = {pool: [] for pool in pools}
+    for _ in range(options.rounds):
+        for pool in pools:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+                found[pool].append(fresh.submit(measure, pool, options.batch, options.seconds).result())
+    table = Table(title=f"Engine CPU, steps of {options.batch} sequences")
+    for column in ("compute + memory", "us/step", "ratio", "us/token", "ratio", "messages/step", "steps/s", "idle %"):
+        table.add_column(column, justify="right")
+    medians = {
+        pool: [statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__annotations__]
+        for pool, costs in found.items()
+    }
+    first = medians[pools[0]]
+    for (computes, memories), (step, token, messages, rate, idle) in medians.items():
+        table.add_row(
+            f"{computes} + {memories}",
+            f"{step:.0f}",
+            f"{step / first[0]:.2f}",
+            f"{token:.1f}",
+            f"{token / first[1]:.2f}",
+            f"{messages:.1f}",
+            f"{rate:.0f}",
+            f"{idle:.1f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

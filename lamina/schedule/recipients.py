@@ -1,0 +1,183 @@
+"""Which workers are told of a plan, and of which part of it. Pure: no clock, no sockets.
+
+A plan goes whole to the compute workers that run its slices. A memory worker gets the part about sequences that it
+holds, is given or loses. Nobody else hears of it: the cost follows what the plan names and what has changed since the
+lane's plan before, not the number of workers.
+
+A worker that only has sequences to forget is told with its next part, or once it is overdue. A compute worker learns of
+a sequence with the first plan in which it runs it, which may be long after the admission if lanes are dealt out again.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from lamina.pipeline import Pipeline
+from lamina.types import Admission, DecodeRows, Segment, StepPlan
+
+RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
+
+_NOTHING: dict[str, Any] = {
+    "forks": [],
+    "released": [],
+    "admitted": [],
+    "chunks": [],
+    "decoding": DecodeRows([], [], []),
+    "moved": [],
+    "migrations": [],
+    "histories": {},
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decoding:
+    """The sequences that decode in a lane, as of its latest plan.
+
+    Attributes:
+        sequences: the plan's own list, which is the same object until one joins or leaves.
+        replicas: that run them. shares: by memory worker, its sequences and their places in the list.
+    """
+
+    sequences: list[int]
+    replicas: tuple[str, ...]
+    shares: dict[str, tuple[list[int], list[int]]]
+    members: frozenset[int]
+
+
+class Recipients:
+    """Follows plans in the order in which they are sent."""
+
+    def __init__(self, computes: Sequence[str], pipeline: Pipeline) -> None:
+        """``computes``: names of the pipeline's replicas, in order."""
+        self._computes = tuple(computes)
+        self._pipeline = pipeline
+        self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
+        self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
+        self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
+        self._decoding: dict[int, _Decoding] = {}  # by lane
+        self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
+
+    def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
+        """The workers to send something to, and what: the next plan, whole or the part that concerns them.
+
+        ``now``: seconds of any monotonic clock.
+        """
+        replicas = tuple(self._computes[number] for number in self._pipeline.replicas_of(plan.lane, plan.rotates))
+        parts: dict[str, dict[str, Any]] = {}
+
+        def add(workers: Iterable[str], name: str, item: object) -> None:
+            for worker in workers:
+                parts.setdefault(worker, {}).setdefault(name, []).append(item)
+
+        for fork in plan.forks:
+            add(self._homes[fork.parent], "forks", fork)
+        self._release(plan, replicas, now)
+        for segment in plan.moved:
+            add([*self._homes[segment.sequence], segment.worker], "moved", segment)
+            self._move(segment, replicas, now)
+        for migration in plan.migrations:
+            add((migration.source, migration.target), "migrations", migration)
+            self._knowing[migration.sequence].add(migration.target)
+        for admission in plan.admitted:
+            add(self._admit(admission, replicas), "admitted", admission)
+        decoding = self._decoding.get(plan.lane)
+        strange = self._strange(plan, replicas, decoding)
+        if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
+            decoding = self._decoding[plan.lane] = self._share(plan.decoding.sequences, replicas)
+        starts = plan.decoding.starts
+        for worker, (sequences, places) in decoding.shares.items():
+            rows = DecodeRows(sequences, [starts[place] for place in places], [])
+            parts.setdefault(worker, {})["decoding"] = rows
+        row = len(starts)
+        for chunk in plan.chunks:
+            add(self._homes[chunk.sequence], "chunks", chunk)
+            add(self._homes[chunk.sequence], "chunk_rows", row)
+            row += len(chunk.tokens)
+        for worker, part in parts.items():
+            if worker in self._untold:
+                part["released"] = self._untold.pop(worker)[1]
+        addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
+        return addressed + self._whole(plan, replicas, strange, now)
+
+    def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
+        """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""
+        while self._untold:
+            worker, (since, sequences) = next(iter(self._untold.items()))
+            if now - since < RELEASE_S:
+                return
+            del self._untold[worker]
+            yield worker, sequences
+
+    def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
+        for sequence in plan.released:
+            del self._admissions[sequence], self._homes[sequence]
+            for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
+                self._forget(worker, sequence, now)
+
+    def _forget(self, worker: str, sequence: int, now: float) -> None:
+        self._untold.setdefault(worker, (now, []))[1].append(sequence)
+
+    def _move(self, segment: Segment, replicas: tuple[str, ...], now: float) -> None:
+        """The old home learns of it from the plan. Compute workers that do not get the plan forget the sequence."""
+        sequence, home = segment.sequence, segment.worker
+        for worker in self._knowing[sequence].difference(replicas, self._homes[sequence], [home]):
+            self._forget(worker, sequence, now)
+        self._knowing[sequence] = {home, *self._knowing[sequence].intersection(replicas)}
+        self._homes[sequence] = [home]
+        self._admissions[sequence] = msgspec.structs.replace(self._admissions[sequence], segments=[segment])
+
+    def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> list[str]:
+        """Returns the memory workers with its segments."""
+        homes = [segment.worker for segment in admission.segments]
+        for sequence in range(admission.sequence, admission.sequence + admission.count):
+            self._admissions[sequence] = admission
+            self._homes[sequence] = homes
+            self._knowing[sequence] = {*homes, *replicas}
+        return homes
+
+    def _strange(self, plan: StepPlan, replicas: tuple[str, ...], before: _Decoding | None) -> list[int]:
+        """The sequences that the plan names and some of these replicas do not know."""
+        named: Iterable[int] = plan.decoding.sequences
+        if before is not None and before.replicas == replicas:
+            same = before.sequences is named
+            named = () if same else [sequence for sequence in named if sequence not in before.members]
+        named = [*named, *(chunk.sequence for chunk in plan.chunks), *plan.histories]
+        return [sequence for sequence in named if not self._knowing[sequence].issuperset(replicas)]
+
+    def _share(self, sequences: list[int], replicas: tuple[str, ...]) -> _Decoding:
+        shares: dict[str, tuple[list[int], list[int]]] = {}
+        for place, sequence in enumerate(sequences):
+            for worker in self._homes[sequence]:
+                share = shares.setdefault(worker, ([], []))
+                share[0].append(sequence)
+                share[1].append(place)
+        return _Decoding(sequences, replicas, shares, frozenset(sequences))
+
+    def _whole(
+        self, plan: StepPlan, replicas: tuple[str, ...], strange: list[int], now: float
+    ) -> list[tuple[tuple[str, ...], StepPlan]]:
+        """The plan for the compute workers: the same for all, but for what some of them have missed."""
+        if not strange and self._untold.keys().isdisjoint(replicas):
+            return [(replicas, plan)]
+        addressed: list[tuple[tuple[str, ...], StepPlan]] = []
+        for replica in replicas:
+            _, released = self._untold.pop(replica, (now, []))
+            missed = [self._admissions[one] for one in strange if replica not in self._knowing[one]]
+            by_request = {admission.sequence: admission for admission in missed}
+            whole = msgspec.structs.replace(
+                plan, released=[*released, *plan.released], admitted=[*by_request.values(), *plan.admitted]
+            )
+            addressed.append(((replica,), whole))
+            for admission in by_request.values():
+                self._learn(replica, admission, now)
+        return addressed
+
+    def _learn(self, replica: str, admission: Admission, now: float) -> None:
+        """A compute worker is told of a request, with all its completions, of which some may have been released."""
+        for sequence in range(admission.sequence, admission.sequence + admission.count):
+            if sequence in self._knowing:
+                self._knowing[sequence].add(replica)
+            else:
+                self._forget(replica, sequence, now)

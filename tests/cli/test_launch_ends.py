@@ -1,0 +1,144 @@
+"""`lamina launch` ends: by signals, by workers that die or are stopped, and nothing is left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from lamina.protocol.liveness import LOST_S
+from tests.cli.commands import END_S, LAMINA, RUN_S, Server, assert_refused, run, start
+
+
+def ask_for_long_answers(running: Server, completions: int = 8) -> tuple[list[threading.Thread], list[httpx.Response]]:
+    """Four clients with open answers, two of them streams; and their answers once those have ended."""
+    answers: list[httpx.Response] = []
+
+    def ask(stream: bool) -> None:
+        body = {"prompt": "def", "max_tokens": 1000, "n": completions, "stream": stream, "ignore_eos": True}
+        answers.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=2 * RUN_S))
+
+    clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, False, True, True)]
+    for client in clients:
+        client.start()
+    deadline = time.monotonic() + RUN_S
+    while httpx.get(f"{running.url}/health", timeout=RUN_S).json()["running"] < len(clients):
+        assert time.monotonic() < deadline
+    return clients, answers
+
+
+def assert_told(clients: list[threading.Thread], answers: list[httpx.Response], why: str) -> None:
+    for client in clients:
+        client.join(END_S)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+    for answer in answers:
+        events = answer.text.strip().split("\n\n")
+        if answer.status_code == 200:
+            assert events.pop() == "data: [DONE]"
+        assert why in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+
+
+def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
+    running = start()
+    workers = running.workers()
+    assert len(workers) == 2
+    clients, answers = ask_for_long_answers(running)
+    assert running.process.stderr is not None
+    running.process.send_signal(signal.SIGINT)
+    assert "press Ctrl-C again to end them now" in running.process.stderr.readline()
+    running.process.send_signal(signal.SIGINT)
+    assert_told(clients, answers, "the engine was closed")
+    assert running.process.wait(END_S) == 130
+    (said,) = running.process.stderr.read().splitlines()
+    assert said.endswith("ending 4 open answers with an error")
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_a_server_whose_worker_died_tells_its_clients_and_ends() -> None:
+    running = start()
+    workers = running.workers()
+    clients, answers = ask_for_long_answers(running)
+    assert run("status", "--url", running.url).returncode == 0
+    next(worker for worker in workers if "lamina.memory" in " ".join(worker.cmdline())).kill()
+    assert_told(clients, answers, "worker memory0 is gone: its process was ended by signal 9")
+    assert running.process.wait(END_S) == 1
+    assert running.process.stderr is not None
+    (said,) = running.process.stderr.read().splitlines()
+    assert said.startswith("error: the engine has stopped: worker memory0 is gone")
+    assert psutil.wait_procs(workers, END_S)[1] == []
+    assert_refused(run("status", "--url", running.url), f"no server answers at {running.url}/metrics", status=1)
+
+
+@pytest.mark.slow
+def test_a_server_whose_worker_is_stopped_names_it_and_then_ends() -> None:
+    running = start()
+    workers = running.workers()
+    clients, answers = ask_for_long_answers(running)
+    next(worker for worker in workers if "lamina.compute" in " ".join(worker.cmdline())).suspend()
+    stopped = time.monotonic()
+    while (health := httpx.get(f"{running.url}/health", timeout=RUN_S)).status_code == 200:
+        assert time.monotonic() < stopped + 5.0
+    assert health.status_code == 503 and health.json()["status"] == "degraded"
+    assert set(health.json()["silent_s"]) == {"compute0"}
+    done = run("status", "--url", running.url)
+    assert done.returncode == 1 and "worker compute0 has not answered" in done.stderr
+    assert_told(clients, answers, "worker compute0 has not answered for 13 s")
+    assert time.monotonic() < stopped + 15.0
+    assert running.process.wait(END_S) == 1
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_stopped_itself_goes_on() -> None:
+    running = start()
+    server = psutil.Process(running.process.pid)
+    clients, answers = ask_for_long_answers(running, completions=1)
+    server.suspend()
+    time.sleep(LOST_S + 5.0)
+    server.resume()
+    for client in clients:
+        client.join(2 * RUN_S)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert not any('"error"' in answer.text for answer in answers)
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "sent", "status"),
+    [
+        (("launch", "--port", "0"), signal.SIGINT, 130),
+        (("launch", "--port", "0"), signal.SIGTERM, 0),
+        (("generate", "x"), signal.SIGTERM, 143),
+    ],
+)
+def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: signal.Signals, status: int) -> None:
+    process = subprocess.Popen(
+        [*LAMINA, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    parent = psutil.Process(process.pid)
+    deadline = time.monotonic() + RUN_S
+    while len(workers := parent.children()) != 2 or any(worker.cpu_times().user < 0.05 for worker in workers):
+        assert time.monotonic() < deadline and process.poll() is None, f"{len(workers)} workers, {process.poll()}"
+        time.sleep(0.001)
+    if sent is signal.SIGINT:
+        os.killpg(process.pid, sent)  # as Ctrl-C does: to every process of the terminal's foreground
+    else:
+        process.send_signal(sent)
+    _, said = process.communicate(timeout=END_S)
+    assert (process.returncode, said) == (status, b"")
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_the_port_is_free_again_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert_refused(run("launch", "--port", str(port), "--memory", "a100"), "a100:1 asks for 1 GPU")
+    socket.create_server(("127.0.0.1", port)).close()

@@ -1,0 +1,197 @@
+"""A plan goes to the workers it concerns: against workers that are told of everything."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.memory.store import KvStore, StepTables
+from lamina.pipeline import Arrangement, Pipeline
+from lamina.protocol.wire import for_sequence, message_rows
+from lamina.schedule.recipients import RELEASE_S, Recipients
+from lamina.schedule.turn import DEPTH
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    Overlap,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
+from tests.schedule.schedules import request
+from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, Driver
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=1, v_dim=1, scale=1.0)
+CAPACITIES = {"memory0": 60, "memory1": 40}
+REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True)))
+
+
+def stores() -> dict[str, KvStore]:
+    return {name: KvStore(name, [SPEC], DType.FLOAT32, room, 1, Overlap()) for name, room in CAPACITIES.items()}
+
+
+def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Iterable[int]) -> bool:
+    """Whether a memory worker that holds ``had``, and is told of everything, has anything to do for a plan."""
+    return (
+        not tables.rows.empty
+        or any(fork.parent in had for fork in plan.forks)
+        or any(segment.sequence in had or segment.worker == worker for segment in plan.moved)
+        or any(worker in (migration.source, migration.target) for migration in plan.migrations)
+        or any(segment.worker == worker for admission in plan.admitted for segment in admission.segments)
+    )
+
+
+def same(part: StepTables, whole: StepTables) -> None:
+    """A worker does the same for its part of a plan as for the whole."""
+    assert [msgspec.structs.replace(each, row=0) for each in part.rows.attends] == [
+        msgspec.structs.replace(each, row=0) for each in whole.rows.attends
+    ]
+    assert (part.rows.kept, part.rows.pulled, part.pieces) == (whole.rows.kept, whole.rows.pulled, whole.pieces)
+    assert len(part.rows.queries) == len(whole.rows.queries) and len(part.rows.appends) == len(whole.rows.appends)
+    assert [len(part.slots), len(part.pulled_slots)] == [len(whole.slots), len(whole.pulled_slots)]
+    for ours, theirs in zip(part.tables, whole.tables, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:  # the slots differ: theirs may be freed later
+            np.testing.assert_array_equal(ours.kv_offsets, theirs.kv_offsets)
+
+
+class Replica:
+    """What a compute worker keeps of sequences, from plans as ``ComputeWorker`` takes them in."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, list[Segment]] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        self.release(plan.released)
+        for segment in plan.moved:
+            self.segments[segment.sequence] = [segment]
+        for admission in plan.admitted:
+            for sequence in range(admission.sequence, admission.sequence + admission.count):
+                self.segments[sequence] = for_sequence(sequence, admission.segments)
+        assert self.segments.keys() >= plan.histories.keys()
+
+    def release(self, sequences: list[int]) -> None:
+        for sequence in sequences:
+            self.segments.pop(sequence, None)
+
+
+class Told(Driver):
+    """Every plan goes to workers that are told of everything, and its parts to workers that are told what concerns
+    them: with equal slabs, these must do the same."""
+
+    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random) -> None:
+        super().__init__(pipeline, depth, chance)
+        self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
+        self.pipeline = pipeline
+        self.recipients = Recipients(self.computes, pipeline)
+        self.everything, self.theirs = stores(), stores()
+        self.replicas = {name: Replica() for name in self.computes}
+        self.all_knowing = Replica()
+        self.told = Counter[str]()
+        self.late: dict[int, float] = {}  # released sequences that some memory worker still holds
+
+    def come(self, name: str) -> None:
+        """Mostly with one completion, so that it may move; some with histories."""
+        n, penalty = self.chance.choice([1, 1, 1, 3]), self.chance.choice([1.0, 1.0, 1.2])
+        prompt, most = self.chance.randint(1, 20), self.chance.randint(1, 24 // n)
+        made = request(name, prompt, max_tokens=most, n=n, repetition_penalty=penalty)
+        self.live[name] = self.turn.scheduler.add(made)
+
+    def take(self, plan: StepPlan) -> None:
+        had = {name: set(store._segments) for name, store in self.everything.items()}
+        tables = {name: store.apply(plan) for name, store in self.everything.items()}
+        self.all_knowing.apply(plan)
+        parts = [(name, part) for names, part in self.recipients.of(plan, self.now) for name in names]
+        by_name = dict(parts)
+        assert len(by_name) == len(parts), "nobody is told twice"
+        runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
+        expected = {self.computes[number] for number in runs}
+        expected |= {name for name in CAPACITIES if concerns(plan, tables[name], name, had[name])}
+        assert by_name.keys() == expected
+        for name, part in parts:
+            self.told[name] += 1
+            if name in self.theirs:
+                same(self.theirs[name].apply(part), tables[name])
+            else:
+                self.replicas[name].apply(part)
+                assert (part.chunks, part.decoding, part.turn) == (plan.chunks, plan.decoding, plan.turn)
+                known, knows = self.all_knowing.segments, self.replicas[name].segments
+                for step in plan.sequences:
+                    for sequence in (step.sequence, *step.draws):
+                        assert knows[sequence] == known[sequence]
+                for worker in CAPACITIES:  # both ends derive the same message
+                    assert message_rows(part, knows, worker).kept == tables[worker].rows.kept
+        self.late |= dict.fromkeys(plan.released, self.now)
+
+    def tell_overdue(self, now: float) -> None:
+        for name, sequences in self.recipients.overdue(now):
+            worker = self.theirs[name] if name in self.theirs else self.replicas[name]
+            worker.release(sequences)
+        held = {sequence for store in self.theirs.values() for sequence in store._segments}
+        held |= {sequence for replica in self.replicas.values() for sequence in replica.segments}
+        self.late = {sequence: since for sequence, since in self.late.items() if sequence in held}
+        assert all(now - since < RELEASE_S for since in self.late.values())
+
+    def plan(self) -> None:
+        super().plan()
+        self.tell_overdue(self.now)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        self.take(plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
+    depth=st.integers(1, DEPTH),
+    requests=st.integers(1, 25),
+    leaving=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**32),
+)
+def test_those_concerned_and_nobody_else_are_told_what_they_need(
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, seed: int
+) -> None:
+    chance = random.Random(seed)
+    driver = Told(pipeline, depth, chance)
+    driver.pause_s = RELEASE_S
+    for number in range(requests):
+        driver.come(str(number))
+        if chance.random() < leaving:
+            driver.go()
+        if chance.random() < 0.1:
+            one = chance.choice([pipeline.start, *pipeline.choices])
+            driver.turn.scheduler.use_lanes(one.lanes, one.rotates)
+        driver.turn_once()
+    for _ in range(ENOUGH):
+        if not driver.live and not driver.turn.in_flight:
+            break
+        driver.turn_once()
+    assert driver.ended == Counter(map(str, range(requests)))
+    driver.tell_overdue(float("inf"))
+    assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
+    assert not any(replica.segments for replica in driver.replicas.values())
+    assert not any((driver.recipients._homes, driver.recipients._knowing, driver.recipients._admissions))
+
+
+def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:
+    recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, choices=(Arrangement(2), Arrangement(4))))
+    admission = Admission(0, 2, 1, [Segment(0, "memory0", (0, 2), (0, None))], SamplingParams(), 0)
+    nobody = DecodeRows([], [], [])
+    recipients.of(StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5], [0, 1])], nobody), 0.0)
+    dealt_out_again = StepPlan(2, 1, 0, [], [], [], [], nobody, histories={0: [7], 1: []})
+    assert recipients.of(dealt_out_again, 0.0) == [
+        (("compute1",), msgspec.structs.replace(dealt_out_again, admitted=[admission]))
+    ]
+    ((told, plan),) = recipients.of(StepPlan(3, 1, 0, [], [0, 1], [], [], nobody), 0.0)
+    assert told == ("compute1",) and plan.released == [0, 1]
+    assert dict(recipients.overdue(RELEASE_S)) == {"compute0": [0, 1], "memory0": [0, 1]}
