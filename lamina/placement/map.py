@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from lamina.errors import RequestError
 
 AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one whose KV is dropped come back meanwhile
-WATERMARK = 0.01  # share of a worker's slots that stays free, beyond those, when a request is admitted
+WATERMARK = 0.05  # share of a worker's slots that stays free, beyond those, when a request is admitted
 
 
 class Placement:

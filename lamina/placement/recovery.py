@@ -8,12 +8,12 @@ Policy = Callable[[Group, int], int]
 """Orders victims, the smallest first, by a request and the KV tokens that it holds on the worker that runs out."""
 
 
-def latest(group: Group, held: int) -> int:  # noqa: ARG001 (a Policy)
+def latest(group: Group, held: int) -> int:
     """The latest arrival: it has waited least, and dropping it does not change the order in which requests end."""
     return -group.arrival
 
 
-def smallest(group: Group, held: int) -> int:  # noqa: ARG001 (a Policy)
+def smallest(group: Group, held: int) -> int:
     """The one with fewest tokens to compute again."""
     return held
 

@@ -1,9 +1,9 @@
 """Sequences on their way from one memory worker to another. Pure: no clock, no sockets.
 
-One moves at a time. It keeps its slots at the source and has others reserved at the target for what is copied, as it
-is copied. If the target runs out of them meanwhile, its KV is dropped. Two migrations copy it: the first copies the KV of its completed steps while it keeps decoding;
-then it pauses until no step of it is in flight, and the second copies the rest. A second pull of a few tokens is
-simpler than decoding at both places at once, and correct at any speed of the network.
+One moves at a time. It keeps its slots at the source, and has others reserved at the target as it is copied. If the
+target runs out of them meanwhile, its KV is dropped. Two migrations copy it: the first copies the KV of its completed
+steps while it keeps decoding; then it pauses until no step of it is in flight, and the second copies the rest. A second
+pull of a few tokens is simpler than decoding at both places at once, and correct at any speed of the network.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class Relocations:
         return None if self._current is None or self._current.arrived else self._current.number
 
     def holders(self, worker: str) -> dict[Group, int]:
-        """Requests with KV on a worker that have not ended, also one on its way there, and how many tokens they hold."""
+        """Requests with KV on a worker that have not ended, one on its way there included, and the tokens they hold."""
         holders = {group: self._held(group) for group in self._residents[worker] if group.alive}
         current = self._current
         if current is not None and current.target == worker and current.group.alive:

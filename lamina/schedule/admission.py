@@ -135,7 +135,7 @@ class Admissions:
             yield self._waiting.first()
 
     def _room_for(self, group: Group, lane: int, seats: Seats) -> str | None:
-        """Reserve the tokens that this request has and name the memory worker; None if they, or its seats, do not fit."""
+        """Reserve this request's present tokens and name the memory worker; None if they, or its seats, do not fit."""
         wanted, besides = len(group.completions), None
         if self._kept is not None and self._kept.group is not group:
             wanted += len(self._kept.group.completions)

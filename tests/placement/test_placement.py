@@ -38,13 +38,13 @@ def test_a_request_goes_where_most_room_is_left_for_all_to_grow(
             rooms = [capacity[n] - used[n] - AHEAD * many[n] - int(WATERMARK * capacity[n]) for n in names]
             place = rooms.index(max(rooms))  # the first of several
             empty = [name for name in names if not used[name] and tokens <= capacity[name]]
-            worker = placement.reserve(tokens, sequences)
+            chosen = placement.reserve(tokens, sequences)
             if rooms[place] >= tokens + AHEAD * sequences:
-                assert worker == names[place]
+                assert chosen == names[place]
             else:
-                assert worker == (empty[0] if empty else None)
-            if worker:
-                held.append((worker, tokens, sequences))
+                assert chosen == (empty[0] if empty else None)
+            if chosen:
+                held.append((chosen, tokens, sequences))
         for name in names:
             assert placement.reserved[name] == sum(each[1] for each in held if each[0] == name)
             assert 0 <= placement.reserved[name] <= placement.capacities[name]
