@@ -39,6 +39,7 @@ ASKED = {"what they use": 1, "1,024": 1024, "4,096": 4096}
 SCALE = 16
 REQUESTS = 96
 AT_ONCE = 10
+LATE = 4  # tokens drawn until a cancelled request has ended: asked for beyond those used, so that all three cancel
 KV_NBYTES = 4 * 2 * 2 * 64 * 2  # per token of the bundled model: layers, heads, K and V, head size, bfloat16
 TIMEOUT_S = 400
 
@@ -91,7 +92,7 @@ def measured(engine: Engine, trace: list[TracedRequest], asked: int) -> Figures:
             engine.abort(update.request.request_id)
 
     for index, request in enumerate(trace):
-        most = max(scaled(asked), scaled(request.output))
+        most = max(scaled(asked), scaled(request.output) + LATE)
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         engine.submit(str(index), [7 + index % 50] * scaled(request.prompt), params, on_update)
     if not ended.wait(TIMEOUT_S):
