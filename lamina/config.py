@@ -47,7 +47,7 @@ class EngineConfig:
     default_max_tokens: Annotated[
         int | None,
         Meaning(
-            "Longest answer to a chat that gives no max_tokens; room for all of it is reserved. "
+            "Longest answer to a chat that gives no max_tokens. "
             f"Default: {DEFAULT_MAX_TOKENS}, or an eighth of max_model_len if that is less.",
             unit="tokens",
             ge=1,

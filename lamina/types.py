@@ -122,7 +122,7 @@ class SamplingParams:
             in the text.
         stop_token_ids: tokens that end a completion, at most 256.
         ignore_eos: do not stop at the model's end of sequence.
-        max_tokens: at most this many tokens; None: as many as the model's context allows, all of which are reserved.
+        max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
 

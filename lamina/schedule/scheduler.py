@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
-from lamina.placement.recovery import again
+from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
 from lamina.schedule.batch import DecodeBatch
@@ -35,7 +35,7 @@ from lamina.schedule.chunks import PromptBatch
 from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
 from lamina.topology import Topology
-from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
+from lamina.types import Admission, DecodeRows, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ class Scheduler:
         lanes: int,
         attentions: int,
         kv_heads: int,
+        policy: Policy = latest,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first."""
+        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
+        KV is dropped when a memory worker runs out of slots."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -96,6 +98,7 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
+        self._policy = policy
         self._lanes = [_Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
         self._seats = Seats(self.active)
         # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
@@ -105,7 +108,7 @@ class Scheduler:
         self._resting = set[int]()
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._relocations = Relocations(placement, self._computed)
+        self._relocations = Relocations(placement, self._computed, self._held, self.drop)
         self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
@@ -205,10 +208,11 @@ class Scheduler:
         for group in dropped:
             self.drop(group)
         for own in self._lanes:
+            self._shrink(own)
             gone = [owner for owner in own.ending if owner[0].memory in lost]
             own.ending = [owner for owner in own.ending if owner[0].memory not in lost]
-            for group, _ in gone:
-                self._give_back(group)
+            for group, completion in gone:
+                self._give_back(group, completion)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -225,6 +229,16 @@ class Scheduler:
         lane.completed = lane.decoding.steps
         self._ahead.clear()
         self._retire(lane)
+
+    def _shrink(self, lane: _Lane) -> None:
+        """Release the slots that steps in flight would have filled."""
+        for group in lane.running:
+            for completion in group.alive:
+                place, prompt = completion.sequence, group.prompt_length
+                reserved = lane.decoding.position(place) - prompt if place in lane.decoding else completion.own
+                completion.own = max(group.kept(completion) - prompt, completion.known)
+                self.placement.will_release(group.memory, reserved - completion.own)
+                self.placement.release(group.memory, reserved - completion.own)
 
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
@@ -308,15 +322,18 @@ class Scheduler:
         forks = self._forks(own)
         released = self._release(own)
         moved = self._relocated(lane)
+        own.decoding.let_go()
+        self._make_way(own)
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
-        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
-        chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+        fits = self.placement.grow(own.decoding.workers)
+        rows, chunks, prompted = self._rows(own) if fits else (DecodeRows([], [], []), [], {})
         own.allowance = self._rows_left(lane)
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
-            self._changed.discard(lane)
-            self._resting.add(lane)
+            if fits:  # else it is tried again at once: slots may come back with any plan
+                self._changed.discard(lane)
+                self._resting.add(lane)
             return None
         histories, own.histories = own.histories, {}
         plan = StepPlan(
@@ -338,6 +355,31 @@ class Scheduler:
             own.decoding.steps += 1
         own.in_flight.append(_Planned(plan, own.decoding.members, prompted))
         return plan
+
+    def _rows(self, lane: _Lane) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
+        """What the lane's next step runs, and the owners of what its chunks draw."""
+        rows = lane.decoding.rows(still_drawn=lane.completed < lane.decoding.steps)
+        return rows, *self._chunks(lane, self.limits.max_num_batched_tokens - len(rows.sequences))
+
+    def _make_way(self, lane: _Lane) -> None:
+        """Drop KV on memory workers that are about to run out of slots for the sequences of this lane."""
+        for worker, tokens in self.placement.shortages(lane.decoding.workers).items():
+            holders = self._relocations.holders(worker)
+            if len(holders) > 1:
+                for group in victims(holders, tokens, self._policy):
+                    self.drop(group)
+            elif self.placement.left(worker) + self.placement.returning[worker] < lane.decoding.workers[worker]:
+                for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
+                    self.drop(group)
+
+    def _held(self, group: Group) -> int:
+        """KV tokens that are reserved for a request."""
+        decoding = self._lanes[group.lane].decoding
+        return group.prompt_length + sum(
+            decoding.position(one.sequence) - group.prompt_length if one.sequence in decoding else one.own
+            for one in group.completions
+            if not one.released
+        )
 
     @staticmethod
     def _forks(lane: _Lane) -> list[Fork]:
@@ -361,15 +403,16 @@ class Scheduler:
     def _release(self, lane: _Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
-        for group, _ in ending:
-            self._give_back(group)
+        for group, completion in ending:
+            self._give_back(group, completion)
         return [completion.sequence for _, completion in ending]
 
-    def _give_back(self, group: Group) -> None:
-        """The room of one of its completions."""
+    def _give_back(self, group: Group, completion: Completion) -> None:
+        """The room of one of a request's completions."""
         group.holders -= 1
         prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
-        self.placement.release(group.memory, group.own_tokens + prompt)
+        self.placement.release(group.memory, completion.own + prompt)
+        completion.released = True
         self._admissions.given_back()
         if not group.holders:
             self._relocations.leave(group)
@@ -527,7 +570,7 @@ class Scheduler:
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
-        return [group for group in self._relocations.residents(worker) if group.alive]
+        return list(self._relocations.holders(worker))
 
     def _take_back(self, group: Group) -> None:
         """Undo ``_deal`` for a request that no worker knows of yet."""
@@ -535,7 +578,9 @@ class Scheduler:
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
         self._seats.change(group.lane, -group.seats)
-        self.placement.release(group.memory, group.tokens)
+        self.placement.will_release(group.memory, group.to_run)
+        self.placement.release(group.memory, group.to_run)
+        self.placement.leave(group.memory, group.seats)
         self._relocations.leave(group)
         self._admissions.given_back()
         group.lane = -1
@@ -550,6 +595,10 @@ class Scheduler:
             own.prompts.discard(completion)
             own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
+            self.placement.leave(group.memory, 1)
+            self.placement.will_release(group.memory, completion.own + (0 if group.alive else group.prompt_length))
+            if not group.alive:
+                self._relocations.ended(group)
             self._retire(own)
 
     def _retire(self, lane: _Lane) -> None:

@@ -21,6 +21,8 @@ class Deployment:
             more than 1 simulates a future version.
         lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
             mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+        victim: the policy, of ``lamina.placement.recovery``, that names the request whose KV is dropped when a memory
+            worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
     """
 
@@ -34,6 +36,7 @@ class Deployment:
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    victim: str = "latest"
     profile: ProfileStore | None = None
 
     def __post_init__(self) -> None:

@@ -23,9 +23,9 @@ from tests.runtime.test_faults import wait_until, worker_processes
 from tests.sweep import sweep
 
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
-CAPACITY = 500
-LENGTHS = [(20, 231), (30, 221), (40, 81), (30, 91), (60, 166)]
-"""Prompt and max_tokens: two requests of 250 KV tokens, two of 120, and one of 225 that fits beside neither pair."""
+CAPACITY = 540
+LENGTHS = [(215, 41), (215, 41), (90, 41), (90, 41), (215, 21)]
+"""Prompt and max_tokens: two large requests, two small ones, and a large one that fits beside neither pair."""
 
 
 @dataclass(frozen=True)
