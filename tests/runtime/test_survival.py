@@ -252,7 +252,8 @@ def test_many_losses_some_at_the_same_time(
     victims = draw.sample([*(f"memory{index}" for index in range(4)), "compute0", "compute1"], 6)
     victims.remove(next(name for name in victims if name.startswith("memory")))
     workers = Killable()
-    switches = draw.choice([{}, {"lanes": 4, "pipelining": "rotational", "transport": "tcp"}, {"plan_ahead": False}])
+    rotational: dict[str, object] = {"lanes": 4, "pipelining": "rotational", "transport": "tcp"}
+    switches = draw.choice([{}, rotational, {"plan_ahead": False}])
     engine = launch(config(checkpoint, 3, 4, **switches), workers=workers)
     pids = workers.pids
     try:
