@@ -24,6 +24,7 @@ template <class Tile> class Attend {
     static constexpr int W = Tile::W, kVectors = Tile::kTokens / W;
     using F = Floats<W>;
     using Kv = typename Tile::Kv;
+    static constexpr bool kScaled = Tile::Stored::kScaled;
     static constexpr float kSlack = 8;
     static constexpr int64_t kMaskedRows = 16;
 
@@ -40,6 +41,8 @@ public:
             const int64_t tokens = std::min(Tile::kTokens, task_.token_end - token), next = token + tokens;
             ahead_.aim(slots_ + next, std::min(Tile::kTokens, task_.token_end - next));
             TileRows<Kv> rows = gather(token, tokens);
+            if constexpr (kScaled)
+                gather_scales(token, tokens, next);
             for (int64_t head = task_.head_begin; head < task_.head_end; ++head) {
                 attend_tile(head, token, rows);
                 advance(rows);
@@ -98,6 +101,28 @@ private:
         for (int64_t t = tokens; t < Tile::kTokens; ++t)
             rows.keys[t] = rows.values[t] = zeros;
         return rows;
+    }
+
+    // The scales of a tile's tokens, by head, for all heads of the task; prefetches those of the next tile.
+    void gather_scales(int64_t token, int64_t tokens, int64_t next) const {
+        const int64_t heads = task_.head_end - task_.head_begin;
+        const float *keys = problem_.k_scales + task_.head_begin,
+                    *values = problem_.v_scales + task_.head_begin;
+        for (int64_t t = 0; t < tokens; ++t) {
+            const int64_t at = slots_[token + t] * shape_.kv_heads;
+            for (int64_t head = 0; head < heads; ++head) {
+                work_.key_scales[head * kTileTokens + t] = keys[at + head] * Tile::Stored::kUnit;
+                work_.value_scales[head * kTileTokens + t] = values[at + head] * Tile::Stored::kUnit;
+            }
+        }
+        for (int64_t head = 0; head < heads && tokens < Tile::kTokens; ++head) {
+            std::fill_n(work_.key_scales + head * kTileTokens + tokens, Tile::kTokens - tokens, 0.0f);
+            std::fill_n(work_.value_scales + head * kTileTokens + tokens, Tile::kTokens - tokens, 0.0f);
+        }
+        for (int64_t t = next; t < std::min(next + Tile::kTokens, task_.token_end); ++t) {
+            __builtin_prefetch(keys + slots_[t] * shape_.kv_heads);
+            __builtin_prefetch(values + slots_[t] * shape_.kv_heads);
+        }
     }
 
     void advance(TileRows<Kv> &rows) const {
@@ -169,8 +194,10 @@ private:
             float *sums = work_.sum + state(head, i) * W;
             F total = load<F>(sums) * work_.rescale[i];
             for (int v = 0; v < kVectors; ++v) {
-                const F p = power_of_two<W>(scores[v] - reference);
+                F p = power_of_two<W>(scores[v] - reference);
                 total += p;
+                if constexpr (kScaled)
+                    p *= load<F>(work_.value_scales + (head - task_.head_begin) * kTileTokens + v * W);
                 Tile::store_probabilities(probabilities, v * W, p);
             }
             store(sums, total);
@@ -183,6 +210,11 @@ private:
         const Scoring &scoring = problem_.scoring;
         for (int v = 0; v < kVectors; ++v)
             scores[v] = load<F>(raw + v * W) * (scoring.scale * kLog2E);
+        if constexpr (kScaled) {
+            const float *scales = work_.key_scales + (at.head / group_ - task_.head_begin) * kTileTokens;
+            for (int v = 0; v < kVectors; ++v)
+                scores[v] *= load<F>(scales + v * W);
+        }
         if (scoring.softcap > 0) [[unlikely]]
             for (F &s : scores)
                 s = hyperbolic_tangent<W>(s / (scoring.softcap * kLog2E)) * (scoring.softcap * kLog2E);
