@@ -5,7 +5,7 @@
 // width) and kernel_avx512bf16.cpp (pairs of bfloat16).
 #pragma once
 
-#include "multiply.h"
+#include "decode_rows.h"
 
 namespace lamina::attention {
 namespace {
@@ -132,9 +132,32 @@ private:
         }
     }
 
+    // Whether one row's few queries take the products of decode_rows.h.
+    bool decodes() const {
+        return Tile::kWord == 1 && task_.row_end - task_.row_begin == 1 && queries_ <= kDecodeRowQueries &&
+               shape_.qk_dim % W == 0 && shape_.v_dim % W == 0;
+    }
+
+    void decode_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
+        score_rows<Tile>(queries_, {query_words(head), work_.qk_padded}, shape_.qk_dim, rows, work_.scores,
+                         ahead_);
+        for (int64_t step = 0; step < kSoftmaxSteps; ++step)
+            ahead_.step();
+        softmax(head, task_.row_begin, token);
+        multiply_few<Tile>(
+            queries_, shape_.v_dim, {work_.probabilities, Tile::kTokens}, ValueRows<Tile>{rows.values},
+            rows.columns,
+            {work_.accumulator + state(head, 0) * work_.v_padded, work_.v_padded, work_.rescale}, ahead_);
+    }
+
     // Where a mask's edge crosses the tile, a few rows at a time: each block skips the tokens that none of
     // its rows sees.
     void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
+        if constexpr (Tile::kWord == 1)
+            if (decodes()) {
+                decode_tile(head, token, rows);
+                return;
+            }
         Tile::pack_keys(rows, shape_.qk_dim, work_.keys, ahead_);
         const bool packs = queries_ > Tile::kRows || shape_.v_dim % W != 0;
         if (packs)

@@ -405,9 +405,9 @@ Releases the GIL. Raises ValueError like attention_partial(), and for tasks outs
                R"(
 Write rows [T, Hkv, D] into slots [T] of slab [slots, Hkv, D], which is mutated.
 
-Rows hold the slab's element type or float32, rounded to nearest even. A slab of codes (int8, or uint8 for e4m3) takes
-float32, float16 or uint16 and has ``scales`` [slots, Hkv], which are mutated too. Releases the GIL. Raises ValueError, before
-anything is written, for a shape, element type, order or slot that does not fit.)");
+Rows hold the slab's element type or float32, rounded to nearest even. A slab of codes (int8, or uint8 for e4m3)
+takes float32, float16 or uint16 and has ``scales`` [slots, Hkv], which are mutated too. Releases the GIL. Raises
+ValueError, before anything is written, for a shape, element type, order or slot that does not fit.)");
     module.def("attention_merge", &merge_binding, "outs"_a, "lses"_a, "sinks"_a.none(), "out"_a,
                "lse"_a.none(), "threads"_a,
                R"(
