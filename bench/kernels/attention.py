@@ -9,8 +9,8 @@ decode   KV bytes read per second (bfloat16, one query row per sequence) over a 
          side), or each anywhere. ``row read`` reads the same rows and does nothing else.
 split    time of the same requests as 8 segments each, merged, over their time as one.
 ragged   time of one request of 64 Ki tokens among 15 of 1 Ki over that of 16 equal requests of as many tokens.
-codes    bytes read per second of KV as int8 and fp8 codes, scales included, over those of bfloat16, tokens in runs; with
-         the tokens read per second over bfloat16's.
+codes    bytes read per second of KV as int8 and fp8 codes, scales included, over those of bfloat16, tokens in runs;
+         and the tokens read per second over those of bfloat16.
 prefill  a prompt chunk's causal attention to itself, in visible multiply-adds per second, over a bfloat16 matrix
          product's.
 

@@ -31,8 +31,9 @@ void score_some(const float *query, int64_t stride, int64_t dim, const TileRows<
     for (int64_t token = 0; token < rows.columns; token += T) {
         F sums[W] = {};
         for (int64_t d = 0; d < dim; d += W) {
-            for (int i = 0; i < std::max(1, W * T / 64); ++i)
-                ahead.step();
+            if (QUERIES == 1 || d == 0) // more queries have more steps in the other product
+                for (int i = 0; i < std::max(1, W * T / 64); ++i)
+                    ahead.step();
             F part[QUERIES];
             for (int q = 0; q < QUERIES; ++q)
                 part[q] = load<F>(query + q * stride + d);
