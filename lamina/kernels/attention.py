@@ -180,7 +180,7 @@ def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array, v_sca
     ):
         types = "float32, float16 or uint16" if codes else f"float32 or the slab's {v_slab.dtype}"
         raise ValueError(f"v is {v.dtype} of shape {v.shape}; expected {types} of shape {wanted}")
-    if codes and (v_scales is None or (v_scales.dtype, v_scales.shape) != (np.float32, v_slab.shape[:2])):
+    if codes and (v_scales is None or v_scales.dtype != np.float32 or v_scales.shape != v_slab.shape[:2]):
         given = "missing" if v_scales is None else f"{v_scales.dtype} of shape {v_scales.shape}"
         raise ValueError(f"the scales of v are {given}; codes need float32 of shape {v_slab.shape[:2]}")
     if not (v.flags.c_contiguous and v_slab.flags.c_contiguous):

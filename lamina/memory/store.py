@@ -45,15 +45,15 @@ class LayerCache:
     def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "LayerCache":
         """A cache of ``capacity`` slots; memory is touched only when tokens arrive."""
 
-        def array(dtype: np.dtype[np.generic], *shape: int) -> Array:
-            return allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        def rows(size: int) -> Array:
+            stored = STORAGE[element]
+            nbytes = capacity * spec.kv_heads * size * stored.itemsize
+            return allocate(nbytes).view(stored).reshape(capacity, spec.kv_heads, size)
 
         def scales() -> Floats:
-            return array(np.dtype(np.float32), capacity, spec.kv_heads)
+            return allocate(capacity * spec.kv_heads * 4).view(np.float32).reshape(capacity, spec.kv_heads)
 
-        stored = STORAGE[element]
-        k, v = (array(stored, capacity, spec.kv_heads, size) for size in (spec.qk_dim, spec.v_dim))
-        return cls(spec, k, v, (scales(), scales()) if element.scaled else None)
+        return cls(spec, rows(spec.qk_dim), rows(spec.v_dim), (scales(), scales()) if element.scaled else None)
 
     def views(self, content: memoryview, rows: int) -> Iterator[tuple[Array, Array]]:
         """Every array and where ``rows`` of its rows lie in a piece's bytes: scales first, so that they are aligned."""

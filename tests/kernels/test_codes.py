@@ -223,7 +223,7 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"v_scales has shape \[15, 2\]; expected \[16, 2\]"):
         partial(k, v, (scales[0], scales[1][1:]))
     with pytest.raises(ValueError, match="k_scales must hold float32"):
-        partial(k, v, (scales[0].astype(np.float64), scales[1]))  # type: ignore[arg-type]
+        partial(k, v, (scales[0].astype(np.float64), scales[1]))
     with pytest.raises(ValueError, match="v must hold the element type of k"):
         partial(k, v.view(np.uint8), scales)
     with pytest.raises(ValueError, match="q must hold float32, float16 or uint16"):
