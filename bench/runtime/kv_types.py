@@ -66,7 +66,7 @@ def main() -> None:
         AttentionInterface.register(f"slab_{element.value}", slab_attention(element, args.threads))
         models[element] = AutoModelForCausalLM.from_pretrained(
             BUNDLED, dtype=torch.float32, attn_implementation=f"slab_{element.value}"
-        ).eval()
+        )
 
     nats, errors, largest, agree = (dict.fromkeys(ELEMENTS, 0.0) for _ in range(4))
     deviation = 0.0

@@ -29,7 +29,7 @@ class RoundingCache(DynamicCache):
         self._element = element
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = super().update(*(self._rounded(each) for each in (key_states, value_states)), *args, **kwargs)
+        kept = super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
         count = key_states.shape[-2]
         if count == 1:
             return kept
