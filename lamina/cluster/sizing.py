@@ -140,6 +140,7 @@ def cluster_plan(
         transport=config.transport,
         tls=config.tls,
         shared_cores=shared,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -122,6 +122,31 @@ def test_a_request_gets_room_and_the_one_that_moved_goes_on_as_if_nothing_had_be
     assert len(seen["2"]) + len(seen["3"]) == 3  # one of the small ones has been on both workers
 
 
+@pytest.mark.slow
+def test_codes_move_unchanged(model: Model) -> None:
+    """The tokens of a worker that is large enough for all requests, where none moves."""
+    per_token = 3 * 2 * 2 * (16 + 4)  # layers, heads, K and V, codes and a scale
+    answers = []
+    for memory, slots, moved in (("cpu:1", 3 * CAPACITY, 0), ("cpu:2", CAPACITY, 1)):
+        engine = launch(
+            EngineConfig(
+                model=model.path,
+                memory=memory,
+                dtype=DType.FLOAT32,
+                kv_cache_dtype="int8",
+                kv_cache_memory_bytes=slots * per_token,
+                max_num_seqs=8,
+                max_num_batched_tokens=512,  # every prompt is one chunk
+            )
+        )
+        try:
+            answers.append([output.outputs[0].token_ids for output in generate(engine, model)])
+            assert engine.stats().moved == moved
+        finally:
+            engine.close()
+    assert answers[0] == answers[1] != model.expected
+
+
 @pytest.mark.parametrize(
     "moments", [(1, 4), pytest.param((0, 1, 2, 4, 8, 16), marks=pytest.mark.slow)], ids=["two moments", "six moments"]
 )
