@@ -22,6 +22,7 @@ from rich.table import Table
 from lamina.plan import hardware, models, workload
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.planner import Goals, Partition, Planner, Pools
+from lamina.plan.prices import UNPRICED
 from lamina.plan.store import ProfileStore
 from lamina.profiling import profile
 from lamina.profiling.profile import Run
@@ -58,7 +59,7 @@ def predicted_s(model: CostModel, run: Run) -> float:
         partition=Partition.REQUEST,
     )
     served = workload.of_context(max(1, round(run.live)))
-    planner = Planner(model.shape, served, {model.hardware.kind: model}, Goals())
+    planner = Planner(model.shape, served, {model.hardware.kind: model}, UNPRICED, Goals())
     return float(planner.tbt(pools, np.array([run.batch / lanes]))[0])
 
 

@@ -58,10 +58,11 @@ def plan(
     slo_tbt: Annotated[str | None, typer.Option(help="Longest time between tokens, such as 50ms.")] = None,
     slo_ttft: Annotated[str | None, typer.Option(help="Longest prefill of an average prompt, such as 2s.")] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Most dollars per hour for both pools together.")] = None,
-    owned: Annotated[
-        bool, typer.Option("--owned", help="Use the cost of owning devices, not of renting them.")
-    ] = False,
-    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware and prices of your own.")] = None,
+    prices: Annotated[
+        str,
+        typer.Option(help="The market that prices everything: aws, gcp, runpod, paper, own, or a TOML file."),
+    ] = "own",
+    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware of your own.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all plans of the Pareto front as JSON.")] = False,
     validate: Annotated[
         Path | None, typer.Option(help="Do not plan: print the cost model's errors against a CSV of measurements.")
@@ -97,11 +98,8 @@ def plan(
     if context is not None and trace is not None:
         raise ConfigError("--context and --trace both set the lengths of sequences; give only one of them")
     profile = ProfileStore.beside(hardware)
-    planner, candidates = _planner(model, compute, memory, context, trace, catalogue, profile)
-    if owned:
-        for cost in planner.models.values():
-            cost.hardware.require_sold()
-    planner.goals = _goals(slo_tbt, slo_ttft, budget, owned)
+    planner, candidates = _planner(model, compute, memory, context, trace, catalogue, prices, profile)
+    planner.goals = _goals(slo_tbt, slo_ttft, budget)
     _print(planner, candidates, model, as_json)
 
 
@@ -112,28 +110,32 @@ def _planner(
     context: int | None,
     trace: Path | None,
     catalogue: "Catalogue",
+    prices: str,
     profile: "ProfileStore | None",
 ) -> "tuple[Planner, list[Pools]]":
     """A planner for these pools, and every layout they allow."""
     from lamina.plan import models, workload
     from lamina.plan.cost import CostModel, Fits
     from lamina.plan.planner import Goals, Planner, layouts
+    from lamina.plan.prices import load
 
     shape = models.find(model)
     served = workload.of_trace(trace) if trace else workload.of_context(DEFAULT_CONTEXT if context is None else context)
     pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind, profile)) for pool in pools for entry, _ in pool}
-    return Planner(shape, served, costs, Goals()), list(layouts(shape, *pools))
+    market = load(prices)
+    for kind in costs:
+        market.require(kind)
+    return Planner(shape, served, costs, market, Goals()), list(layouts(shape, *pools))
 
 
-def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None, owned: bool) -> Any:
+def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None) -> Any:
     from lamina.plan.planner import Goals
 
     return Goals(
         tbt_s=_duration("--slo-tbt", slo_tbt),
         ttft_s=_duration("--slo-ttft", slo_ttft),
         usd_per_hour=budget,
-        owned=owned,
     )
 
 
@@ -243,7 +245,8 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
     table = Table(
         title=f"{planner.shape.name}, {served.name}: {len(front)} of {count} plans are Pareto-optimal",
         caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: per million tokens of "
-        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.",
+        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.\n"
+        f"Prices: {planner.prices.describe(planner.models)}.",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -288,6 +291,7 @@ def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) 
     return {
         "model": planner.shape.name,
         "workload": vars(planner.workload),
+        "prices": planner.prices.describe(planner.models),
         "recommended": {**_plan_dict(best, model), "alone": alone(planner, best), "beyond": beyond(planner, best)},
         "front": [_plan_dict(one, model) for one in front],
     }
@@ -370,4 +374,7 @@ def _measure(file: Path) -> None:
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
-    print_text(f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1\n")
+    print_text(
+        f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
+        "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"
+    )

@@ -44,7 +44,9 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
         (f"{2 * pools.compute_workers} {pools.compute.kind} instead of {pools.compute_workers}", {"replicas": 2}),
         ("twice both pools", {"replicas": 2, "memory_workers": 2}),
     )
-    free = Planner(planner.shape, planner.workload, planner.models, replace(planner.goals, usd_per_hour=None))
+    free = Planner(
+        planner.shape, planner.workload, planner.models, planner.prices, replace(planner.goals, usd_per_hour=None)
+    )
     lines = []
     for what, factors in variants:
         replicas = pools.replicas * factors.get("replicas", 1)
@@ -71,7 +73,7 @@ def alone(planner: Planner, plan: Plan) -> str | None:
     """What conventional serving on compute devices alone achieves for about the plan's hourly cost: the answer to
     "compared with what?". None if the model does not fit them or misses the SLO there."""
     kind, goals = plan.pools.compute, planner.goals
-    hourly = kind.owned_usd_per_hour if goals.owned else kind.usd_per_hour
+    hourly = planner.prices.usd_per_hour(kind)
     if not hourly:
         return None
     model = planner.models[kind.kind]
@@ -100,7 +102,7 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
         return _too_heavy(planner, candidates)
-    free = Planner(shape, workload, models, Goals(owned=goals.owned))
+    free = Planner(shape, workload, models, planner.prices, Goals())
     plans = [plan for pools in fitting if (plan := free.evaluate(pools)) is not None]
     if not plans:
         return _too_long(planner, fitting)

@@ -136,7 +136,7 @@ class Result:
     Attributes:
         system: the simulated system. log: the outcome of every request.
         seconds: from the first arrival to the last end. pools: their utilisation.
-        usd_per_hour: cost of all pools. queued: share of the time in which requests waited to be admitted; refused:
+        usd_per_hour: cost of all pools, or None where no market was given. queued: share of the time in which requests waited to be admitted; refused:
             share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
         decisions: CPU time of the engine, the only part that differs from run to run.
         preempted: number of preemptions, whose KV was recomputed.
@@ -147,7 +147,7 @@ class Result:
     log: RequestLog
     seconds: float
     pools: tuple[PoolUse, ...]
-    usd_per_hour: float
+    usd_per_hour: float | None
     queued: float
     refused: float
     steps: int
@@ -188,9 +188,11 @@ class Result:
         return Percentiles(*(float(values[order][place]) for place in at))
 
     @property
-    def usd_per_million_out(self) -> float:
-        """Cost per million output tokens; all time of the pools is charged to them."""
-        return self.usd_per_hour / 3600 * self.seconds / self.tokens * 1e6 if self.tokens else float("inf")
+    def usd_per_million_out(self) -> float | None:
+        """Cost per million output tokens; all time of the pools is charged to them. None without tokens or prices."""
+        if self.usd_per_hour is None or not self.tokens:
+            return None
+        return self.usd_per_hour / 3600 * self.seconds / self.tokens * 1e6
 
     @property
     def bottleneck(self) -> str:
@@ -222,7 +224,7 @@ class Result:
             "queued": self.queued,
             "refused": self.refused,
             "usd_per_hour": self.usd_per_hour,
-            "usd_per_million_out": _finite(self.usd_per_million_out),
+            "usd_per_million_out": self.usd_per_million_out,
             "steps": self.steps,
             "preempted": self.preempted,
         }

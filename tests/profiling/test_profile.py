@@ -9,6 +9,7 @@ import pytest
 from lamina.plan import hardware, models, workload
 from lamina.plan.cost import AttendCurve, CostModel, Fits, RuntimeFit, SliceCurve
 from lamina.plan.planner import Goals, Partition, Planner, Pools
+from lamina.plan.prices import UNPRICED
 from lamina.plan.store import Fit, ProfileStore
 from lamina.profiling import profile
 from lamina.profiling.profile import DRAWN, Run
@@ -98,7 +99,7 @@ def test_pools_that_share_a_memory_slow_each_other() -> None:
     def tbt(contention: float, lanes: int) -> float:
         runtime = RuntimeFit(**{**vars(TRUTH), "contention": contention})
         fits = Fits(**{**vars(Fits.load("epyc")), "slices": CURVE, "runtime": runtime})
-        planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, Goals())
+        planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, UNPRICED, Goals())
         pools = one_of_each(entry, lanes)
         return float(planner.tbt(pools, np.array([8.0]))[0])
 
@@ -144,7 +145,7 @@ def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
     expected = []
     for cached in range(64, 68):
         served = workload.of_context(cached + 1)
-        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, Goals())
+        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, UNPRICED, Goals())
         pools = one_of_each(entry, 1)
         expected.append(float(planner.tbt(pools, np.ones(1))[0]))
     assert np.repeat(times, counts) == pytest.approx(expected, rel=1e-6)
