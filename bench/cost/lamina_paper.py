@@ -39,7 +39,7 @@ RENTS = prices.load("paper")
 
 def cost_model(shape: ModelShape, device: hardware.Hardware) -> CostModel:
     """The model's costs on one kind."""
-    return CostModel(shape, device, Fits.load(device.kind))
+    return CostModel(shape, device, Fits.load(device))
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _best_ratio(
         if (found := homogeneous.evaluate(model, devices, served))
     )
     best = 0.0
-    costs = {a100.kind: model, memory.kind: CostModel(shape, memory, Fits.load(a100.kind))}
+    costs = {a100.kind: model, memory.kind: CostModel(shape, memory, Fits.load(a100))}
     offloading = Planner(shape, served, costs, market, Goals())
     for devices, replicas, workers in product((1, 2, 4, 8), (1, 2, 4), range(PIECES // 2, 12 * PIECES, PIECES // 2)):
         pools = replace(Layout(a100, devices, memory, workers).pools(replicas + 1), replicas=replicas)

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print what each part took")
     args = parser.parse_args()
     entry = hardware.load(args.hardware)["cpu"]
-    fits = Fits.load("cpu", ProfileStore(args.hardware.with_suffix(".sqlite")))
+    fits = Fits.load(hardware.load(args.hardware)["cpu"], ProfileStore(args.hardware.with_suffix(".sqlite")))
     with tempfile.TemporaryDirectory(prefix="lamina-step-") as place:
         path = profile.random_llama(Path(place) / "model", args.width, args.layers)
         model = CostModel(models.find(str(path)), entry, fits)

@@ -13,7 +13,7 @@ from lamina.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lamina.plan.hardware import Catalogue
+    from lamina.plan.hardware import Catalogue, Hardware
     from lamina.plan.planner import Plan, Planner, Pools
     from lamina.plan.store import ProfileStore
 
@@ -82,8 +82,6 @@ def plan(
     if measure is not None:
         _measure(measure)
         return
-    if model is None:
-        raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     from lamina.plan import hardware as catalogue_of
     from lamina.plan.store import ProfileStore
 
@@ -91,6 +89,8 @@ def plan(
     if validate is not None:
         _validate(validate, model, kind, catalogue)
         return
+    if model is None:
+        raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     if kind is not None:
         raise ConfigError("--kind is for --validate only; name the hardware to plan for with --compute and --memory")
     if compute is None or memory is None:
@@ -122,7 +122,7 @@ def _planner(
     shape = models.find(model)
     served = workload.of_trace(trace) if trace else workload.of_context(DEFAULT_CONTEXT if context is None else context)
     pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
-    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind, profile)) for pool in pools for entry, _ in pool}
+    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
     market = load(prices)
     for kind in costs:
         market.require(kind)
@@ -316,32 +316,34 @@ def _plan_dict(plan: "Plan", model: str) -> dict[str, Any]:
     }
 
 
-def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") -> None:
+def _validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalogue") -> None:
     from rich.table import Table
 
     from lamina.cli.console import print_table
     from lamina.plan import models
     from lamina.plan.cost import CostModel, Fits
-    from lamina.plan.store import packaged_fit
-    from lamina.profiling.validate import errors_by_operator
+    from lamina.profiling.validate import SHAPELESS, errors, needs_model
 
     if kind is None:
         raise ConfigError("--validate needs --kind KIND: the hardware that the file was measured on")
+    if needs_model(file) and model is None:
+        raise ConfigError("--validate of a layer's operators needs --model: the model that was measured")
     entry = catalogue[kind]
-    shape = models.find(model)
-    fitted_to = packaged_fit("gemm", entry.kind).source
+    shape = models.find(model) if needs_model(file) and model else SHAPELESS
     table = Table(
-        title=f"Predicted against measured: {shape.name} on {entry.kind}",
-        caption=f"Relative errors of single measurements. Matrix products were fitted to {fitted_to} alone.",
+        title=f"Predicted against measured: {file.name} on {entry.kind}",
+        caption="Relative errors of single measurements; bias: median with its sign, negative where predictions are "
+        f"too fast. {_fitted_to(entry)}",
         caption_justify="left",
     )
     table.add_column("operator", no_wrap=True)
-    for heading in ("TP", "measured", "median error", "95th percentile", "bias"):
+    table.add_column("band", no_wrap=True)
+    for heading in ("measured", "median error", "95th percentile", "bias"):
         table.add_column(heading, justify="right")
-    for row in errors_by_operator(file, CostModel(shape, entry, Fits.load(entry.kind))):
+    for row in errors(file, CostModel(shape, entry, Fits.load(entry))):
         table.add_row(
             row.operator,
-            row.tensor_parallel,
+            row.band,
             str(row.count),
             f"{row.median:.1%}",
             f"{row.p95:.1%}",
@@ -350,6 +352,15 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
             end_section=row.is_total,
         )
     print_table(table)
+
+
+def _fitted_to(entry: "Hardware") -> str:
+    """What the predictions for a kind were fitted to."""
+    from lamina.plan.store import packaged_fit
+
+    names = ("gemm", "decode", "prefill", "pcie" if entry.link.startswith("PCIe") else "nvlink")
+    sources = dict.fromkeys(packaged_fit(name, entry.like or entry.kind).source for name in names)
+    return f"Fitted to {', '.join(sources)}."
 
 
 def _measure(file: Path) -> None:

@@ -34,7 +34,7 @@ _NUMBERS = {
 }
 _NAME = re.compile(r"[a-z0-9_-]+")  # as in the grammar of pools
 _TEXTS = ("device", "link")
-_OPTIONAL = ("clock_ghz",)
+_OPTIONAL = ("clock_ghz", "cache_mib", "like")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,8 @@ class Hardware:
         memory_bytes_s, memory_bytes: bandwidth and size of its memory.
         link_bytes_s, nic_bytes_s: one-way bandwidth to peers in the machine and to other machines.
         watts: board power.
+        cache_bytes: of the last-level cache, or 0 where it is not stated and nothing is taken to be served by it.
+        like: the kind whose kernels it runs, if not its own: that kind's fits apply to it.
         sources: where the numbers come from.
     """
 
@@ -63,6 +65,8 @@ class Hardware:
     link_bytes_s: float
     nic_bytes_s: float
     watts: float
+    cache_bytes: float = 0.0
+    like: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
 
 
@@ -157,6 +161,8 @@ def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
         link_bytes_s=value["link_gb_s"],
         nic_bytes_s=value["nic_gb_s"],
         watts=value["watts"],
+        cache_bytes=_number(kind, "cache_mib", table["cache_mib"], file) * 2**20 if "cache_mib" in table else 0.0,
+        like=str(table.get("like", "")),
         sources=dict(table.get("sources", {})),
     )
 

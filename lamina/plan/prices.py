@@ -1,9 +1,9 @@
 """What an hour of each kind of hardware costs in one market, with the source and date of every price.
 
-A plan is priced in one market: a file of ``markets`` beside this module, by its name, or a user's file of the same form.
+A plan is priced in one market: a file of ``markets`` beside this module, by its name, or a user's file of that form.
 A market either rents (``usd_per_hour`` of a kind) or sells (``usd``, spread over ``years``, with the electricity at
-``usd_per_kwh`` for the board power in the hardware catalogue). What a market has no price for is refused by name: prices
-of two markets are never added.
+``usd_per_kwh`` for the board power in the hardware catalogue). A kind without a price is refused by name: prices of two
+markets are never added.
 """
 
 import tomllib
@@ -74,7 +74,7 @@ class Prices:
             others = [name for name in names() if load(name).has(kind)]
             where = f"It has a price in: {', '.join(others)}. " if others else "No market of the package has one. "
             raise ConfigError(
-                f"the market {self.name} has no price for {kind}, and prices of different markets are not mixed. {where}"
+                f"the market {self.name} has no price for {kind}, and prices of two markets are not mixed. {where}"
                 f"Name a market that prices every kind, or give --prices FILE with [kinds.{kind}] and usd_per_hour, "
                 "source and date"
             )

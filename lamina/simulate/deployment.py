@@ -62,14 +62,14 @@ class Deployment:
     @cached_property
     def compute_cost(self) -> CostModel:
         """The cost model of one compute worker."""
-        return CostModel(self.model, self.compute, Fits.load(self.compute.kind, self.profile))
+        return CostModel(self.model, self.compute, Fits.load(self.compute, self.profile))
 
     @cached_property
     def memory_cost(self) -> CostModel:
         """The cost model of one memory worker. Raises ConfigError without a memory pool."""
         if self.memory is None or self.memory_workers < 1:
             raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
-        return CostModel(self.model, self.memory, Fits.load(self.memory.kind, self.profile))
+        return CostModel(self.model, self.memory, Fits.load(self.memory, self.profile))
 
     @property
     def usd_per_hour(self) -> float | None:

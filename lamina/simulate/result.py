@@ -136,8 +136,9 @@ class Result:
     Attributes:
         system: the simulated system. log: the outcome of every request.
         seconds: from the first arrival to the last end. pools: their utilisation.
-        usd_per_hour: cost of all pools, or None where no market was given. queued: share of the time in which requests waited to be admitted; refused:
-            share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
+        usd_per_hour: cost of all pools, or None where no market was given.
+        queued: share of the time in which requests waited to be admitted.
+        refused: share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
         decisions: CPU time of the engine, the only part that differs from run to run.
         preempted: number of preemptions, whose KV was recomputed.
         spans: recorded activity by worker.

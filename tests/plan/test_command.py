@@ -115,7 +115,15 @@ def test_validation_prints_every_operator() -> None:
     printed = plan(f"--model Llama-2-7B --kind a40 --validate {MEASUREMENTS / 'a40_llama2_7b_mlp.csv'}")
     for operator in ("attn_pre_proj", "mlp_down_proj", "attn_rope", "matrix products", "other operators"):
         assert operator in printed
-    assert "fitted to a100_llama2_7b_mlp.csv alone" in " ".join(printed.split())
+    assert "Fitted to a100_llama2_7b_mlp.csv" in " ".join(printed.split())
+    assert "decode-sized layers" in printed and "1-16 rows" in printed
+
+
+def test_validation_of_kernels_needs_no_model() -> None:
+    decode = plan(f"--kind h100 --validate {MEASUREMENTS / 'h100_attention_decode.csv'}")
+    assert "from 32 MB of KV" in decode and "bias" in decode
+    reduced = plan(f"--kind l40s --validate {MEASUREMENTS / 'l40s_all_reduce_nccl.csv'}")
+    assert "64 KB to 64 MB" in reduced and "8 devices" in reduced
 
 
 def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def planner(
     goals: Goals | None = None,
     market: prices.Prices = RENTS,
 ) -> Planner:
-    costs = {kind: CostModel(shape, entry, Fits.load(kind)) for kind, entry in CATALOGUE.kinds.items()}
+    costs = {kind: CostModel(shape, entry, Fits.load(entry)) for kind, entry in CATALOGUE.kinds.items()}
     return Planner(shape, served, costs, market, goals or Goals())
 
 
@@ -367,7 +367,7 @@ def test_what_the_same_money_buys_alone() -> None:
     cost = model.models["h100"]
     batch = math.floor((4 * 0.9 * 80 * 2**30 - LLAMA3.weight_bytes) / (CHAT.live * LLAMA3.kv_bytes_per_token))
     assert homogeneous.capacity(cost, 4, workload.paged(CHAT)) == batch
-    attention = 80 * float(cost.attention_seconds(batch * CHAT.live / 4, batch))
+    attention = 80 * float(cost.attention_seconds(batch * CHAT.live, batch, 1 / 4))
     seconds = float(cost.pass_seconds(batch, 4)) + attention
     assert homogeneous.step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
     found = homogeneous.evaluate(cost, 4, workload.paged(CHAT))
