@@ -183,6 +183,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     if not result.tokens:
         return table
     table.add_row("throughput", f"{result.tokens_s:.0f} output tokens/s, {result.requests_s:.2f} requests/s")
+    table.add_row("sustained", f"{result.sustained_requests_s:.2f} requests/s in the second half of the arrivals")
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
         rate = len(arrivals) / arrivals[-1]

@@ -335,6 +335,12 @@ class CostModel:
         heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
         return self.fits.prefill.seconds(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
 
+    def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
+        """Seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one device."""
+        tokens = np.asarray(prefix, dtype=np.float64)
+        arithmetic = self.chunk_attention_seconds(chunk, tokens) - self.chunk_attention_seconds(chunk, 0)
+        return np.where(tokens > 0, np.maximum(arithmetic, self.attention_seconds(tokens, 1)), 0.0)
+
     def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:
         """Seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""
         starts = np.arange(0, prompt, chunk, dtype=np.float64)

@@ -172,6 +172,17 @@ class Result:
         return self.log.count(State.FINISHED) / self.seconds if self.seconds else 0.0
 
     @property
+    def sustained_requests_s(self) -> float:
+        """Requests finished per second during the second half of the arrivals: without the start and the end, when fewer
+        run. Below the rate of the arrivals, queues grow."""
+        arrival_s = self.log.arrivals.arrival_s
+        middle, last = float(arrival_s[len(arrival_s) // 2]), float(arrival_s[-1])
+        if last <= middle:
+            return self.requests_s
+        ended = self.log.end_s[self.log.finished]
+        return float(((ended > middle) & (ended <= last)).sum()) / (last - middle)
+
+    @property
     def ttft_s(self) -> Percentiles:
         """From a request's arrival to its first token."""
         waits = self.log.first_s - self.log.arrivals.arrival_s
@@ -218,6 +229,7 @@ class Result:
             "tokens": self.tokens,
             "tokens_s": self.tokens_s,
             "requests_s": self.requests_s,
+            "sustained_requests_s": self.sustained_requests_s,
             "ttft_s": {share: _finite(seconds) for share, seconds in vars(self.ttft_s).items()},
             "tbt_s": {share: _finite(seconds) for share, seconds in vars(self.tbt_s).items()},
             "pools": [vars(pool) for pool in self.pools],

@@ -125,6 +125,4 @@ class StepModel:
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
         """Seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or memory."""
-        cost = self._memory
-        arithmetic = cost.chunk_attention_seconds(chunk, prefix) - cost.chunk_attention_seconds(chunk, 0)
-        return max(float(arithmetic), float(cost.attention_seconds(prefix, 1)))
+        return float(self._memory.prefix_attention_seconds(chunk, prefix))
