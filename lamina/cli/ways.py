@@ -124,10 +124,10 @@ def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
     offloaded = next((trial for trial in trials if trial.way.kind is Kind.OFFLOADED), None)
     if way.kind is Kind.OFFLOADED:
         other = next((trial for trial in trials if trial.way.kind is not Kind.OFFLOADED), None)
-        gain = (
-            f": {other.usd_per_request / best.usd_per_request - 1:+.0%} requests per dollar over {other.way.describe()}"
-        )
-        return [f"Rent two pools: {way.describe()}{gain if other else ''}."]
+        if other is None:
+            return [f"Rent two pools: {way.describe()}. No other way keeps the SLOs."]
+        gain = other.usd_per_request / best.usd_per_request - 1
+        return [f"Rent two pools: {way.describe()}: {gain:+.0%} requests per dollar over {other.way.describe()}."]
     what = (
         "Rent one pool"
         if way.memory is None or way.memory is way.compute
@@ -158,7 +158,8 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
         f"lamina simulate --model {shlex.quote(model)} --system {way.kind.value} "
         f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
-        f"--trace {shlex.quote(str(trace))} --draw {trial.requests} --seed {SEED} --rate-scale {course.rate_scale(trial.requests_s)}"
+        f"--trace {shlex.quote(str(trace))} --draw {trial.requests} --seed {SEED} "
+        f"--rate-scale {course.rate_scale(trial.requests_s)} --prices {course.prices}"
     )
 
 

@@ -327,7 +327,7 @@ class CostModel:
             return (float(self.attention_seconds(many, 1)) - float(self.attention_seconds(0, 1))) / many, at_none
         fit = self.fits.decode
         per_token = self._kv_bytes / (fit.memory_share * self.hardware.memory_bytes_s)
-        return per_token, (fit.fixed_s + fit.ramp_s(self.hardware)) * (count > 0)
+        return per_token, np.where(count > 0, fit.fixed_s + fit.ramp_s(self.hardware), 0.0)
 
     def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""

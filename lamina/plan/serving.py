@@ -31,6 +31,9 @@ from lamina.plan.workload import Workload, paged
 MARGIN = 0.9
 """Share of the SLO on TBT that a step of the mean batch may take: batches and lengths vary."""
 
+PERCENTILE = 0.99
+"""Of the times between tokens, for which the SLO is."""
+
 CHUNKS = (256, 512, 1024, 2048, 4096)
 """Rows of a step (max_num_batched_tokens) to try: more prompts at once, or shorter steps."""
 
@@ -261,14 +264,12 @@ class Server:
             return np.asarray(np.maximum.reduce([path, load, lanes * attention, wire]))
 
         plain, likely = pace(chunk, 0), np.minimum(share, 1.0)
-        average = sum(
-            math.comb(together, having)
-            * likely**having
-            * (1 - likely) ** (together - having)
-            * (pace(chunk, having) if having else plain)
-            for having in range(together + 1)
-        )
-        longest = pace(way.chunk - rows, 1)
+        average, longest, below = np.zeros_like(rows), plain, np.zeros_like(rows)
+        for having in range(together + 1):
+            longest = np.where(below < PERCENTILE, pace(way.chunk - rows, having) if having else plain, longest)
+            odds = math.comb(together, having) * likely**having * (1 - likely) ** (together - having)
+            average += odds * (pace(chunk, having) if having else plain)
+            below = below + odds
         added = self._pass(compute, way.tensor_parallel, rows + chunk) + chunk * own_s - dense
         prompts = share * added / (dense + share * added)
         busy = together / replicas * (dense + share * added) / average

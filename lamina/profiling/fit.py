@@ -158,10 +158,9 @@ _CATALOGUE = hardware.load()
 def operators(series: list[Series], name: str, start: Any, kind: str = KIND) -> Part:
     """A part that predicts operators of MODEL: ``gemm`` or ``pointwise``. Every band of rows counts the same."""
     device = _CATALOGUE[kind]
-    others = dict.fromkeys(Fits.__dataclass_fields__)
 
     def predict(fitted: Any) -> Floats:
-        model = CostModel(MODEL, device, Fits(**{**others, name: fitted}))  # type: ignore[arg-type]
+        model = CostModel(MODEL, device, _only(name, fitted))
         return np.concatenate([model.operator_seconds(one.operator, one.sizes, one.devices) for one in series])
 
     return Part(
@@ -173,6 +172,12 @@ def operators(series: list[Series], name: str, start: Any, kind: str = KIND) -> 
         seconds=np.concatenate([one.seconds for one in series]),
         weights=_by_band(np.concatenate([one.sizes for one in series])),
     )
+
+
+def _only(name: str, fitted: Any) -> Fits:
+    """Fits of which only one part is used."""
+    parts: dict[str, Any] = {**dict.fromkeys(Fits.__dataclass_fields__), name: fitted}
+    return Fits(**parts)
 
 
 def _by_band(rows: Floats) -> Floats:
@@ -187,11 +192,9 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
     kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave.
     """
     first = products[0]
-    device = CostModel(
-        MODEL, _CATALOGUE[part.kind], Fits(**{**dict.fromkeys(Fits.__dataclass_fields__), "pointwise": pointwise})
-    )  # type: ignore[arg-type]
+    device = CostModel(MODEL, _CATALOGUE[part.kind], _only("pointwise", pointwise))
     added = sum(device.operator_seconds(one.operator, one.sizes, one.devices) for one in others)
-    rest = sum(one.seconds for one in (*products, *others))
+    whole = np.sum([one.seconds for one in (*products, *others)], axis=0)
 
     def predict(fitted: Any) -> Floats:
         single = part.predict(fitted)
@@ -201,7 +204,7 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
     return replace(
         part,
         predict=predict,
-        seconds=np.concatenate([part.seconds, rest]),  # type: ignore[arg-type]
+        seconds=np.concatenate([part.seconds, whole]),
         weights=np.concatenate([part.weights, len(products) * _by_band(first.sizes)]),
     )
 

@@ -116,8 +116,8 @@ def decode_work(table: Table) -> tuple[Floats, Floats]:
 def prefill_seconds(fitted: PrefillAttentionFit, device: Hardware, table: Table) -> Floats:
     """Predicted seconds of every measurement of prompt chunks, in 16 bits."""
     head_size = int(table["head_dim"][0])
-    columns = (table[name] for name in ("chunk", "prefix", "query_heads", "kv_heads"))
-    return fitted.seconds(device, DType.BFLOAT16, *columns, head_size, table["batch"])
+    chunk, prefix, queries, kept = (table[name] for name in ("chunk", "prefix", "query_heads", "kv_heads"))
+    return fitted.seconds(device, DType.BFLOAT16, chunk, prefix, queries, kept, head_size, table["batch"])
 
 
 def read_reductions(file: Path) -> Reduction:

@@ -173,8 +173,8 @@ class Result:
 
     @property
     def sustained_requests_s(self) -> float:
-        """Requests finished per second during the second half of the arrivals: without the start and the end, when fewer
-        run. Below the rate of the arrivals, queues grow."""
+        """Requests finished per second during the second half of the arrivals: without the start and the end, when few
+        run. If it is below the rate of the arrivals, queues grow."""
         arrival_s = self.log.arrivals.arrival_s
         middle, last = float(arrival_s[len(arrival_s) // 2]), float(arrival_s[-1])
         if last <= middle:

@@ -24,8 +24,8 @@ TOLERANCE = 0.04
 """Rates are tried in factors of STEP, and then between the highest that holds and the lowest that does not."""
 
 SUSTAINED = 0.94
-"""Share of the offered requests that must finish while the second half arrives: fewer, and queues grow, which a run of a
-few minutes does not show in its percentiles."""
+"""Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
+a few minutes does not show in its percentiles."""
 
 LEAST = 0.4
 """Ways that hold less than this share of the closed form's rate are given up: others in the table serve more."""

@@ -363,7 +363,8 @@ def test_what_the_same_money_buys_alone() -> None:
     plan = model.evaluate(pools())
     assert plan is not None
     printed = alone(model, plan)
-    assert printed is not None and printed.startswith("4 h100 alone ($44.24/h, tensor parallelism 4): ")
+    assert printed is not None and (printed.kind, printed.count, printed.tensor_parallel) == ("h100", 4, 4)
+    assert printed.against(plan).startswith("4 h100 alone ($44.24/h, tensor parallelism 4): ")
     cost = model.models["h100"]
     batch = math.floor((4 * 0.9 * 80 * 2**30 - LLAMA3.weight_bytes) / (CHAT.live * LLAMA3.kv_bytes_per_token))
     assert homogeneous.capacity(cost, 4, workload.paged(CHAT)) == batch
@@ -372,7 +373,7 @@ def test_what_the_same_money_buys_alone() -> None:
     assert homogeneous.step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
     found = homogeneous.evaluate(cost, 4, workload.paged(CHAT))
     assert found is not None and found.tokens_s == pytest.approx(batch / seconds, rel=0.02)
-    assert f"{found.tokens_s:.0f} tokens/s" in printed
+    assert printed.tokens_s == found.tokens_s
     strict = homogeneous.evaluate(cost, 4, CHAT, longest_tbt_s=0.03)
     assert strict is not None and strict.tbt_s <= 0.03 and strict.batch < batch
     assert homogeneous.evaluate(cost, 1, CHAT) is None  # 141 GB of weights on 80 GB

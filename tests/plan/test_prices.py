@@ -24,8 +24,8 @@ def test_the_papers_prices_over_the_catalogue() -> None:
     own = prices.load("own")
     per_gb = {"a100-80g": 219, "h100": 456, "rtx3090": 67, "rx7900xtx": 42, "arc-a770": 22}
     per_gb_s = {"h100": 10.90, "rtx3090": 1.71, "rx7900xtx": 1.04, "arc-a770": 0.63}
-    for kind, dollars in per_gb.items():
-        assert own.require(kind).usd / (KINDS[kind].memory_bytes / 2**30) == pytest.approx(dollars, abs=0.6)
+    for kind, whole in per_gb.items():
+        assert own.require(kind).usd / (KINDS[kind].memory_bytes / 2**30) == pytest.approx(whole, abs=0.6)
     for kind, dollars in per_gb_s.items():
         assert own.require(kind).usd / (KINDS[kind].memory_bytes_s / 1e9) == pytest.approx(dollars, abs=0.006)
     paper = prices.load("paper")
@@ -36,7 +36,7 @@ def test_what_is_bought_is_spread_over_its_years_with_electricity_and_network() 
     own = prices.load("own")
     assert own.usd_per_hour(KINDS["rx7900xtx"]) == pytest.approx(1000 / HOURS + 0.355 * 0.12)
     file = prices.Prices(name="x", entries=own.entries, years=3, usd_per_kwh=0.12, network_usd=2000)
-    alone, networked = (file.usd_per_hour(KINDS["h100"], networked=own) for own in (False, True))
+    alone, networked = (file.usd_per_hour(KINDS["h100"], networked=joined) for joined in (False, True))
     assert networked - alone == pytest.approx(2000 / HOURS)
 
 
