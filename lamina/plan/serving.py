@@ -250,7 +250,9 @@ class Server:
         attention = layers * memory.attention_seconds(busiest * self.workload.live, busiest)
         sent = layers * compute.exchange_bytes(rows)
         here, there = compute.wire_seconds(sent / way.tensor_parallel), memory.wire_seconds(sent / workers)
-        latency = np.maximum(here, there) + layers * memory.fits.runtime.round_trip_s
+        latency = here + there + layers * memory.fits.runtime.round_trip_s
+        kept = layers * 2 * self.shape.kv_heads * self.shape.head_size * self.shape.dtype.itemsize
+        kept_byte_s = [float(model.wire_seconds(kept)) for model in (compute, memory)]
         # Lanes that share replicas keep one pace: a lane behind one with a chunk waits for it at every slice.
         together, replicas = (lanes, way.replicas) if way.rotates else (lanes // way.replicas, 1)
 
@@ -258,9 +260,13 @@ class Server:
             """Seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``."""
             added = self._pass(compute, way.tensor_parallel, rows + tokens) + tokens * own_s - dense
             first = min(having, 1)
-            path = dense + first * (added + tokens * prefix_s) + attention + latency
+            # Keys and values of a chunk go to the one worker that holds its sequence, through both NICs in turn.
+            kept_here, kept_there = tokens * kept_byte_s[0] / way.tensor_parallel, tokens * kept_byte_s[1]
+            path = dense + first * (added + tokens * prefix_s + kept_here + kept_there) + attention + latency
             load = (together * dense + having * added) / replicas
-            wire = np.maximum(together / replicas * here, lanes * there)
+            wire = np.maximum(
+                (together * here + having * kept_here) / replicas, lanes * there + having * kept_there / workers
+            )
             return np.asarray(np.maximum.reduce([path, load, lanes * attention, wire]))
 
         plain, likely = pace(chunk, 0), np.minimum(share, 1.0)
