@@ -214,11 +214,11 @@ def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
     assert best.bottleneck is Bottleneck.COMPUTE and best.compute_busy == pytest.approx(1)
     more_memory = next(line for line in beyond(model, best) if "h20 instead" in line)
     assert "bottleneck: compute" in more_memory and "+" in more_memory.split("cost")[0]
-    # Without that bound, more of both is even cheaper, in the same proportion; others come within hundredths of it.
+    # Without that bound, more of both is even cheaper; others come within hundredths of it.
     free = planner()
     plans = [plan for one in candidates if (plan := free.evaluate(one)) is not None]
     cheapest = min(plans, key=lambda plan: plan.usd_per_million_out)
-    assert 1.2 <= cheapest.pools.memory_workers / cheapest.pools.compute_workers <= 2.5
+    assert 0.9 <= cheapest.pools.memory_workers / cheapest.pools.compute_workers <= 2.5
 
 
 def test_a_plan_keeps_its_goals() -> None:
