@@ -331,7 +331,9 @@ class Scheduler:
         rows, chunks, prompted = self._rows(own) if fits else (DecodeRows([], [], []), [], {})
         own.allowance = self._rows_left(lane)
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
-            if fits:  # else it is tried again at once: slots may come back with any plan
+            # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
+            # KV of its own has been dropped.
+            if fits and not own.ending:
                 self._changed.discard(lane)
                 self._resting.add(lane)
             return None
