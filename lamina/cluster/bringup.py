@@ -26,7 +26,7 @@ from lamina.protocol.messages import (
     SlabReady,
 )
 from lamina.protocol.wire import reply_nbytes, request_nbytes
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.transport.endpoint import spin_s
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, TransportName

@@ -9,8 +9,9 @@ from lamina.placement.recovery import Policy, latest
 from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
 from lamina.schedule.lanes import chooser
+from lamina.schedule.limits import Limits
 from lamina.schedule.remains import Remains
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.scheduler import Scheduler
 from lamina.topology import Topology
 from lamina.types import StepPlan
 

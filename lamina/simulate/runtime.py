@@ -22,7 +22,7 @@ from lamina.placement.map import Placement
 from lamina.placement.recovery import POLICIES
 from lamina.protocol.messages import StepDone
 from lamina.protocol.timeline import Span
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
 from lamina.simulate.arrivals import Arrivals, Ints

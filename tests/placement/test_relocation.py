@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.limits import Limits
+from lamina.schedule.scheduler import Scheduler
 from lamina.types import Migration, Segment
 from tests.schedule.schedules import plan_of, request, scheduler
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.schedule import admission
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.limits import Limits
+from lamina.schedule.scheduler import Scheduler
 from lamina.types import Client, Request, SamplingParams, StepPlan
 from tests.schedule.schedules import request, scheduler
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.pipeline import Pipeline
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Member, Topology
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_scheduler import MANY, Cluster, requests

@@ -22,7 +22,7 @@ from lamina.placement.recovery import latest
 from lamina.plan import hardware, models
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import StepDone
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
 from lamina.types import AttentionSpec, DType, StepPlan
