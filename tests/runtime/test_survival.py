@@ -253,9 +253,9 @@ def test_many_losses_some_at_the_same_time(
     victims.remove(next(name for name in victims if name.startswith("memory")))
     workers = Killable()
     rotational: dict[str, object] = {"lanes": 4, "pipelining": "rotational", "transport": "tcp"}
-    switches = draw.choice([{}, rotational, {"plan_ahead": False}])
     choices: list[dict[str, object]] = [{}, rotational, {"plan_ahead": False}]
     switches = draw.choice(choices)
+    engine = launch(config(checkpoint, 3, 4, **switches), workers=workers)
     pids = workers.pids
     try:
         streams = Streams(engine, REQUESTS)
