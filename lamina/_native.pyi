@@ -38,6 +38,8 @@ def attention_partial(
     chunk: int,
     softcap: float,
     alibi_slopes: NDArray[numpy.float32] | None,
+    k_scales: NDArray[numpy.float32] | None,
+    v_scales: NDArray[numpy.float32] | None,
     threads: int,
     path: AttentionPath,
 ) -> None:
@@ -48,6 +50,7 @@ def attention_partial(
     head sizes, S (sequence, segment) pairs, N their tokens:
 
     q [R, Hq, D] float32 or the element type of k; k [slots, Hkv, D] and v [slots, Hkv, Dv] float32, float16 or uint16;
+    or k and v codes in int8, or uint8 for e4m3, with k_scales and v_scales [slots, Hkv], and q of any of the former;
     query_offsets [S + 1], query_start [S], kv_offsets [S + 1], kv_start [S], slots [N];
     out [R, Hq, Dv], natural-log lse [R, Hq]: 0 and -inf for a row that sees nothing; alibi_slopes [Hq].
 
@@ -71,6 +74,8 @@ def attention_partial_tasks(
     chunk: int,
     softcap: float,
     alibi_slopes: NDArray[numpy.float32] | None,
+    k_scales: NDArray[numpy.float32] | None,
+    v_scales: NDArray[numpy.float32] | None,
     threads: int,
     path: AttentionPath,
     first: int,
@@ -90,13 +95,18 @@ def attention_count_tasks(query_offsets: NDArray[numpy.int32], query_heads: int,
     """
 
 def attention_append(
-    slab: NDArray[numpy.generic], rows: NDArray[numpy.generic], slots: NDArray[numpy.int32], threads: int
+    slab: NDArray[numpy.generic],
+    rows: NDArray[numpy.generic],
+    slots: NDArray[numpy.int32],
+    threads: int,
+    scales: NDArray[numpy.float32] | None,
 ) -> None:
     """
     Write rows [T, Hkv, D] into slots [T] of slab [slots, Hkv, D], which is mutated.
 
-    Rows hold the slab's element type or float32, rounded to nearest even. Releases the GIL. Raises ValueError, before
-    anything is written, for a shape, element type, order or slot that does not fit.
+    Rows hold the slab's element type or float32, rounded to nearest even. A slab of codes (int8, or uint8 for e4m3)
+    takes float32, float16 or uint16 and has ``scales`` [slots, Hkv], which are mutated too. Releases the GIL. Raises
+    ValueError, before anything is written, for a shape, element type, order or slot that does not fit.
     """
 
 def attention_merge(

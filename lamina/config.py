@@ -11,7 +11,7 @@ from typing import Annotated
 
 from lamina.errors import ConfigError
 from lamina.settings import Meaning, settings
-from lamina.types import MOST_MINI_BATCHES, DType, DTypeName, LoadFormat, Pipelining, TransportName
+from lamina.types import MOST_MINI_BATCHES, DType, DTypeName, KvCacheDType, LoadFormat, Pipelining, TransportName
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -36,6 +36,13 @@ class EngineConfig:
     dtype: Annotated[
         DTypeName | DType, Meaning("Element type of weights, activations and KV; auto takes the checkpoint's.")
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        KvCacheDType,
+        Meaning(
+            "Element type of KV on memory workers; auto is that of the activations. int8 and fp8 (e4m3) round K and V "
+            "to one byte with a scale per token and head, for about twice as many tokens in the same memory."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None,
         Meaning(
@@ -47,7 +54,7 @@ class EngineConfig:
     default_max_tokens: Annotated[
         int | None,
         Meaning(
-            "Longest answer to a chat that gives no max_tokens; room for all of it is reserved. "
+            "Longest answer to a chat that gives no max_tokens. "
             f"Default: {DEFAULT_MAX_TOKENS}, or an eighth of max_model_len if that is less.",
             unit="tokens",
             ge=1,

@@ -13,8 +13,9 @@ class Completion:
         known: how many of the generated tokens were drawn before its KV was dropped: they run again, like a prompt.
         cached, goal: of the tokens that run before it draws, those in planned steps, and all of them. The prompt is
             the first completion's; the others begin behind it when they are forked.
+        own: KV tokens reserved for it alone, besides the prompt; while it decodes, those when it began.
         until: number of the last step of its lane that runs it; set when it stops decoding.
-        retired: handed over for release.
+        retired: handed over for release. released: a plan has released its KV.
     """
 
     sequence: int
@@ -23,8 +24,10 @@ class Completion:
     known: int = 0
     cached: int = 0
     goal: int = 0
+    own: int = 0
     finished: bool = False
     retired: bool = False
+    released: bool = False
     until: int = 0
 
     @property

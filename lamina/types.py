@@ -29,6 +29,38 @@ class DType(enum.Enum):
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 """How a user names an element type: one of ``DType``, or auto for the model's own."""
 
+KvCacheDType = Literal["auto", "int8", "fp8"]
+"""How a user names the element type of KV: auto for the model's, or codes of one byte."""
+
+
+class KvElement(enum.Enum):
+    """How a slab stores K and V: in the model's element type, or as codes of one byte with float32 scales.
+
+    Codes are int8 or fp8 (e4m3 without infinities). A row, K or V of one token and KV head, is its codes times its
+    scale: the row's largest magnitude over the largest code, which is 127 or 448. Codes round to nearest even.
+    """
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @classmethod
+    def of(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
+        """What the setting ``name`` means for a model of ``dtype``."""
+        return cls(dtype.value if name == "auto" else name)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales."""
+        return self in (KvElement.INT8, KvElement.FP8)
+
+    def row_nbytes(self, size: int) -> int:
+        """Bytes of a row of ``size`` elements, with its scale."""
+        return size + 4 if self.scaled else size * DType(self.value).itemsize
+
+
 LoadFormat = Literal["auto", "dummy"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
@@ -72,8 +104,12 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of K and V that one token occupies in a slab for this attention."""
+        """Bytes of K and V that one token sends to memory workers for this attention."""
         return self.kv_heads * (self.qk_dim + self.v_dim) * dtype.itemsize
+
+    def slab_bytes_per_token(self, element: KvElement) -> int:
+        """Bytes of K and V, scales included, that one token occupies in a slab for this attention."""
+        return self.kv_heads * (element.row_nbytes(self.qk_dim) + element.row_nbytes(self.v_dim))
 
     def query_bytes_per_token(self, dtype: DType) -> int:
         """Bytes of q that one token sends to memory workers for this attention."""
@@ -122,7 +158,7 @@ class SamplingParams:
             in the text.
         stop_token_ids: tokens that end a completion, at most 256.
         ignore_eos: do not stop at the model's end of sequence.
-        max_tokens: at most this many tokens; None: as many as the model's context allows, all of which are reserved.
+        max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.cost.page import Section, axes, legend_above, show
 from bench.cost.published import Comparison
-from lamina.plan import hardware, homogeneous, models, workload
+from lamina.plan import hardware, homogeneous, models, prices, workload
 from lamina.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.plan.models import ModelShape
 from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
@@ -19,10 +19,27 @@ from lamina.profiling.measurements import read_operators
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CONTEXTS = (512, 1024, 2048, 4096)
 
+BOUGHT = prices.load("own")
+PAPER = prices.Prices(
+    name="Lamina",
+    market="the first Lamina paper",
+    entries={
+        "a100-40g": prices.Price(
+            BOUGHT.require("a100-80g").usd, "that of the 80 GB card, the only one it prices", "2024"
+        ),
+        "rtx3090": BOUGHT.require("rtx3090"),
+    },
+    years=BOUGHT.years,
+)
+"""Purchase prices of the paper's experiments, without electricity."""
+
+RENTS = prices.load("paper")
+"""Rents of the second paper."""
+
 
 def cost_model(shape: ModelShape, device: hardware.Hardware) -> CostModel:
     """The model's costs on one kind."""
-    return CostModel(shape, device, Fits.load(device.kind))
+    return CostModel(shape, device, Fits.load(device))
 
 
 @dataclass(frozen=True)
@@ -47,10 +64,10 @@ class Layout:
         )
 
 
-def planner(shape: ModelShape, layout: Layout, served: workload.Workload) -> Planner:
+def planner(shape: ModelShape, layout: Layout, served: workload.Workload, market: prices.Prices = PAPER) -> Planner:
     """A planner for the kinds of one layout."""
     costs = {device.kind: cost_model(shape, device) for device in (layout.compute, layout.memory)}
-    return Planner(shape, served, costs, Goals())
+    return Planner(shape, served, costs, market, Goals())
 
 
 def table_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
@@ -62,10 +79,10 @@ def table_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sect
         entry = catalogue[kind]
         why = "The paper takes the PCIe card's 1935 GB/s, the catalogue the SXM card's 2039." if "a100" in kind else ""
         for name, unit, amount in (
-            ("usd_gb", "$/GB", entry.memory_bytes),
+            ("usd_gb", "$/GB", entry.memory_bytes / 2**30 * 1e9),  # capacities on data sheets are binary
             ("usd_gb_s", "$/(GB/s)", entry.memory_bytes_s),
         ):
-            ours = entry.price_usd / amount * 1e9
+            ours = BOUGHT.require(kind).usd / amount * 1e9
             rows.append(Comparison(f"{kind}, {unit}", unit, table["source"], table[name][kind], ours, why))
     section.compare("Purchase price over capacity and bandwidth", rows)
     return section
@@ -159,7 +176,6 @@ def figure_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sec
         kind="memory",
         memory_bytes=a100.memory_bytes * table["alpha"] / PIECES,
         memory_bytes_s=a100.memory_bytes_s * table["alpha"] / PIECES,
-        price_usd=a100.price_usd / PIECES,
     )
     gains: dict[int, list[float]] = {}
     for context in (512, 4096):
@@ -207,19 +223,23 @@ def _best_ratio(
 ) -> float:
     """Highest tokens/s per dollar of both pools over the highest of A100s alone."""
     model = cost_model(shape, a100)
+    usd = BOUGHT.require(a100.kind).usd
+    market = prices.Prices(
+        name="Figure 1",
+        entries={a100.kind: prices.Price(usd, "", ""), memory.kind: prices.Price(usd / PIECES, "", "")},
+    )
     alone = max(
-        found.tokens_s / (devices * a100.price_usd)
+        found.tokens_s / (devices * usd)
         for devices in (1, 2, 4, 8)
         if (found := homogeneous.evaluate(model, devices, served))
     )
     best = 0.0
-    costs = {a100.kind: model, memory.kind: CostModel(shape, memory, Fits.load(a100.kind))}
-    offloading = Planner(shape, served, costs, Goals())
+    costs = {a100.kind: model, memory.kind: CostModel(shape, memory, Fits.load(a100))}
+    offloading = Planner(shape, served, costs, market, Goals())
     for devices, replicas, workers in product((1, 2, 4, 8), (1, 2, 4), range(PIECES // 2, 12 * PIECES, PIECES // 2)):
         pools = replace(Layout(a100, devices, memory, workers).pools(replicas + 1), replicas=replicas)
         if plan := offloading.evaluate(pools):
-            price = a100.price_usd * devices * replicas + memory.price_usd * workers
-            best = max(best, plan.tokens_s / price)
+            best = max(best, plan.tokens_s / plan.usd_per_hour)
     return best / alone
 
 
@@ -228,17 +248,22 @@ FIGURE_12 = {"LLaMA-13B": (1, 3), "LLaMA-33B": (2, 6)}
 same proportion is taken."""
 
 
+def _charged(a100: hardware.Hardware, card: hardware.Hardware) -> tuple[float, float]:
+    """Dollars of an A100-40G as compute worker, and as memory worker at the card's price of a GB."""
+    return PAPER.require(a100.kind).usd, a100.memory_bytes * PAPER.require(card.kind).usd / card.memory_bytes
+
+
 def figures_12_and_13(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
     """Throughput by batch with and without rotation, and throughput per dollar."""
     section = Section("Lamina, Figures 12 and 13: throughput by batch, and per dollar", published["paper"])
     a100, card = catalogue["a100-40g"], catalogue["rtx3090"]
-    memory_usd = a100.memory_bytes * card.price_usd / card.memory_bytes  # at an RTX 3090's price of a GB
+    usd, memory_usd = _charged(a100, card)
     rows, batch_ratios, speed_ratios, rotations, gains = [], [], [], [], []
     plot, both = axes(2)
     for axis, (name, (devices, workers)) in zip(both, FIGURE_12.items(), strict=True):
         shape, layout = models.find(name), Layout(a100, devices, a100, workers)
         model = cost_model(shape, a100)
-        dollars = devices * a100.price_usd
+        dollars = devices * usd
         for context in CONTEXTS:
             served = workload.of_context(context)
             alone = homogeneous.evaluate(model, devices, served)
@@ -375,7 +400,7 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
     """Latency against throughput for several sizes of the memory pool, and what a token costs on each."""
     section = Section("Lamina, Figure 17: latency, throughput and cost under ShareGPT", published["paper"])
     a100, card = catalogue["a100-40g"], catalogue["rtx3090"]
-    memory_usd = a100.memory_bytes * card.price_usd / card.memory_bytes
+    usd, memory_usd = _charged(a100, card)
     shape = models.find("LLaMA-33B")
     plot, (left, right) = axes(2)
     rows: list[tuple[str, ...]] = []
@@ -386,7 +411,7 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
         curve = offloading.curve(layout.pools(2))
         best: Plan | None = offloading.evaluate(layout.pools(2))
         assert best
-        dollars = 2 * a100.price_usd + workers * memory_usd
+        dollars = 2 * usd + workers * memory_usd
         per_dollar.append(best.tokens_s / dollars * 1000)
         at_list_price.append(best.tokens_s / (2 + workers))
         speeds = [tokens_s for _, tokens_s in curve]

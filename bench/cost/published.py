@@ -35,7 +35,11 @@ class Comparison:
 
     @property
     def ratio(self) -> str:
-        """Ours over the published one; of bands, both ends."""
+        """Ours over the published one; of bands, both ends; of percentages, which may be negative, the difference."""
+        if self.unit == "%":
+            theirs, own = (one if isinstance(one, tuple) else (one, one) for one in (self.published, self.ours))
+            points = [f"{ours - published:+.0f}" for published, ours in zip(theirs, own, strict=True)]
+            return f"{', '.join(dict.fromkeys(points))} points"
         if isinstance(self.published, tuple) and isinstance(self.ours, tuple):
             return f"{self.ours[0] / self.published[0]:.2f}, {self.ours[1] / self.published[1]:.2f}"
         if isinstance(self.published, tuple):

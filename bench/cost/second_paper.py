@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cost.lamina_paper import Layout, cost_model, planner
+from bench.cost.lamina_paper import RENTS, Layout, cost_model, planner
 from bench.cost.page import Section, axes, legend_above
 from bench.cost.published import Comparison
 from lamina.plan import hardware, homogeneous, models, workload
@@ -37,7 +37,7 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         for trace in published["traces"]:
             offloaded = _best(layout, shape, served(trace))
             alone = _best_alone(cost_model(shape, h100), pair["baseline_h100"], workload.paged(served(trace)))
-            hourly = pair["baseline_h100"] * h100.usd_per_hour
+            hourly = pair["baseline_h100"] * RENTS.usd_per_hour(h100)
             gain = offloaded.tokens_s / alone.tokens_s - 1
             gains[shape.name, trace["name"]] = gain
             batches.append(offloaded.batch / alone.batch)
@@ -113,7 +113,7 @@ def _ratio(section: Section, published: Mapping[str, Any], catalogue: hardware.C
     shape, h100, h20 = models.find(pair["model"]), catalogue["h100"], catalogue["h20"]
     rows = []
     for trace in published["traces"]:
-        offloading = planner(shape, Layout(h100, pair["h100"], h20, MOST_H20), served(trace))
+        offloading = planner(shape, Layout(h100, pair["h100"], h20, MOST_H20), served(trace), RENTS)
         plans = [
             found
             for pools in layouts(shape, [(h100, pair["h100"])], [(h20, MOST_H20)])
@@ -191,7 +191,7 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
 
 def _best(layout: Layout, shape: models.ModelShape, traffic: workload.Workload) -> Plan:
     """The better partition and number of lanes on these devices."""
-    offloading = planner(shape, layout, traffic)
+    offloading = planner(shape, layout, traffic, RENTS)
     plans = [
         found
         for lanes in (1, 2)

@@ -22,6 +22,7 @@ from rich.table import Table
 from lamina.plan import hardware, models, workload
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.planner import Goals, Partition, Planner, Pools
+from lamina.plan.prices import UNPRICED
 from lamina.plan.store import ProfileStore
 from lamina.profiling import profile
 from lamina.profiling.profile import Run
@@ -58,7 +59,7 @@ def predicted_s(model: CostModel, run: Run) -> float:
         partition=Partition.REQUEST,
     )
     served = workload.of_context(max(1, round(run.live)))
-    planner = Planner(model.shape, served, {model.hardware.kind: model}, Goals())
+    planner = Planner(model.shape, served, {model.hardware.kind: model}, UNPRICED, Goals())
     return float(planner.tbt(pools, np.array([run.batch / lanes]))[0])
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print what each part took")
     args = parser.parse_args()
     entry = hardware.load(args.hardware)["cpu"]
-    fits = Fits.load("cpu", ProfileStore(args.hardware.with_suffix(".sqlite")))
+    fits = Fits.load(hardware.load(args.hardware)["cpu"], ProfileStore(args.hardware.with_suffix(".sqlite")))
     with tempfile.TemporaryDirectory(prefix="lamina-step-") as place:
         path = profile.random_llama(Path(place) / "model", args.width, args.layers)
         model = CostModel(models.find(str(path)), entry, fits)

@@ -36,7 +36,7 @@ from bench import RESULTS, ROOT
 from lamina.errors import ConfigError
 from lamina.kernels.gpu.choice import REGISTERS, SHARED_BYTES, Context, Shape, default
 from lamina.kernels.gpu.device import find, require
-from lamina.kernels.gpu.program import KvElement, Program
+from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.specialize import (
     append_program,
     attend_program,
@@ -47,7 +47,7 @@ from lamina.kernels.gpu.specialize import (
     prompt_tile,
     write_words_program,
 )
-from lamina.types import AttentionSpec
+from lamina.types import AttentionSpec, KvElement
 
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used

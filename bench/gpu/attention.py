@@ -16,9 +16,10 @@ from bench.gpu import peers
 from bench.gpu.step import BATCHES, GROUPS, HEAD_DIM, Gpu, Step
 from lamina.kernels.gpu.attention import merge as merge_partials
 from lamina.kernels.gpu.choice import SHARED_BYTES, Choices, Shape, Tiling, classify, default
-from lamina.kernels.gpu.program import KvElement, Program
+from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.specialize import attend_program, decode_tile
 from lamina.kernels.gpu.triton_compile import compile_program
+from lamina.types import KvElement
 
 MERGED = 8
 NARROW = (KvElement.INT8, KvElement.FP8)

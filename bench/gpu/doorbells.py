@@ -15,8 +15,8 @@ import numpy as np
 
 from bench.gpu.step import Gpu, Step
 from lamina.kernels.gpu.loop import capture_layer
-from lamina.kernels.gpu.program import KvElement
 from lamina.transport.device.polling import Doorbell, Polling
+from lamina.types import KvElement
 
 TRIPS = 50
 TURNS = 32

@@ -13,12 +13,12 @@ from typing import Any
 import cupy
 import numpy as np
 
+from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.cuda import Cuda
-from lamina.kernels.gpu.program import KvElement
 from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec
+from lamina.types import AttentionSpec, KvElement
 
 COPY_BYTES = 2 << 30
 CYCLED_BYTES = 1 << 30  # read in turn: much more than any GPU's cache holds
@@ -130,7 +130,7 @@ class Step:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V, scales included, that one layer reads."""
-        return sum(self.lengths) * KV_HEADS * 2 * (HEAD_DIM * self.element.storage.itemsize + 4 * self.element.scaled)
+        return sum(self.lengths) * KV_HEADS * 2 * (HEAD_DIM * STORAGE[self.element].itemsize + 4 * self.element.scaled)
 
     def use(self, choices: Choices | None) -> None:
         """Make the attention anew, with these choices or the GPU's own."""

@@ -9,6 +9,8 @@ decode   KV bytes read per second (bfloat16, one query row per sequence) over a 
          side), or each anywhere. ``row read`` reads the same rows and does nothing else.
 split    time of the same requests as 8 segments each, merged, over their time as one.
 ragged   time of one request of 64 Ki tokens among 15 of 1 Ki over that of 16 equal requests of as many tokens.
+codes    bytes read per second of KV as int8 and fp8 codes, scales included, over those of bfloat16, tokens in runs;
+         and the tokens read per second over those of bfloat16.
 prefill  a prompt chunk's causal attention to itself, in visible multiply-adds per second, over a bfloat16 matrix
          product's.
 
@@ -16,6 +18,7 @@ Figures are medians over the rounds; ratios are medians of the ratios of neighbo
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -32,18 +35,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lamina.kernels.attention import Array, partial
+from lamina.kernels.attention import Array, Scales, append, partial
 from lamina.kernels.memory import allocate, read, read_rows
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec
+from lamina.memory.store import LayerCache
+from lamina.types import AttentionSpec, KvElement
 
 READ_BYTES = 256 * 1024 * 1024  # larger than any cache, and so it also empties them between calls
 SHAPES = ((4, 4, 64), (16, 4, 64), (32, 4, 64), (4, 4, 128), (16, 4, 128), (32, 4, 128))  # query heads, KV heads, size
 LONGER_SHAPES = ((16, 4, 64), (16, 4, 128))
 SEGMENTS = 8
 LONG_TOKENS, SHORT_TOKENS, RAGGED_SEQUENCES = 64 * 1024, 1024, 16
-TABLES = ("decode", "split", "ragged", "prefill")
+TABLES = ("decode", "codes", "split", "ragged", "prefill")
 CHUNKS = (512, 1024, 2048)
 RUNS = {"in order": 0, "runs of 64": 64, "anywhere": 1}  # tokens next to each other in the slab; 0: all
 Shape = tuple[int, int, int]
@@ -97,12 +101,21 @@ class Requests:
         self.tokens, self.rows = np.array(tokens), rows
         count = int(self.tokens.sum())
         self.k, self.v = slab(count, kv_heads, dim), slab(count, kv_heads, dim)
+        self.scales: Scales | None = None
         self.nbytes = self.k.nbytes + self.v.nbytes
         q = np.random.default_rng(1).standard_normal((rows * len(tokens), query_heads, dim), np.float32)
         self.q = (q.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16, rounded down
         runs = np.arange(count, dtype=np.int32).reshape(-1, run or count)
         self.slots = np.random.default_rng(2).permutation(runs).ravel()
         self.whole = self.pairs(1)
+
+    def as_codes(self, element: KvElement) -> "Requests":
+        """The same with K and V as codes."""
+        codes, kept = copy.copy(self), LayerCache.allocate(self.spec, element, len(self.k))
+        append(kept.k, kept.v, self.k, self.v, np.arange(len(self.k), dtype=np.int32), scales=kept.scales)
+        codes.k, codes.v, codes.scales = kept.k, kept.v, kept.scales
+        codes.nbytes = len(self.k) * self.spec.slab_bytes_per_token(element)
+        return codes
 
     def pairs(self, count: int) -> SegmentTable:
         """Every request as ``count`` equal segments, each with the request's query rows: first segments first."""
@@ -119,7 +132,7 @@ class Requests:
         )
 
     def attend(self, segments: SegmentTable, threads: int) -> tuple[Array, Array]:
-        return partial(self.q, self.k, self.v, segments, self.spec, threads)
+        return partial(self.q, self.k, self.v, segments, self.spec, threads, scales=self.scales)
 
 
 def case_of(shape: Shape, threads: int, **more: int | str) -> dict[str, int | str]:
@@ -146,6 +159,29 @@ def decode(shape: Shape, threads: int, slots: str, tokens: list[int], rounds: in
             "read GB/s": statistics.median(read_rates) / 1e9,
         },
         median_ratio(rates, read_rates),
+    )
+
+
+def codes(shape: Shape, threads: int, element: KvElement, tokens: list[int], rounds: int, memory: Array) -> Result:
+    plain = Requests(shape, tokens, run=RUNS["runs of 64"])
+    narrow = plain.as_codes(element)
+    reads, plains, _, narrows = interleave(
+        rounds,
+        lambda: read(memory, threads),
+        lambda: plain.attend(plain.whole, threads),
+        lambda: read(memory, threads),
+        lambda: narrow.attend(narrow.whole, threads),
+    )
+    speedup = median_ratio(plains, narrows)
+    return Result(
+        case_of(shape, threads, KV=element.value),
+        {
+            "KV GB/s": narrow.nbytes / statistics.median(narrows) / 1e9,
+            "bfloat16 GB/s": plain.nbytes / statistics.median(plains) / 1e9,
+            "read GB/s": len(memory) / statistics.median(reads) / 1e9,
+            "tokens/s ratio": speedup,
+        },
+        speedup * narrow.nbytes / plain.nbytes,
     )
 
 
@@ -214,10 +250,10 @@ def show(results: list[Result], title: str) -> None:
     """Prints a table."""
     table = Table(title=title)
     for heading in (*results[0].case, *results[0].rates, "ratio"):
-        words = heading == "slots"
+        words = heading in ("slots", "KV")
         table.add_column(heading, justify="left" if words else "right", no_wrap=words, min_width=10 if words else None)
     for r in results:
-        table.add_row(*map(str, r.case.values()), *(f"{rate:.1f}" for rate in r.rates.values()), f"{r.ratio:.3f}")
+        table.add_row(*map(str, r.case.values()), *(f"{rate:.2f}" for rate in r.rates.values()), f"{r.ratio:.3f}")
     Console().print(table)
 
 
@@ -240,6 +276,7 @@ def main() -> None:
     title, each = (
         {
             "decode": "decode, bfloat16: KV bytes per second over a read's",
+            "codes": "decode of codes: KV bytes per second over bfloat16's",
             "split": f"requests in {SEGMENTS} segments, merged: time over that of one call",
             "ragged": f"{LONG_TOKENS} tokens among {RAGGED_SEQUENCES - 1} x {SHORT_TOKENS}: time over that of equals",
             "prefill": "causal attention of a prompt chunk: operations per second over a matrix product's",
@@ -247,6 +284,10 @@ def main() -> None:
         {
             "decode": lambda threads: [
                 decode(shape, threads, slots, tokens, rounds, memory) for shape, slots in product(SHAPES, RUNS)
+            ],
+            "codes": lambda threads: [
+                codes(shape, threads, element, tokens, rounds, memory)
+                for shape, element in product(SHAPES, (KvElement.INT8, KvElement.FP8))
             ],
             "split": lambda threads: [split(shape, threads, longer, rounds, memory) for shape in LONGER_SHAPES],
             "ragged": lambda threads: [ragged(shape, threads, rounds, memory) for shape in LONGER_SHAPES],

@@ -35,7 +35,7 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
 from lamina.protocol.control import HEARTBEAT, Bootstrap, ControlServer
 from lamina.protocol.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, DType, SamplingParams, StepPlan
 
 PROMPT = list(range(5, 21))

@@ -11,7 +11,7 @@ from lamina.cli import options
 from lamina.cli.console import notes, output, print_error, print_table, print_text
 from lamina.config import EngineConfig
 from lamina.errors import RequestError
-from lamina.types import RequestOutput, SamplingParams
+from lamina.types import KvElement, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
@@ -104,7 +104,8 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
     from rich.table import Table
 
     cluster = engine.cluster
-    per_token = sum(spec.kv_bytes_per_token(cluster.dtype) for spec in cluster.attentions)
+    element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
+    per_token = sum(spec.slab_bytes_per_token(element) for spec in cluster.attentions)
     heads = max(spec.kv_heads for spec in cluster.attentions)
     table = Table(title="Where each request's KV was kept", title_justify="left", title_style="bold")
     for name, justify in (("request", "right"), ("memory worker", "left"), ("KV heads", "left"), ("tokens", "left")):

@@ -13,8 +13,9 @@ from lamina.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lamina.plan.hardware import Catalogue
+    from lamina.plan.hardware import Catalogue, Hardware
     from lamina.plan.planner import Plan, Planner, Pools
+    from lamina.plan.serving import Slo
     from lamina.plan.store import ProfileStore
 
 MOST_COMPUTE, MOST_MEMORY = 8, 16
@@ -23,7 +24,8 @@ MOST_COMPUTE, MOST_MEMORY = 8, 16
 SHOWN = 12
 """Plans of the Pareto front that the table shows."""
 
-DEFAULT_CONTEXT = 4096
+DEFAULT_PROMPT, DEFAULT_OUTPUT = 1155, 211
+"""Tokens of requests without a trace: the means of Azure's conversations."""
 
 _HEADINGS = (
     *("compute", "memory", "split by", "bottleneck"),
@@ -51,17 +53,29 @@ def plan(
         str | None,
         typer.Option(help=f"Hardware for memory workers; kind:n allows up to n of it (default {MOST_MEMORY})."),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(help=f"Cached tokens per sequence. Default: {DEFAULT_CONTEXT}.")
-    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Take lengths from an Azure CSV or Mooncake .jsonl trace.")] = None,
-    slo_tbt: Annotated[str | None, typer.Option(help="Longest time between tokens, such as 50ms.")] = None,
-    slo_ttft: Annotated[str | None, typer.Option(help="Longest prefill of an average prompt, such as 2s.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help=f"Prompt tokens of every request. Default: {DEFAULT_PROMPT}.")
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(help=f"Output tokens of every request. Default: {DEFAULT_OUTPUT}.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Plan for decoding alone, as the papers do: cached tokens per sequence; prompts cost nothing."
+        ),
+    ] = None,
+    slo_tbt: Annotated[
+        str | None, typer.Option(help="Longest time between tokens (p99 in the simulator), such as 50ms.")
+    ] = None,
+    slo_ttft: Annotated[str | None, typer.Option(help="Longest time to the first token (p99), such as 2s.")] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Most dollars per hour for both pools together.")] = None,
-    owned: Annotated[
-        bool, typer.Option("--owned", help="Use the cost of owning devices, not of renting them.")
-    ] = False,
-    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware and prices of your own.")] = None,
+    prices: Annotated[
+        str,
+        typer.Option(help="The market that prices everything: aws, gcp, runpod, paper, own, or a TOML file."),
+    ] = "own",
+    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware of your own.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all plans of the Pareto front as JSON.")] = False,
     validate: Annotated[
         Path | None, typer.Option(help="Do not plan: print the cost model's errors against a CSV of measurements.")
@@ -81,8 +95,6 @@ def plan(
     if measure is not None:
         _measure(measure)
         return
-    if model is None:
-        raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     from lamina.plan import hardware as catalogue_of
     from lamina.plan.store import ProfileStore
 
@@ -90,50 +102,101 @@ def plan(
     if validate is not None:
         _validate(validate, model, kind, catalogue)
         return
+    if model is None:
+        raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     if kind is not None:
         raise ConfigError("--kind is for --validate only; name the hardware to plan for with --compute and --memory")
     if compute is None or memory is None:
         raise ConfigError("give --compute and --memory, such as --compute h100 --memory h20")
-    if context is not None and trace is not None:
-        raise ConfigError("--context and --trace both set the lengths of sequences; give only one of them")
+    if context is not None and (trace is not None or prompt is not None or output is not None):
+        raise ConfigError("--context plans for decoding alone; leave it out, or --trace, --prompt and --output")
+    if trace is not None and (prompt is not None or output is not None):
+        raise ConfigError("--trace and --prompt or --output both set the lengths of requests; give only one of them")
     profile = ProfileStore.beside(hardware)
-    planner, candidates = _planner(model, compute, memory, context, trace, catalogue, profile)
-    if owned:
-        for cost in planner.models.values():
-            cost.hardware.require_sold()
-    planner.goals = _goals(slo_tbt, slo_ttft, budget, owned)
-    _print(planner, candidates, model, as_json)
+    if context is not None:
+        planner, candidates = _planner(model, compute, memory, context, catalogue, prices, profile)
+        planner.goals = _goals(slo_tbt, slo_ttft, budget)
+        _print(planner, candidates, model, as_json)
+        return
+    slo = _slo(slo_tbt, slo_ttft, budget)
+    lengths = DEFAULT_PROMPT if prompt is None else prompt, DEFAULT_OUTPUT if output is None else output
+    _requests(model, compute, memory, trace, lengths, catalogue, prices, profile, slo, as_json)
+
+
+def _requests(
+    model: str,
+    compute: str,
+    memory: str,
+    trace: Path | None,
+    lengths: tuple[int, int],
+    catalogue: "Catalogue",
+    prices: str,
+    profile: "ProfileStore | None",
+    slo: "Slo",
+    as_json: bool,
+) -> None:
+    """Plan for whole requests: prompts and decoding."""
+    from lamina.cli import ways as table
+    from lamina.plan import models, workload
+    from lamina.plan.cost import CostModel, Fits
+    from lamina.plan.prices import load
+    from lamina.plan.serving import Server, ways
+    from lamina.simulate.trial import Course
+
+    shape = models.find(model)
+    requests = workload.read_trace(trace) if trace else []
+    served = workload.of_requests(trace.name, requests) if trace else workload.of_lengths(*lengths)
+    pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
+    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
+    market = load(prices)
+    for kind in costs:
+        market.require(kind)
+    server = Server(shape, served, costs, market, slo)
+    course = Course(shape, served, requests, market, slo, profile)
+    table.show(server, course, list(ways(shape, *pools)), model, trace, as_json)
+
+
+def _slo(slo_tbt: str | None, slo_ttft: str | None, budget: float | None) -> "Slo":
+    from lamina.plan.serving import Slo
+
+    tbt, ttft = _duration("--slo-tbt", slo_tbt), _duration("--slo-ttft", slo_ttft)
+    return Slo(
+        tbt_s=Slo.tbt_s if tbt is None else tbt, ttft_s=Slo.ttft_s if ttft is None else ttft, usd_per_hour=budget
+    )
 
 
 def _planner(
     model: str,
     compute: str,
     memory: str,
-    context: int | None,
-    trace: Path | None,
+    context: int,
     catalogue: "Catalogue",
+    prices: str,
     profile: "ProfileStore | None",
 ) -> "tuple[Planner, list[Pools]]":
-    """A planner for these pools, and every layout they allow."""
+    """A planner of decoding alone for these pools, and every layout they allow."""
     from lamina.plan import models, workload
     from lamina.plan.cost import CostModel, Fits
     from lamina.plan.planner import Goals, Planner, layouts
+    from lamina.plan.prices import load
 
     shape = models.find(model)
-    served = workload.of_trace(trace) if trace else workload.of_context(DEFAULT_CONTEXT if context is None else context)
+    served = workload.of_context(context)
     pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
-    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry.kind, profile)) for pool in pools for entry, _ in pool}
-    return Planner(shape, served, costs, Goals()), list(layouts(shape, *pools))
+    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
+    market = load(prices)
+    for kind in costs:
+        market.require(kind)
+    return Planner(shape, served, costs, market, Goals()), list(layouts(shape, *pools))
 
 
-def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None, owned: bool) -> Any:
+def _goals(slo_tbt: str | None, slo_ttft: str | None, budget: float | None) -> Any:
     from lamina.plan.planner import Goals
 
     return Goals(
         tbt_s=_duration("--slo-tbt", slo_tbt),
         ttft_s=_duration("--slo-ttft", slo_ttft),
         usd_per_hour=budget,
-        owned=owned,
     )
 
 
@@ -170,10 +233,18 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
-    print_text("Recommended\n", style="bold")
+    against = alone(planner, best)
+    print_text(
+        "Recommended for decoding alone: prompts, which compute workers also run, cost nothing here\n", style="bold"
+    )
+    if against and against.usd_per_million_out < best.usd_per_million_out:
+        print_text(
+            f"  Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
+            "two pools cost more for each token:\n"
+        )
     print_text(f"  {launch_line(best, model)}\n")
     if missing := _not_launched(best):
-        print_text(f"  (lamina launch does not support {' or '.join(missing)} yet.)\n", style="dim")
+        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
         f"average prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
@@ -183,8 +254,8 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
     most, longest = planner.shape.max_tokens, planner.workload.longest
     if most is not None and longest > most:
         print_text(f"  {planner.shape.name} supports {most} tokens; the workload has sequences of up to {longest}.\n")
-    if against := alone(planner, best):
-        print_text(f"  {against}\n")
+    if against:
+        print_text(f"  {against.against(best)}\n")
     for line in beyond(planner, best):
         print_text(f"  {line}\n", style="dim")
 
@@ -221,7 +292,7 @@ def _not_launched(plan: "Plan") -> list[str]:
 
     pools = plan.pools
     missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
-    missing += ["tensor parallelism"] if pools.tensor_parallel > 1 else []
+    missing += [f"tensor parallelism {pools.tensor_parallel}"] if pools.tensor_parallel > 1 else []
     return missing + (["head-level partition"] if pools.partition is Partition.HEAD else [])
 
 
@@ -241,9 +312,10 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
 
     served = planner.workload
     table = Table(
-        title=f"{planner.shape.name}, {served.name}: {len(front)} of {count} plans are Pareto-optimal",
+        title=f"{planner.shape.name}, decoding alone, {served.name}: {len(front)} of {count} plans are Pareto-optimal",
         caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: per million tokens of "
-        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.",
+        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.\n"
+        f"Prices: {planner.prices.describe(planner.models)}.",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -285,10 +357,16 @@ def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
 def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) -> dict[str, Any]:
     from lamina.plan.advice import alone, beyond
 
+    against = alone(planner, best)
     return {
         "model": planner.shape.name,
-        "workload": vars(planner.workload),
-        "recommended": {**_plan_dict(best, model), "alone": alone(planner, best), "beyond": beyond(planner, best)},
+        "workload": {name: value for name, value in vars(planner.workload).items() if name != "sample"},
+        "prices": planner.prices.describe(planner.models),
+        "recommended": {
+            **_plan_dict(best, model),
+            "alone": vars(against) if against else None,
+            "beyond": beyond(planner, best),
+        },
         "front": [_plan_dict(one, model) for one in front],
     }
 
@@ -312,32 +390,34 @@ def _plan_dict(plan: "Plan", model: str) -> dict[str, Any]:
     }
 
 
-def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") -> None:
+def _validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalogue") -> None:
     from rich.table import Table
 
     from lamina.cli.console import print_table
     from lamina.plan import models
     from lamina.plan.cost import CostModel, Fits
-    from lamina.plan.store import packaged_fit
-    from lamina.profiling.validate import errors_by_operator
+    from lamina.profiling.validate import SHAPELESS, errors, needs_model
 
     if kind is None:
         raise ConfigError("--validate needs --kind KIND: the hardware that the file was measured on")
+    if needs_model(file) and model is None:
+        raise ConfigError("--validate of a layer's operators needs --model: the model that was measured")
     entry = catalogue[kind]
-    shape = models.find(model)
-    fitted_to = packaged_fit("gemm", entry.kind).source
+    shape = models.find(model) if needs_model(file) and model else SHAPELESS
     table = Table(
-        title=f"Predicted against measured: {shape.name} on {entry.kind}",
-        caption=f"Relative errors of single measurements. Matrix products were fitted to {fitted_to} alone.",
+        title=f"Predicted against measured: {file.name} on {entry.kind}",
+        caption="Relative errors of single measurements; bias: median with its sign, negative where predictions are "
+        f"too fast. {_fitted_to(entry)}",
         caption_justify="left",
     )
     table.add_column("operator", no_wrap=True)
-    for heading in ("TP", "measured", "median error", "95th percentile", "bias"):
+    table.add_column("band", no_wrap=True)
+    for heading in ("measured", "median error", "95th percentile", "bias"):
         table.add_column(heading, justify="right")
-    for row in errors_by_operator(file, CostModel(shape, entry, Fits.load(entry.kind))):
+    for row in errors(file, CostModel(shape, entry, Fits.load(entry))):
         table.add_row(
             row.operator,
-            row.tensor_parallel,
+            row.band,
             str(row.count),
             f"{row.median:.1%}",
             f"{row.p95:.1%}",
@@ -346,6 +426,15 @@ def _validate(file: Path, model: str, kind: str | None, catalogue: "Catalogue") 
             end_section=row.is_total,
         )
     print_table(table)
+
+
+def _fitted_to(entry: "Hardware") -> str:
+    """What the predictions for a kind were fitted to."""
+    from lamina.plan.store import packaged_fit
+
+    names = ("gemm", "decode", "prefill", "pcie" if entry.link.startswith("PCIe") else "nvlink")
+    sources = dict.fromkeys(packaged_fit(name, entry.like or entry.kind).source for name in names)
+    return f"Fitted to {', '.join(sources)}."
 
 
 def _measure(file: Path) -> None:
@@ -370,4 +459,7 @@ def _measure(file: Path) -> None:
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
-    print_text(f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1\n")
+    print_text(
+        f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
+        "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"
+    )

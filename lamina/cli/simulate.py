@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lamina.plan.hardware import Catalogue, Hardware
+    from lamina.plan.prices import Prices
     from lamina.simulate import Arrivals, Deployment, Result
 
 OVERLOADED = 0.9
 """The load is too high if requests are queued for more than this share of the time, and all arrived before it."""
+
+PRICES_HELP = "The market that prices everything: aws, gcp, runpod, paper, own, or a TOML file. Default: own."
 
 SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggregated"]
 
@@ -53,7 +57,8 @@ def simulate(
     slow: Annotated[
         list[str] | None, typer.Option(help="Slow a worker down, such as compute:0@60s:2x. Repeatable.")
     ] = None,
-    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware and prices of your own.")] = None,
+    hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware of your own.")] = None,
+    prices: Annotated[str | None, typer.Option(help=PRICES_HELP)] = None,
     requests: Annotated[
         Path | None, typer.Option(help="Write metrics of every request to a .csv or .parquet file.")
     ] = None,
@@ -94,7 +99,9 @@ def simulate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         profile=ProfileStore.beside(hardware),
+        prices=_market(prices, (kind, memory_kind)),
     )
+    deployment.usd_per_hour  # noqa: B018 - a kind without a price is refused before the simulation
     arrivals = _arrivals(trace, rate_scale, draw, seed, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]
     with counting_progress("Requests", len(arrivals)) as on_progress:
@@ -116,6 +123,15 @@ def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]
     if len(entries) != 1:
         raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds of hardware; give one, such as a100:2")
     return entries[0]
+
+
+def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | None":
+    """The market to price in; None if none was requested and the default one does not have every kind."""
+    from lamina.plan import prices
+
+    market = prices.load(prices.DEFAULT if name is None else name)
+    priced = all(market.has(one.kind) for one in kinds if one is not None)
+    return market if priced or name is not None else None
 
 
 def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int, max_tokens: int) -> "Arrivals":
@@ -167,6 +183,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     if not result.tokens:
         return table
     table.add_row("throughput", f"{result.tokens_s:.0f} output tokens/s, {result.requests_s:.2f} requests/s")
+    table.add_row("sustained", f"{result.sustained_requests_s:.2f} requests/s in the second half of the arrivals")
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
         rate = len(arrivals) / arrivals[-1]
@@ -176,13 +193,20 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
         shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
         table.add_row(name, "no request has two output tokens" if math.isnan(times.p50) else ", ".join(shown))
-    table.add_row(
-        "cost", f"${result.usd_per_million_out:.2f} per million output tokens, at ${result.usd_per_hour:.2f} per hour"
-    )
+    table.add_row("cost", _cost(result, deployment))
     table.add_row("bottleneck", f"{result.bottleneck}; requests were queued for {result.queued:.0%} of the time")
     if result.preempted:
         table.add_row("preempted", f"{result.preempted} times: KV dropped and recomputed")
     return table
+
+
+def _cost(result: "Result", deployment: "Deployment") -> str:
+    if deployment.prices is None or result.usd_per_million_out is None or result.usd_per_hour is None:
+        return "not priced: the market own does not have every kind; give --prices"
+    return (
+        f"${result.usd_per_million_out:.2f} per million output tokens, at ${result.usd_per_hour:.2f} per hour "
+        f"(--prices {deployment.prices.name})"
+    )
 
 
 def _holder(system: str, deployment: "Deployment") -> str:
@@ -212,5 +236,6 @@ def _as_dict(result: "Result", deployment: "Deployment", trace: Path) -> dict[st
         "model": deployment.model.name,
         "trace": trace.name,
         **{name: getattr(deployment, name) for name in settings},
+        "prices": deployment.prices.name if deployment.prices else None,
         **result.summary(),
     }

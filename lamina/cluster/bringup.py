@@ -25,10 +25,10 @@ from lamina.protocol.messages import (
     Registered,
     SlabReady,
 )
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.transport.endpoint import spin_s
-from lamina.types import AttentionSpec, DType, TransportName
+from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, TransportName
 
 START_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
@@ -50,6 +50,7 @@ class ClusterPlan:
     tls: bool
     cores: Mapping[str, frozenset[int]]  # by worker
     shared_cores: bool  # both pools run on the same cores
+    kv_cache_dtype: KvCacheDType
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Cluster:
     links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
     epoch: Epoch = FIRST
+    kv_cache_dtype: KvCacheDType = "auto"
 
     @property
     def topology(self) -> Topology:
@@ -89,8 +91,10 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     plan = _with_turns(plan, len(loaded.attentions) + 1)
     capacity = _capacity(plan, loaded)
-    asked = plan.compute_setup
-    setup = MemorySetup(loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace)
+    asked, kv_dtype = plan.compute_setup, plan.kv_cache_dtype
+    setup = MemorySetup(
+        loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
+    )
     control.send(plan.memories, setup)
     gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
@@ -106,6 +110,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
         links,
         hosts,
         epoch,
+        kv_dtype,
     )
 
 
@@ -127,7 +132,8 @@ def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
 
 
 def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
-    per_token = sum(spec.kv_bytes_per_token(loaded.dtype) for spec in loaded.attentions)
+    element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
+    per_token = sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
     nbytes = plan.kv_bytes_per_worker()
     capacity = nbytes // per_token
     if capacity < 2:

@@ -8,7 +8,7 @@ from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.messages import ComputeSetup
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.types import DType, Overlap
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
@@ -140,6 +140,7 @@ def cluster_plan(
         transport=config.transport,
         tls=config.tls,
         shared_cores=shared,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

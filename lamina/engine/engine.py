@@ -40,8 +40,8 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
+from lamina.schedule.limits import Limits
 from lamina.schedule.recipients import Recipients
-from lamina.schedule.scheduler import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan

@@ -1,7 +1,7 @@
 """Which workers are lost, and when those that are left may begin the next epoch. Pure: time is an argument."""
 
 import collections
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lamina.protocol.messages import EpochEnded
@@ -29,23 +29,23 @@ class Complaints:
             if pair[1] in topology.names and (pair[0] in topology.names or pair[0] == "engine")
         }
 
-    def due(self, now: float) -> tuple[str, str] | None:
-        """The worker to give up, with the reason, if a complaint is older than ``GRACE_S``.
-
-        If two workers cannot reach each other, either may be the one whose network fails: it is the one in most pairs.
-        """
+    def due(self, topology: Topology, now: float) -> tuple[str, str] | None:
+        """The worker to give up, with the reason, if a complaint is older than ``GRACE_S``."""
         if not any(now - since > GRACE_S for _, since in self._reasons.values()):
             return None
-        worker = blamed(list(self._reasons))
+        worker = blamed(list(self._reasons), topology)
         return worker, next(f"{pair[0]}: {reason}" for pair, (reason, _) in self._reasons.items() if worker in pair)
 
 
-def blamed(pairs: Sequence[tuple[str, str]]) -> str:
-    """The worker in most of these pairs (complaining, accused); of several, one that is accused."""
-    counts = collections.Counter(name for pair in pairs for name in set(pair))
-    accused = collections.Counter(name for _, name in pairs)
-    counts.pop("engine", None)
-    return max(counts, key=lambda name: (counts[name], accused[name]))
+def blamed(pairs: Collection[tuple[str, str]], topology: Topology) -> str:
+    """The worker to give up, of pairs (complaining, accused) of which at least one cannot reach the other.
+
+    Either may be the one whose network fails: it is the one in most pairs. The last worker of its role is given up only
+    if no other is in any pair; of equals, the last memory worker, which costs least.
+    """
+    counts = collections.Counter(member for pair in set(pairs) for member in topology.members if member.name in pair)
+    spare = [member for member in counts if topology.lacks([member.name]) is None]
+    return max(spare or counts, key=lambda member: (counts[member], member.role == "memory", member.name)).name
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Ending:
         if silent:
             return {name: f"it has not ended its steps within {waited:.0f} s" for name in silent}
         pairs = [(worker, peer) for worker, missing in self._missing.items() for peer in missing]
-        worker = blamed(pairs)
+        worker = blamed(pairs, self.topology)
         return {worker: f"what it sends has not reached {_others(pairs, worker)} for {waited:.0f} s"}
 
 

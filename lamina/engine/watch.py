@@ -30,7 +30,7 @@ class Watch:
         self._control = control
         self._workers = workers
         self._turn = turn
-        self._members = topology.names
+        self._topology = topology
         self._complaints = Complaints()
         self._failures: dict[str, Failed] = {}  # the last words of workers
         # By lane: time and worker of the last progress of a step, the least recent first.
@@ -39,7 +39,7 @@ class Watch:
 
     def apply(self, topology: Topology) -> None:
         """Only members of ``topology`` are watched from now on."""
-        self._members = topology.names
+        self._topology = topology
         self._complaints.apply(topology)
         self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
 
@@ -61,13 +61,13 @@ class Watch:
 
     def complain(self, reporter: str, worker: str, reason: str) -> None:
         """``reporter`` cannot reach ``worker``, whose process may still run."""
-        if worker in self._members:  # not one whose loss the reporter has noticed later than the engine
+        if worker in self._topology.names:  # not one whose loss the reporter has noticed later than the engine
             self._complaints.add(reporter, worker, reason, self._control.liveness.awake_s)
 
     @property
     def ended(self) -> dict[str, str]:
         """Members whose processes have exited, with the known reason."""
-        return {worker: reason for worker, reason in self._workers.ended().items() if worker in self._members}
+        return {worker: reason for worker, reason in self._workers.ended().items() if worker in self._topology.names}
 
     def lost(self) -> dict[str, LaminaError]:
         """Members that take no more part, with the cause; some of their processes may still run."""
@@ -75,7 +75,7 @@ class Watch:
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
         lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
         lost |= {worker: self._cause(worker, message) for worker, message in self._failures.items()}
-        if not lost and (due := self._complaints.due(self._control.liveness.awake_s)) is not None:
+        if not lost and (due := self._complaints.due(self._topology, self._control.liveness.awake_s)) is not None:
             worker, reason = due
             lost[worker] = TransportError(f"worker {worker} cannot be reached, although its process runs: {reason}")
         return lost

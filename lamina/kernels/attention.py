@@ -1,7 +1,9 @@
 """Partial attention over segments of a KV slab, and appending to it, with native kernels on the CPU.
 
-Arrays are C-contiguous numpy arrays; uint16 means bfloat16 bits. Shapes use R query rows, Hq query heads, Hkv
-key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module does not import torch.
+Arrays are C-contiguous numpy arrays of the types in ``lamina.kernels.elements.STORAGE``: uint16 are bfloat16 bits, int8
+and uint8 (e4m3 bits) are codes with scales, see ``lamina.types.KvElement``. Shapes use R query rows, Hq query heads,
+Hkv key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module does not import
+torch.
 """
 
 from typing import Any, TypedDict
@@ -16,6 +18,8 @@ from lamina.types import AttentionSpec
 Path = _native.AttentionPath
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
+Scales = tuple[FloatArray, FloatArray]
+"""float32 [slots, Hkv] of k and of v, if they hold codes."""
 
 BEST_PATH = _native.attention_paths()[-1]
 
@@ -26,6 +30,8 @@ class _Scoring(TypedDict):
     chunk: int
     softcap: float
     alibi_slopes: FloatArray | None
+    k_scales: FloatArray | None
+    v_scales: FloatArray | None
 
 
 def partial(
@@ -38,6 +44,7 @@ def partial(
     out: FloatArray | None = None,
     lse: FloatArray | None = None,
     *,
+    scales: Scales | None = None,
     path: Path = BEST_PATH,
 ) -> tuple[FloatArray, FloatArray]:
     """Attention of every query row over its pair's segment, without sinks, which ``merge`` applies.
@@ -45,11 +52,13 @@ def partial(
     CuPy arrays are processed on their GPU (``lamina.kernels.gpu``); ``threads`` and ``path`` are then ignored.
 
     Args:
-        q: [R, Hq, D] float32 or the element type of k; rounded to bfloat16 on ``Path.AVX512_BF16`` if k holds that.
-        k: [slots, Hkv, D] float32, float16 or uint16. v: [slots, Hkv, Dv] likewise.
+        q: [R, Hq, D] float32 or the element type of k, with codes float32, float16 or uint16; rounded to bfloat16 on
+            ``Path.AVX512_BF16`` if k holds that.
+        k: [slots, Hkv, D] float32, float16, uint16, or codes. v: [slots, Hkv, Dv] likewise.
         spec: scale, window, chunk, softcap and alibi slopes; its head counts and sizes must be those of q, k and v.
         threads: threads to use, this one included.
         out, lse: written if given, otherwise allocated.
+        scales: of k and v, if and only if they hold codes.
         path: instruction set, one of ``lamina._native.attention_paths()``.
 
     Returns:
@@ -61,11 +70,12 @@ def partial(
     if hasattr(q, "__cuda_array_interface__"):
         from lamina.kernels.gpu import cuda
 
-        return cuda.partial(q, k, v, segments, spec, out, lse)
+        return cuda.partial(q, k, v, segments, spec, out, lse, scales)
     _check_spec(q, k, v, spec)
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
     lse = np.empty(q.shape[:2], np.float32) if lse is None else lse
-    _native.attention_partial(*_arrays(q, k, v, segments, out, lse), **_scoring(spec), threads=threads, path=path)
+    arrays, scoring = _arrays(q, k, v, segments, out, lse), _scoring(spec, scales)
+    _native.attention_partial(*arrays, **scoring, threads=threads, path=path)
     return out, lse
 
 
@@ -81,6 +91,7 @@ def partial_tasks(
     tasks: tuple[int, int],
     *,
     adds: bool,
+    scales: Scales | None = None,
     path: Path = BEST_PATH,
 ) -> None:
     """Run tasks [first, last) of the ``count_tasks`` tasks of ``partial``, for an attention in several calls.
@@ -92,7 +103,7 @@ def partial_tasks(
     _check_spec(q, k, v, spec)
     first, last = tasks
     arrays = _arrays(q, k, v, segments, out, lse)
-    scoring = _scoring(spec)
+    scoring = _scoring(spec, scales)
     _native.attention_partial_tasks(*arrays, **scoring, threads=threads, path=path, first=first, last=last, adds=adds)
 
 
@@ -111,7 +122,7 @@ def _arrays(
     )
 
 
-def _scoring(spec: AttentionSpec) -> _Scoring:
+def _scoring(spec: AttentionSpec, scales: Scales | None) -> _Scoring:
     slopes = None if spec.alibi_slopes is None else np.asarray(spec.alibi_slopes, np.float32)
     return {
         "scale": spec.scale,
@@ -119,20 +130,33 @@ def _scoring(spec: AttentionSpec) -> _Scoring:
         "chunk": spec.chunk,
         "softcap": spec.softcap,
         "alibi_slopes": slopes,
+        "k_scales": scales and scales[0],
+        "v_scales": scales and scales[1],
     }
 
 
-def append(k_slab: Array, v_slab: Array, k: Array, v: Array, slots: IntArray, threads: int = 1) -> None:
+def append(
+    k_slab: Array,
+    v_slab: Array,
+    k: Array,
+    v: Array,
+    slots: IntArray,
+    threads: int = 1,
+    scales: Scales | None = None,
+) -> None:
     """Writes k [T, Hkv, D] and v [T, Hkv, Dv] into rows ``slots`` [T] of k_slab and v_slab, which are mutated.
 
-    k and v hold float32, rounded to nearest even, or the slab's element type.
+    k and v hold float32, rounded to nearest even, or the slab's element type. A slab of codes takes float32, float16 or
+    uint16 and has ``scales``, which are mutated too; a row with NaN or an infinity gets NaN as its scale, so that the
+    error is not hidden.
 
     Raises:
         ValueError: a shape, an element type, a memory order or a slot is invalid; nothing has been written.
     """
-    _check_values(v_slab, v, slots, k_slab)
-    _native.attention_append(k_slab, k, slots, threads)
-    _native.attention_append(v_slab, v, slots, threads)
+    k_scales, v_scales = (None, None) if scales is None else scales
+    _check_values(v_slab, v, slots, k_slab, v_scales)
+    _native.attention_append(k_slab, k, slots, threads, k_scales)
+    _native.attention_append(v_slab, v, slots, threads, v_scales)
 
 
 def _check_spec(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
@@ -142,7 +166,7 @@ def _check_spec(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
         raise ValueError(f"q, k and v have rows of shapes {shapes}; the spec of layer {spec.layer} says {wanted}")
 
 
-def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array) -> None:
+def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array, v_scales: FloatArray | None) -> None:
     """Check v before k is written, so that an error leaves both unchanged; slots are checked with k."""
     if v_slab.ndim != 3 or len(v_slab) != len(k_slab) or v_slab.dtype != k_slab.dtype:
         raise ValueError(
@@ -150,10 +174,15 @@ def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array) -> No
             f"{k_slab.dtype} of shape {k_slab.shape}"
         )
     wanted = (len(slots), *v_slab.shape[1:])
-    if v.shape != wanted or v.dtype not in (np.float32, v_slab.dtype):
-        raise ValueError(
-            f"v is {v.dtype} of shape {v.shape}; expected float32 or the slab's {v_slab.dtype} of shape {wanted}"
-        )
+    codes = v_slab.dtype in (np.int8, np.uint8)
+    if v.shape != wanted or v.dtype not in (
+        (np.float32, np.float16, np.uint16) if codes else (np.float32, v_slab.dtype)
+    ):
+        types = "float32, float16 or uint16" if codes else f"float32 or the slab's {v_slab.dtype}"
+        raise ValueError(f"v is {v.dtype} of shape {v.shape}; expected {types} of shape {wanted}")
+    if codes and (v_scales is None or v_scales.dtype != np.float32 or v_scales.shape != v_slab.shape[:2]):
+        given = "missing" if v_scales is None else f"{v_scales.dtype} of shape {v_scales.shape}"
+        raise ValueError(f"the scales of v are {given}; codes need float32 of shape {v_slab.shape[:2]}")
     if not (v.flags.c_contiguous and v_slab.flags.c_contiguous):
         raise ValueError("v and v_slab must be C-contiguous; pass numpy.ascontiguousarray(v)")
     if not v_slab.flags.writeable:

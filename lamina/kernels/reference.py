@@ -2,16 +2,24 @@
 
 import numpy as np
 
-from lamina.kernels.attention import Array, FloatArray
+from lamina.kernels.attention import Array, FloatArray, Scales
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 
 
-def widen(array: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """float64 values of a float32, float16 or uint16 (bfloat16 bits) array."""
+def widen(array: Array, scales: FloatArray | None = None) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """float64 values of an array of any type in ``lamina.kernels.elements.STORAGE``; codes [..., D] times their scales.
+
+    uint8 are bits of e4m3: sign, 4 bits of exponent biased by 7, 3 of fraction, no infinities, and NaN for all ones.
+    """
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64)
+    elif array.dtype == np.uint8:
+        exponent, fraction = (array >> 3 & 15).astype(np.int64), (array & 7).astype(np.float64)
+        magnitude = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7))
+        array = np.where(array & 127 == 127, np.nan, np.where(array & 128, -magnitude, magnitude))
+    values = array.astype(np.float64)
+    return values if scales is None else values * scales[..., None].astype(np.float64)
 
 
 def partial(
@@ -23,11 +31,14 @@ def partial(
     threads: int,
     out: FloatArray | None = None,
     lse: FloatArray | None = None,
+    *,
+    scales: Scales | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Same arguments and results as ``lamina.kernels.attention.partial``; ``threads`` is ignored."""
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
     lse = np.empty(q.shape[:2], np.float32) if lse is None else lse
-    queries, keys, values = widen(q), widen(k), widen(v)
+    k_scales, v_scales = (None, None) if scales is None else scales
+    queries, keys, values = widen(q), widen(k, k_scales), widen(v, v_scales)
     group = spec.query_heads // spec.kv_heads
     for pair in range(len(segments.query_start)):
         slots = segments.slots[segments.kv_offsets[pair] : segments.kv_offsets[pair + 1]]

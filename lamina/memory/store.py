@@ -1,5 +1,6 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import PlacementError
-from lamina.kernels.attention import append, partial, partial_tasks
+from lamina.kernels.attention import Scales, append, partial, partial_tasks
+from lamina.kernels.elements import STORAGE
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, Cut, cuts
 from lamina.memory.slab import Slab
 from lamina.protocol.wire import (
-    NUMPY_DTYPE,
     Array,
     MessageRows,
     Piece,
@@ -27,18 +28,42 @@ from lamina.protocol.wire import (
     read_kept,
     read_queries,
 )
-from lamina.types import AttentionSpec, DType, Fork, Migration, Overlap, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Fork, KvCacheDType, KvElement, Migration, Overlap, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, indexed by slot."""
+    """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, with scales if they are codes, by slot."""
 
     spec: AttentionSpec
     k: Array
     v: Array
+    scales: Scales | None
+
+    @classmethod
+    def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "LayerCache":
+        """A cache of ``capacity`` slots; memory is touched only when tokens arrive."""
+
+        def rows(size: int) -> Array:
+            stored = STORAGE[element]
+            nbytes = capacity * spec.kv_heads * size * stored.itemsize
+            return allocate(nbytes).view(stored).reshape(capacity, spec.kv_heads, size)
+
+        def scales() -> Floats:
+            return allocate(capacity * spec.kv_heads * 4).view(np.float32).reshape(capacity, spec.kv_heads)
+
+        return cls(spec, rows(spec.qk_dim), rows(spec.v_dim), (scales(), scales()) if element.scaled else None)
+
+    def views(self, content: memoryview, rows: int) -> Iterator[tuple[Array, Array]]:
+        """Every array and where ``rows`` of its rows lie in a piece's bytes: scales first, so that they are aligned."""
+        offset = 0
+        for array in (*(self.scales or ()), self.k, self.v):
+            shape = (rows, *array.shape[1:])
+            view = np.frombuffer(content, array.dtype, math.prod(shape), offset).reshape(shape)
+            offset += view.nbytes
+            yield array, view
 
 
 @dataclass(frozen=True)
@@ -71,23 +96,21 @@ class KvStore:
         capacity: int,
         threads: int,
         overlap: Overlap,
+        kv_cache_dtype: KvCacheDType = "auto",
     ) -> None:
-        """Allocate ``capacity`` token slots for all ``attentions``; memory is touched only when tokens arrive."""
+        """Allocate ``capacity`` token slots for all ``attentions``; memory is touched only when tokens arrive.
+
+        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds.
+        """
         self.worker = worker
         self.threads = threads
         self.dtype = dtype
+        self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
         self.slab = Slab(capacity)
         self._kv_heads = max(spec.kv_heads for spec in attentions)
         self._segments: dict[int, list[Segment]] = {}
-        element = NUMPY_DTYPE[dtype]
-
-        def cache(spec: AttentionSpec) -> LayerCache:
-            shapes = (capacity, spec.kv_heads, spec.qk_dim), (capacity, spec.kv_heads, spec.v_dim)
-            k, v = (allocate(int(np.prod(shape)) * element.itemsize).view(element).reshape(shape) for shape in shapes)
-            return LayerCache(spec, k, v)
-
-        self.layers = [cache(spec) for spec in attentions]
+        self.layers = [LayerCache.allocate(spec, self.element, capacity) for spec in attentions]
 
     @property
     def sequences(self) -> int:
@@ -216,13 +239,17 @@ class KvStore:
         """Store K and V of a token in each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
         cache = self.layers[layer]
         k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
-        append(cache.k, cache.v, k, v, slots, self.threads)
+        append(cache.k, cache.v, k, v, slots, self.threads, cache.scales)
 
     def read(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        """Write K and V of ``slots`` into ``content``, laid out as for ``keep``."""
-        cache = self.layers[layer]
-        k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
-        k[:], v[:] = cache.k[slots], cache.v[slots]
+        """Write what the slab holds of ``slots`` into ``content``, for ``restore`` on another worker."""
+        for array, view in self.layers[layer].views(content, len(slots)):
+            view[:] = array[slots]
+
+    def restore(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        """Store what ``read`` wrote, in these slots: the same bytes, so that moving codes does not round again."""
+        for array, view in self.layers[layer].views(content, len(slots)):
+            array[slots] = view
 
     def serve(
         self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats
@@ -236,7 +263,7 @@ class KvStore:
         cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
         if piece.keeps:
             k, v = read_kept(request, cache.spec, self.dtype, rows, step.pieces)
-            append(cache.k, cache.v, k, v, step.slots, threads=self.threads)
+            append(cache.k, cache.v, k, v, step.slots, self.threads, cache.scales)
         if table is not None:
             part = slice(piece.start, piece.stop)
             q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
@@ -246,16 +273,16 @@ class KvStore:
                 self._attend(cache, cut, q, out[part], lse[part])
         elif step.newest is not None:
             q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
-            newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads)
+            newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads, scales=cache.scales)
             merge([out, newest[0]], [lse, newest[1]], None, out, lse, self.threads)
 
     def _attend(self, cache: LayerCache, cut: Cut, q: Array, out: Floats, lse: Floats) -> None:
         part = slice(cut.start, cut.stop)
         arrays = q[part], cache.k, cache.v, cut.table, cache.spec, self.threads, out[part], lse[part]
         if cut.tasks is None:
-            partial(*arrays)
+            partial(*arrays, scales=cache.scales)
         else:
-            partial_tasks(*arrays, cut.tasks, adds=cut.adds)
+            partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=cache.scales)
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

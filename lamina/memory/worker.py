@@ -370,7 +370,9 @@ class MemoryWorker:
 def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, MemorySetup)
-    store = KvStore(control.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap)
+    store = KvStore(
+        control.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap, setup.kv_cache_dtype
+    )
     control.send(SlabReady())
     links, connect = set_up_links(control, resources)
     worker = MemoryWorker(control, store, links, links.settle(), connect, Timeline(setup.trace))

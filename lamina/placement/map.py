@@ -1,37 +1,46 @@
 """How many token slots of each memory worker are reserved, and which worker a request fits. No clock, no sockets."""
 
-import heapq
 from collections.abc import Mapping
 
 from lamina.errors import RequestError
 from lamina.topology import Topology
 
+AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one whose KV is dropped come back meanwhile
+WATERMARK = 0.05  # share of a worker's slots that stays free, beyond those, when a request is admitted
+
 
 class Placement:
-    """Token slots of every memory worker: how many it has, and how many admitted requests may need at most.
+    """Token slots of every memory worker: capacity, and those reserved as of the latest plan.
 
-    A request is admitted only with its worst case reserved, so nothing admitted ever runs out of slots.
+    A request is admitted with room for the tokens that it has; more is reserved step by step as its sequences grow. So
+    workers may run out of slots, and then KV is dropped (``lamina.placement.recovery``).
+
+    Attributes:
+        reserved: slots by worker. returning: those of them that will be released without another decision.
+        sequences: sequences placed on each worker that may grow.
     """
 
     def __init__(self, capacities: Mapping[str, int]) -> None:
         """``capacities``: token slots by memory worker."""
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
+        self.returning = dict.fromkeys(capacities, 0)
+        self.sequences = dict.fromkeys(capacities, 0)
+        self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.largest = max(capacities.values())
         self.left_in_all = sum(capacities.values())
-        self._places = {name: place for place, name in enumerate(capacities)}
-        self._most_left: list[tuple[int, int, str]] = []  # a heap of (-left, place, worker); some are out of date
-        self._sort()
+        self._roomiest: dict[str | None, tuple[int, str]] = {}  # by excluded worker, until something changes
 
     def apply(self, topology: Topology) -> None:
         """Only the memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
         for worker in self.capacities.keys() - topology.capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
-            del self.capacities[worker]
+            for figures in (self.capacities, self.returning, self.sequences, self._watermarks):
+                del figures[worker]
         self.largest = max(self.capacities.values())
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
-        self._sort()
+        self._roomiest.clear()
 
     def require_possible(self, tokens: int) -> None:
         """Raises RequestError if no worker could hold ``tokens`` even when empty."""
@@ -41,65 +50,97 @@ class Placement:
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
             )
 
-    def reserve(self, tokens: int, besides: str | None = None) -> str | None:
-        """Reserve ``tokens`` on the worker with the most left and name it; None if they fit nowhere now.
+    def reserve(self, tokens: int, sequences: int, besides: str | None = None) -> str | None:
+        """Reserve ``tokens`` for ``sequences`` on the worker with most room and name it; None if they fit nowhere now.
 
         Worker ``besides`` is excluded.
         """
-        heap, popped = self._most_left, False
-        while heap and (heap[0][2] == besides or -heap[0][0] != self._left(heap[0][2])):
-            popped |= heapq.heappop(heap)[2] == besides
-        most = heap[0] if heap else None
-        if besides is not None and popped:
-            heapq.heappush(heap, self._entry(besides))
-        if most is None or -most[0] < tokens:
-            return None
-        self._take(most[2], tokens)
-        return most[2]
+        if besides not in self._roomiest:
+            self._roomiest[besides] = self._most_room(besides)
+        room, worker = self._roomiest[besides]
+        if tokens + AHEAD * sequences > room:
+            # An empty worker takes whatever it holds: nothing else there needs room to grow.
+            empty = [one for one in self.capacities if one != besides and not self.reserved[one]]
+            worker = next((one for one in empty if tokens <= self.capacities[one]), "")
+            if not worker:
+                return None
+        self.reserve_on(worker, tokens)
+        self.sequences[worker] += sequences
+        return worker
+
+    def _most_room(self, besides: str | None) -> tuple[int, str]:
+        """The most room of a worker, and its name."""
+        most, roomiest = -1, ""
+        for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
+            room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
+            if room > most and worker != besides:
+                most, roomiest = room, worker
+        return most, roomiest
+
+    def room(self, worker: str) -> int:
+        """Tokens of another request that fit this worker, and leave those on it room to grow; may be negative."""
+        return self.left(worker) - AHEAD * self.sequences[worker] - self._watermarks[worker]
+
+    def left(self, worker: str) -> int:
+        """Slots that are not reserved."""
+        return self.capacities[worker] - self.reserved[worker]
 
     def reserve_on(self, worker: str, tokens: int) -> None:
         """Reserve ``tokens`` on this worker. Raises ValueError if they do not fit."""
-        if tokens > self._left(worker):
-            raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self._left(worker)} left")
-        self._take(worker, tokens)
-
-    def _take(self, worker: str, tokens: int) -> None:
+        if tokens > self.left(worker):
+            raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
-        self._note(worker)
+        self._roomiest.clear()
+
+    def grow(self, rows: Mapping[str, int]) -> bool:
+        """Reserve a step's new tokens, by worker; False, and nothing is reserved, if they do not all fit."""
+        reserved, capacities = self.reserved, self.capacities
+        for worker, tokens in rows.items():
+            if reserved[worker] + tokens > capacities[worker]:
+                return False
+        for worker, tokens in rows.items():
+            reserved[worker] += tokens
+            self.left_in_all -= tokens
+        self._roomiest.clear()
+        return True
+
+    def shortages(self, workers: Mapping[str, int]) -> dict[str, int]:
+        """Of these workers, those about to run out of slots: how many more must be free for all to grow."""
+        short = {}
+        for worker in workers:
+            free = self.capacities[worker] - self.reserved[worker] + self.returning[worker]
+            lacking = AHEAD * self.sequences[worker] - free
+            if lacking > 0:
+                short[worker] = lacking
+        return short
+
+    def will_release(self, worker: str, tokens: int) -> None:
+        """``release`` will be called for ``tokens`` of this worker, whatever else is decided."""
+        self.returning[worker] += tokens
 
     def release(self, worker: str, tokens: int) -> None:
-        """Release ``tokens`` of ``worker``."""
-        if tokens > self.reserved[worker]:
-            raise AssertionError(f"{worker}: {tokens} tokens released, {self.reserved[worker]} reserved")
+        """Release ``tokens`` of ``worker`` that were announced."""
+        if tokens > self.returning[worker] or tokens > self.reserved[worker]:
+            raise AssertionError(
+                f"{worker}: {tokens} tokens released, {self.reserved[worker]} reserved, "
+                f"{self.returning[worker]} announced"
+            )
+        self.returning[worker] -= tokens
         self.reserved[worker] -= tokens
         self.left_in_all += tokens
-        self._note(worker)
+        self._roomiest.clear()
+
+    def leave(self, worker: str, sequences: int) -> None:
+        """So many sequences of a worker do not grow any more."""
+        self.sequences[worker] -= sequences
+        self._roomiest.clear()
 
     def roomiest(self, tokens: int) -> str:
-        """Of the workers whose capacity is at least ``tokens``, the one with the most left."""
+        """Of the workers whose capacity is at least ``tokens``, the one with most room."""
         return next(name for name in self.by_room() if self.capacities[name] >= tokens)
 
     def by_room(self) -> dict[str, int]:
-        """Tokens left on every worker, most first."""
-        left = [
-            (reserved - capacity, name)
-            for (name, capacity), reserved in zip(self.capacities.items(), self.reserved.values(), strict=True)
-        ]
-        left.sort()
-        return {name: -minus for minus, name in left}
-
-    def _note(self, worker: str) -> None:
-        heapq.heappush(self._most_left, self._entry(worker))
-        if len(self._most_left) > 4 * len(self.capacities):
-            self._sort()
-
-    def _left(self, worker: str) -> int:
-        return self.capacities[worker] - self.reserved[worker]
-
-    def _entry(self, worker: str) -> tuple[int, int, str]:
-        return -self._left(worker), self._places[worker], worker
-
-    def _sort(self) -> None:
-        self._most_left = [self._entry(worker) for worker in self.capacities]
-        heapq.heapify(self._most_left)
+        """The room of every worker for one more sequence, most first."""
+        rooms = sorted(((self.room(name) - AHEAD, name) for name in self.capacities), key=lambda one: -one[0])
+        return {name: room for room, name in rooms}

@@ -1,7 +1,7 @@
 """Which sequences to move to another memory worker so that a request fits. Pure: no clock, no sockets.
 
-Requests are admitted with their worst case reserved on one memory worker. If no worker has enough left, the pool as a
-whole may still have room: moving a sequence joins the free slots of two workers. Migrating requests to make contiguous
+A request is admitted if one memory worker has room for the tokens that it has. If none has, the pool as a whole may
+still have room: moving a sequence joins the free slots of two workers. Migrating requests to make contiguous
 room is the de-fragmentation of Llumnix (Sun et al., OSDI 2024), here of KV alone.
 """
 

@@ -1,8 +1,43 @@
 """What becomes of requests whose KV is dropped, or lost with a memory worker. Pure: no clock, no sockets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from lamina.groups import Completion, Group
+
+Policy = Callable[[Group, int], int]
+"""Orders victims, the smallest first, by a request and the KV tokens that it holds on the worker that runs out."""
+
+
+def latest(group: Group, held: int) -> int:
+    """The latest arrival: it has waited least, and dropping it does not change the order in which requests end."""
+    return -group.arrival
+
+
+def smallest(group: Group, held: int) -> int:
+    """The one with fewest tokens to compute again."""
+    return held
+
+
+POLICIES: Mapping[str, Policy] = {"latest": latest, "smallest": smallest}
+
+
+def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) -> list[Group]:
+    """The requests to drop so that ``tokens`` come back, or as many as possible.
+
+    ``holders``: the requests with KV on one worker, and how many tokens. The earliest of them stays in any case: so
+    there is always one that ends.
+    """
+    if not holders:
+        return []
+    earliest = min(holders, key=lambda group: group.arrival)
+    order = sorted((group for group in holders if group is not earliest), key=lambda one: policy(one, holders[one]))
+    chosen = []
+    for group in order:
+        if tokens <= 0:
+            break
+        chosen.append(group)
+        tokens -= holders[group]
+    return chosen
 
 
 def again(group: Group, sequences: Iterator[int]) -> Group:
@@ -11,6 +46,7 @@ def again(group: Group, sequences: Iterator[int]) -> Group:
     They share the lists of generated tokens with ``group``, which must not add to them any more.
     """
     completions = [
-        Completion(next(sequences), one.index, one.generated, known=len(one.generated)) for one in group.alive
+        Completion(next(sequences), one.index, one.generated, known=len(one.generated), own=len(one.generated))
+        for one in group.alive
     ]
     return Group(group.request, group.max_tokens, completions, group.arrival, heads=group.heads)

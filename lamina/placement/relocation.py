@@ -1,13 +1,13 @@
 """Sequences on their way from one memory worker to another. Pure: no clock, no sockets.
 
-One moves at a time. It keeps its reservation at the source and gets a second one at the target, so that neither side
-ever runs out of slots. Two migrations copy it: the first copies the KV of its completed steps while it keeps decoding;
-then it pauses until no step of it is in flight, and the second copies the rest. A second pull of a few tokens is
-simpler than decoding at both places at once, and correct at any speed of the network.
+One moves at a time. It keeps its slots at the source, and has others reserved at the target as it is copied. If the
+target runs out of them meanwhile, its KV is dropped. Two migrations copy it: the first copies the KV of its completed
+steps while it keeps decoding; then it pauses until no step of it is in flight, and the second copies the rest. A second
+pull of a few tokens is simpler than decoding at both places at once, and correct at any speed of the network.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -36,10 +36,19 @@ class Relocation:
 class Relocations:
     """The requests of each memory worker, and the one that moves."""
 
-    def __init__(self, placement: Placement, computed: Callable[[Group], int | None]) -> None:
-        """``computed``: the tokens of a request whose steps have completed; None if it cannot move now."""
+    def __init__(
+        self,
+        placement: Placement,
+        computed: Callable[[Group], int | None],
+        held: Callable[[Group], int],
+        drop: Callable[[Group], None],
+    ) -> None:
+        """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: those
+        reserved for it. ``drop`` gives up the KV of a request for which the target has no room left."""
         self._placement = placement
         self._computed = computed
+        self._held = held
+        self._drop = drop
         self._residents: dict[str, dict[Group, None]] = {worker: {} for worker in placement.capacities}
         self._current: Relocation | None = None
         self._begun: list[Migration] = []
@@ -50,9 +59,13 @@ class Relocations:
         """Number of the migration in progress, if any."""
         return None if self._current is None or self._current.arrived else self._current.number
 
-    def residents(self, worker: str) -> Iterable[Group]:
-        """Requests placed on a worker, also those that have ended and are not released yet."""
-        return self._residents[worker]
+    def holders(self, worker: str) -> dict[Group, int]:
+        """Requests with KV on a worker that have not ended, one on its way there included, and the tokens they hold."""
+        holders = {group: self._held(group) for group in self._residents[worker] if group.alive}
+        current = self._current
+        if current is not None and current.target == worker and current.group.alive:
+            holders[current.group] = current.copied
+        return holders
 
     def settle(self, group: Group) -> None:
         """A request has been placed on ``group.memory``."""
@@ -62,19 +75,27 @@ class Relocations:
         """A request has been released. Cancels its move."""
         del self._residents[group.memory][group]
         if self._current is not None and self._current.group is group:
-            self._placement.release(self._current.target, group.tokens)
+            self._placement.release(self._current.target, self._current.copied)
             self._current = None
 
     def cancel(self) -> None:
         """Nothing moves any more: what was on its way stays, complete, where it was."""
         if self._current is not None:
-            self._placement.release(self._current.target, self._current.group.tokens)
+            target, copied = self._current.target, self._current.copied
+            if self._current.group.alive:  # else ``ended`` has announced it
+                self._placement.will_release(target, copied)
+            self._placement.release(target, copied)
             self._current = None
         self._begun.clear()
 
     def apply(self, topology: Topology) -> None:
         """Only the memory workers of ``topology`` hold KV from now on; no request may be placed on another."""
         self._residents = {worker: groups for worker, groups in self._residents.items() if worker in topology.names}
+
+    def ended(self, group: Group) -> None:
+        """A request has ended, and ``leave`` will be called once no step runs it."""
+        if self._current is not None and self._current.group is group:
+            self._placement.will_release(self._current.target, self._current.copied)
 
     def make_room(self, tokens: int, worker: str | None) -> str | None:
         """Start to move a sequence, if none moves and that helps to fit ``tokens`` on ``worker`` (None: on any).
@@ -93,14 +114,13 @@ class Relocations:
             return None
         move = moves[0]  # further moves are decided again once this one is done
         group = next(one for one in self._residents[move.source] if one.completions[0].sequence == move.sequence)
-        self._placement.reserve_on(move.target, group.tokens)
         self._current = Relocation(group, move.target)
         self._pull(self._current, move.movable.cost)
         return move.source
 
     def _movable(self, worker: str) -> list[Movable]:
         return [
-            Movable(group.completions[0].sequence, group.tokens, computed)
+            Movable(group.completions[0].sequence, self._held(group), computed)
             for group in self._residents[worker]
             if (computed := self._computed(group)) is not None
         ]
@@ -108,6 +128,7 @@ class Relocations:
     def _pull(self, relocation: Relocation, stop: int) -> None:
         """Let the target pull the tokens up to ``stop`` that it lacks."""
         group, sequence = relocation.group, relocation.group.completions[0].sequence
+        self._placement.reserve_on(relocation.target, stop - relocation.copied)
         relocation.number, relocation.arrived = next(self._numbers), False
         self._begun.append(
             Migration(relocation.number, sequence, group.memory, relocation.target, relocation.copied, stop)
@@ -141,9 +162,15 @@ class Relocations:
         if group.lane != lane or completed < group.completions[0].until or not group.alive:
             return None
         if current.position > current.copied:
-            self._pull(current, current.position)
+            if current.position - current.copied > self._placement.left(current.target):
+                self._drop(group)
+            else:
+                self._pull(current, current.position)
             return None
-        self._placement.release(group.memory, group.tokens)
+        self._placement.will_release(group.memory, current.position)
+        self._placement.release(group.memory, current.position)
+        self._placement.leave(group.memory, 1)
+        self._placement.sequences[current.target] += 1
         del self._residents[group.memory][group]
         group.memory = current.target
         self._current = None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,7 +44,9 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
         (f"{2 * pools.compute_workers} {pools.compute.kind} instead of {pools.compute_workers}", {"replicas": 2}),
         ("twice both pools", {"replicas": 2, "memory_workers": 2}),
     )
-    free = Planner(planner.shape, planner.workload, planner.models, replace(planner.goals, usd_per_hour=None))
+    free = Planner(
+        planner.shape, planner.workload, planner.models, planner.prices, replace(planner.goals, usd_per_hour=None)
+    )
     lines = []
     for what, factors in variants:
         replicas = pools.replicas * factors.get("replicas", 1)
@@ -67,31 +69,44 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
     return lines
 
 
-def alone(planner: Planner, plan: Plan) -> str | None:
-    """What conventional serving on compute devices alone achieves for about the plan's hourly cost: the answer to
-    "compared with what?". None if the model does not fit them or misses the SLO there."""
-    kind, goals = plan.pools.compute, planner.goals
-    hourly = kind.owned_usd_per_hour if goals.owned else kind.usd_per_hour
-    if not hourly:
-        return None
-    model = planner.models[kind.kind]
-    speeds = {
-        degree: found.tokens_s
-        for degree in TENSOR_PARALLEL
-        if planner.shape.kv_heads % degree == 0
-        and (found := homogeneous.evaluate(model, degree, paged(planner.workload), goals.tbt_s))
-    }
-    if not speeds:
-        return None
-    best = max(speeds, key=lambda degree: speeds[degree] / degree)
-    groups = max(1, round(plan.usd_per_hour / hourly / best))
-    count, tokens_s = groups * best, groups * speeds[best]
-    usd_per_million = count * hourly / 3600 / tokens_s * 1e6
-    return (
-        f"{count} {kind.kind} alone (${count * hourly:.2f}/h, tensor parallelism {best}): {tokens_s:.0f} tokens/s, "
-        f"${usd_per_million:.2f} per million output tokens; this plan: "
-        f"{usd_per_million / plan.usd_per_million_out - 1:+.0%} tokens per dollar"
-    )
+@dataclass(frozen=True)
+class Alone:
+    """Conventional serving on one pool, decoding only: ``count`` devices in groups of ``tensor_parallel``."""
+
+    kind: str
+    count: int
+    tensor_parallel: int
+    tokens_s: float
+    usd_per_hour: float
+
+    @property
+    def usd_per_million_out(self) -> float:
+        """Cost of a million output tokens."""
+        return self.usd_per_hour / 3600 / self.tokens_s * 1e6
+
+    def against(self, plan: Plan) -> str:
+        """This in words, and what a plan gains over it."""
+        return (
+            f"{self.count} {self.kind} alone (${self.usd_per_hour:.2f}/h, tensor parallelism {self.tensor_parallel}): "
+            f"{self.tokens_s:.0f} tokens/s, ${self.usd_per_million_out:.2f} per million output tokens; this plan: "
+            f"{self.usd_per_million_out / plan.usd_per_million_out - 1:+.0%} tokens per dollar"
+        )
+
+
+def alone(planner: Planner, plan: Plan) -> Alone | None:
+    """The cheapest conventional serving on devices of one kind of either pool, for about the plan's hourly cost: the
+    answer to "compared with what?". None if the model fits neither or misses the SLO on both."""
+    found = []
+    for kind in (plan.pools.compute, plan.pools.memory):
+        hourly, model = planner.prices.usd_per_hour(kind), planner.models[kind.kind]
+        for degree in TENSOR_PARALLEL:
+            if planner.shape.kv_heads % degree or not hourly:
+                continue
+            if group := homogeneous.evaluate(model, degree, paged(planner.workload), planner.goals.tbt_s):
+                groups = max(1, round(plan.usd_per_hour / hourly / degree))
+                count = groups * degree
+                found.append(Alone(kind.kind, count, degree, groups * group.tokens_s, count * hourly))
+    return min(found, key=lambda one: (one.usd_per_million_out, one.count), default=None)
 
 
 def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
@@ -100,7 +115,7 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
         return _too_heavy(planner, candidates)
-    free = Planner(shape, workload, models, Goals(owned=goals.owned))
+    free = Planner(shape, workload, models, planner.prices, Goals())
     plans = [plan for pools in fitting if (plan := free.evaluate(pools)) is not None]
     if not plans:
         return _too_long(planner, fitting)

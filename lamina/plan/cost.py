@@ -20,16 +20,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lamina.errors import ConfigError
+from lamina.plan.attention import DecodeAttentionFit, PrefillAttentionFit
+from lamina.plan.collectives import PeerReadFit, RingFit
 from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, packaged_fit
-
-ATTENTION_MEMORY_SHARE = 0.8
-"""Share of the memory bandwidth that decode attention reaches when it reads KV (Lamina, section 3.1: above 80%)."""
-
-CHUNK_ATTENTION_SHARE = 0.6
-"""Share of peak FLOP/s that attention of a prompt chunk reaches (FlashAttention-2 on an A100: 50 to 73%)."""
 
 ROUND_TRIP_S = 33e-6
 """Round trip of a small message by RDMA with device polling (Lamina, section 6.3; second paper: 33.0 us)."""
@@ -66,20 +62,30 @@ LAYER_ADDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PointwiseFit:
-    """``launch_s + bytes / min(memory_share * bandwidth, per_clock * processors * clock)``.
+    """``(fixed^overlap + (bytes / rate)^overlap)^(1 / overlap)``; rate = min(memory, per_clock processors clock).
 
     An operator is bound by memory, or by the bytes that its kernel processes per clock cycle on each processor. The
-    addition is always bound by memory.
+    addition is always bound by memory. The fixed time, with few rows, is that of the kernel itself: several times a
+    launch for norms, whose processors wait for each other.
     """
 
-    launch_s: float
+    norm_s: float
+    rope_s: float
+    activation_s: float
+    add_s: float
+    overlap: float
     memory_share: float
     norm_per_clock: float
     rope_per_clock: float
     activation_per_clock: float
 
-    def bytes_s(self, operator: str, hardware: Hardware) -> float:
-        """Bytes per second that ``operator``, one of ``POINTWISE``, reads and writes."""
+    def seconds(self, operator: str, nbytes: ArrayLike, hardware: Hardware) -> Floats:
+        """Seconds of ``operator``, one of ``POINTWISE``, that reads and writes ``nbytes``."""
+        fixed: float = getattr(self, f"{_SORTS[operator]}_s")
+        moving = np.asarray(nbytes, dtype=np.float64) / self._bytes_s(operator, hardware) / fixed
+        return np.asarray(fixed * (1 + moving**self.overlap) ** (1 / self.overlap))
+
+    def _bytes_s(self, operator: str, hardware: Hardware) -> float:
         memory = self.memory_share * hardware.memory_bytes_s
         if operator == "add":
             return memory
@@ -92,16 +98,8 @@ _SORTS = {
     "post_attention_layernorm": "norm",
     "attn_rope": "rope",
     "mlp_act": "activation",
+    "add": "add",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveFit:
-    """``latency_s + (devices - 1) * hop_s + 2 (devices - 1) / devices * bytes / (link_share * link)``: a ring."""
-
-    latency_s: float
-    hop_s: float
-    link_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,10 @@ class TransferFit:
 
     latency_s: float
     link_share: float
+
+    def seconds(self, nbytes: ArrayLike, link_bytes_s: float) -> Floats:
+        """Seconds of one transfer."""
+        return self.latency_s + np.asarray(nbytes, dtype=np.float64) / (self.link_share * link_bytes_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +173,8 @@ class RuntimeFit:
         exchange_s, exchange_row_s: on a compute worker, per layer and per row of it: messages, merging, and the
             slowdown of slices that alternate with messages.
         step_s, step_row_s: on a compute worker, per step and per row of it: sampling.
-        attend: on a memory worker, per layer. None: one kernel launch.
-        kv_bytes_s: bandwidth at which attention reads KV. None: ATTENTION_MEMORY_SHARE of the memory's.
+        attend, kv_bytes_s: on a memory worker, per layer besides reading KV, and the bandwidth of reading it. None: as
+            the attention kernels of the fits.
         round_trip_s: per layer, time in which neither worker is busy.
         contention: where workers share one memory, the relative slowdown of each while both pools work.
     """
@@ -198,24 +200,28 @@ class Fits:
 
     gemm: GemmFit
     pointwise: PointwiseFit
-    all_reduce: CollectiveFit
+    decode: DecodeAttentionFit
+    prefill: PrefillAttentionFit
+    nvlink: RingFit
+    pcie: RingFit
+    peer_read: PeerReadFit
     send_recv: TransferFit
     slices: SliceCurve | None = None
     runtime: RuntimeFit = RuntimeFit()
 
     @classmethod
-    def load(cls, kind: str, measured: ProfileStore | None = None) -> "Fits":
-        """The fits for ``kind``: from ``measured`` where it has them, else the package's.
+    def load(cls, hardware: Hardware, measured: ProfileStore | None = None) -> "Fits":
+        """The fits for a kind: from ``measured`` where it has them, else the package's for it or the kind it is like.
 
         Raises:
             ConfigError: a store lacks a part, or was written by another version.
         """
 
         def own(name: str) -> Fit | None:
-            return measured.fit(name, kind) if measured else None
+            return measured.fit(name, hardware.kind) if measured else None
 
         def part(build: Callable[..., T], name: str) -> T:
-            return _build(build, own(name) or packaged_fit(name, kind))
+            return _build(build, own(name) or packaged_fit(name, hardware.like or hardware.kind))
 
         slices, runtime = own("slices"), own("runtime")
         return cls(
@@ -223,7 +229,11 @@ class Fits:
             runtime=_build(RuntimeFit.stored, runtime) if runtime else RuntimeFit(),
             gemm=part(GemmFit, "gemm"),
             pointwise=part(PointwiseFit, "pointwise"),
-            all_reduce=part(CollectiveFit, "all_reduce"),
+            decode=part(DecodeAttentionFit, "decode"),
+            prefill=part(PrefillAttentionFit, "prefill"),
+            nvlink=part(RingFit, "nvlink"),
+            pcie=part(RingFit, "pcie"),
+            peer_read=part(PeerReadFit, "peer_read"),
             send_recv=part(TransferFit, "send_recv"),
         )
 
@@ -254,8 +264,7 @@ class CostModel:
             columns, depth = GEMMS[operator](shape, tp)  # type: ignore[arg-type]
             return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, dtype)
         moved = rows * POINTWISE[operator](shape, tp) * dtype.itemsize  # type: ignore[arg-type]
-        fit = self.fits.pointwise
-        return np.asarray(fit.launch_s + moved / fit.bytes_s(operator, self.hardware))
+        return self.fits.pointwise.seconds(operator, moved, self.hardware)
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
@@ -294,34 +303,43 @@ class CostModel:
             rows: number of sequences.
             heads_share: share of the KV heads that the device holds.
         """
-        shape = self.shape
-        tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
-        width = shape.kv_heads * shape.head_size
-        read = 2 * width * shape.dtype.itemsize * tokens
-        flops = 4 * shape.query_heads * shape.head_size * tokens
-        runtime, rows = self.fits.runtime, np.asarray(rows, dtype=np.float64)
+        shape, rows = self.shape, np.asarray(rows, dtype=np.float64)
+        read = np.asarray(kv_tokens, dtype=np.float64) * heads_share * self._kv_bytes
+        runtime = self.fits.runtime
+        if runtime.attend is None or runtime.kv_bytes_s is None:
+            return self.fits.decode.seconds(self.hardware, read, rows * shape.kv_heads * heads_share)
+        flops = read / (2 * shape.dtype.itemsize) * 4 * shape.group
         busy = np.maximum(
-            read / (runtime.kv_bytes_s or ATTENTION_MEMORY_SHARE * self.hardware.memory_bytes_s),
-            flops / (CHUNK_ATTENTION_SHARE * self.hardware.flops[shape.dtype]),
+            read / runtime.kv_bytes_s, flops / (self.fits.prefill.share * self.hardware.flops[shape.dtype])
         )
-        if runtime.attend is None:
-            return np.asarray(busy + self.fits.pointwise.launch_s * (rows > 0))
         return np.asarray(busy + runtime.attend.at(rows, shape.query_heads * heads_share))
 
-    def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones.
+    def attention_line(self, rows: ArrayLike) -> tuple[float, Floats]:
+        """Decode attention as a line in the cached tokens: (seconds per token, seconds at none by ``rows``).
 
-        Bound by arithmetic or, for small chunks, by reading the keys and values of both.
+        Exact for kernels well above the ramp; shorter ones are up to the ramp too slow.
         """
-        chunk, prefix = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
-        shape, device = self.shape, self.hardware
-        flops = 4 * chunk * (prefix + chunk / 2) * shape.query_heads * shape.head_size / tensor_parallel
-        read = 2 * (prefix + chunk) * shape.kv_heads * shape.head_size * shape.dtype.itemsize / tensor_parallel
-        busy = np.maximum(
-            flops / (CHUNK_ATTENTION_SHARE * device.flops[shape.dtype]),
-            read / (ATTENTION_MEMORY_SHARE * device.memory_bytes_s),
-        )
-        return np.asarray(self.fits.pointwise.launch_s + busy)
+        count = np.asarray(rows, dtype=np.float64)
+        runtime = self.fits.runtime
+        if runtime.attend is not None and runtime.kv_bytes_s is not None:
+            many = 2.0**20
+            at_none = self.attention_seconds(0, count)
+            return (float(self.attention_seconds(many, 1)) - float(self.attention_seconds(0, 1))) / many, at_none
+        fit = self.fits.decode
+        per_token = self._kv_bytes / (fit.memory_share * self.hardware.memory_bytes_s)
+        return per_token, np.where(count > 0, fit.fixed_s + fit.ramp_s(self.hardware), 0.0)
+
+    def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
+        shape = self.shape
+        heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
+        return self.fits.prefill.seconds(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
+
+    def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
+        """Seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one device."""
+        tokens = np.asarray(prefix, dtype=np.float64)
+        arithmetic = self.chunk_attention_seconds(chunk, tokens) - self.chunk_attention_seconds(chunk, 0)
+        return np.where(tokens > 0, np.maximum(arithmetic, self.attention_seconds(tokens, 1)), 0.0)
 
     def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:
         """Seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""
@@ -332,18 +350,18 @@ class CostModel:
         return float((attention + dense).sum() + self.ends_seconds(1, tensor_parallel))
 
     def all_reduce_seconds(self, nbytes: ArrayLike, devices: int) -> Floats:
-        """Seconds of summing ``nbytes`` over devices of one machine."""
+        """Seconds of summing ``nbytes`` over devices of one machine, by the fastest kernel for their link."""
         sizes = np.asarray(nbytes, dtype=np.float64)
         if devices == 1:
             return np.zeros_like(sizes)
-        fit = self.fits.all_reduce
-        moved = 2 * (devices - 1) / devices * sizes
-        return fit.latency_s + (devices - 1) * fit.hop_s + moved / (fit.link_share * self.hardware.link_bytes_s)
+        fits, link = self.fits, self.hardware.link_bytes_s
+        if not self.hardware.link.startswith("PCIe"):
+            return np.minimum(fits.nvlink.seconds(sizes, devices, link), fits.peer_read.seconds(sizes, devices, link))
+        return fits.pcie.seconds(sizes, devices, link)
 
     def send_recv_seconds(self, nbytes: ArrayLike) -> Floats:
         """Seconds of a transfer to a peer in the same machine."""
-        fit = self.fits.send_recv
-        return fit.latency_s + np.asarray(nbytes, dtype=np.float64) / (fit.link_share * self.hardware.link_bytes_s)
+        return self.fits.send_recv.seconds(nbytes, self.hardware.link_bytes_s)
 
     def link_seconds(self, nbytes: ArrayLike) -> Floats:
         """Seconds of one message over this device's NIC, one way."""
@@ -371,6 +389,11 @@ class CostModel:
     def kv_tokens(self) -> int:
         """Tokens whose KV, for all layers and heads, fits on one device."""
         return int(self.usable_bytes / self.shape.kv_bytes_per_token)
+
+    @property
+    def _kv_bytes(self) -> int:
+        """Bytes of one token's keys and values of one layer."""
+        return 2 * self.shape.kv_heads * self.shape.head_size * self.shape.dtype.itemsize
 
     def _row_bytes(self, rows: Floats) -> Floats:
         return rows * self.shape.hidden * self.shape.dtype.itemsize

@@ -1,10 +1,11 @@
-"""The hardware catalogue: performance and price of one device of each kind, with sources.
+"""The hardware catalogue: performance of one device of each kind, with sources. ``prices`` has what they cost.
 
 ``hardware.toml`` in this directory comes with the package; a user's file of the same format adds kinds and replaces
-single values. All quantities here are in SI units: FLOP/s, bytes, bytes/s, seconds, US dollars.
+single values. All quantities here are in SI units: FLOP/s, bytes, bytes/s, seconds.
 """
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -20,25 +21,20 @@ CATALOGUE = Path(__file__).parent / "hardware.toml"
 ALIASES = {"a100": "a100-80g"}
 """Names accepted in pools and users' files for one of several catalogue entries."""
 
-OWNED_HOURS = 3 * 365 * 24
-DOLLARS_PER_KWH = 0.12
-
 _NUMBERS = {
     "processors": 1.0,
-    "clock_ghz": 1e9,
     "bfloat16_tflops": 1e12,
     "float16_tflops": 1e12,
     "float32_tflops": 1e12,
     "memory_gb_s": 1e9,
-    "memory_gb": 1e9,
+    "memory_gib": 2.0**30,
     "link_gb_s": 1e9,
     "nic_gb_s": 1e9,
     "watts": 1.0,
-    "price_usd": 1.0,
 }
 _NAME = re.compile(r"[a-z0-9_-]+")  # as in the grammar of pools
 _TEXTS = ("device", "link")
-_OPTIONAL = ("price_usd_per_hour",)
+_OPTIONAL = ("clock_ghz", "cache_mib", "like")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +43,14 @@ class Hardware:
 
     Attributes:
         kind: name in a pool. device: full name. link: connection to peers in the same machine.
-        processors: units that each compute one tile of a matrix product at a time. clock_hz: their boost clock.
+        processors: units that each compute one tile of a matrix product at a time.
+        clock_hz: their boost clock, or infinity where it is not published.
         flops: peak FLOP/s of dense matrix products by element type.
         memory_bytes_s, memory_bytes: bandwidth and size of its memory.
         link_bytes_s, nic_bytes_s: one-way bandwidth to peers in the machine and to other machines.
-        price_usd: purchase price; 0 where it is not sold. rent_usd_per_hour: as published, or None.
+        watts: board power.
+        cache_bytes: of the last-level cache, or 0 where it is not stated and nothing is taken to be served by it.
+        like: the kind whose kernels it runs, if not its own: that kind's fits apply to it.
         sources: where the numbers come from.
     """
 
@@ -66,27 +65,9 @@ class Hardware:
     link_bytes_s: float
     nic_bytes_s: float
     watts: float
-    price_usd: float
-    rent_usd_per_hour: float | None = None
+    cache_bytes: float = 0.0
+    like: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-
-    @property
-    def usd_per_hour(self) -> float:
-        """Cost of an hour: the rent or, without one, the cost of owning it."""
-        return self.owned_usd_per_hour if self.rent_usd_per_hour is None else self.rent_usd_per_hour
-
-    @property
-    def owned_usd_per_hour(self) -> float:
-        """Cost of an hour when owned for three years, including electricity at full power."""
-        return self.price_usd / OWNED_HOURS + self.watts / 1000 * DOLLARS_PER_KWH
-
-    def require_sold(self) -> None:
-        """Raise ConfigError for a kind that can only be rented and so has no cost of owning it."""
-        if not self.price_usd and self.rent_usd_per_hour is not None:
-            raise ConfigError(
-                f"{self.kind} has no purchase price (price_usd is 0), only a rent of "
-                f"${self.rent_usd_per_hour:.2f} per hour; leave out --owned, or set price_usd in a --hardware file"
-            )
 
 
 class Catalogue:
@@ -167,27 +148,27 @@ def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
     if missing := [name for name in (*_NUMBERS, *_TEXTS) if name not in table]:
         raise ConfigError(f"{file}: [{kind}] lacks {', '.join(missing)}")
     value = {name: _number(kind, name, table[name], file) * unit for name, unit in _NUMBERS.items()}
-    rent = table.get("price_usd_per_hour")
+    clock = _number(kind, "clock_ghz", table["clock_ghz"], file) * 1e9 if "clock_ghz" in table else math.inf
     return Hardware(
         kind=kind,
         device=str(table["device"]),
         link=str(table["link"]),
         processors=int(value["processors"]),
-        clock_hz=value["clock_ghz"],
+        clock_hz=clock,
         flops={dtype: value[f"{dtype.value}_tflops"] for dtype in DType},
         memory_bytes_s=value["memory_gb_s"],
-        memory_bytes=value["memory_gb"],
+        memory_bytes=value["memory_gib"],
         link_bytes_s=value["link_gb_s"],
         nic_bytes_s=value["nic_gb_s"],
         watts=value["watts"],
-        price_usd=value["price_usd"],
-        rent_usd_per_hour=None if rent is None else _number(kind, "price_usd_per_hour", rent, file),
+        cache_bytes=_number(kind, "cache_mib", table["cache_mib"], file) * 2**20 if "cache_mib" in table else 0.0,
+        like=str(table.get("like", "")),
         sources=dict(table.get("sources", {})),
     )
 
 
 def _number(kind: str, name: str, value: object, file: Path) -> float:
-    least = 0 if name.startswith("price") or name == "watts" else 1 if name == "processors" else 1e-9
+    least = 0 if name == "watts" else 1 if name == "processors" else 1e-9
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e12:
         raise ConfigError(f"{file}: [{kind}] {name} is {value!r}; give a number from {least:g} to below 1e12")
     return float(value)

@@ -23,6 +23,7 @@ from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
+from lamina.plan.prices import Prices
 from lamina.plan.workload import Workload
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -90,11 +91,9 @@ class Pools:
         """Devices of the compute pool."""
         return self.tensor_parallel * self.replicas
 
-    def usd_per_hour(self, owned: bool = False) -> float:
-        """Cost of both pools, at the catalogue's rents or as ``owned``."""
-        compute, memory = (
-            kind.owned_usd_per_hour if owned else kind.usd_per_hour for kind in (self.compute, self.memory)
-        )
+    def usd_per_hour(self, prices: Prices) -> float:
+        """Cost of both pools and of the network between them."""
+        compute, memory = (prices.usd_per_hour(kind, networked=True) for kind in (self.compute, self.memory))
         return compute * self.compute_workers + memory * self.memory_workers
 
 
@@ -139,7 +138,6 @@ class Goals:
     tbt_s: float | None = None
     ttft_s: float | None = None
     usd_per_hour: float | None = None
-    owned: bool = False
 
     def affords(self, usd_per_hour: float) -> bool:
         """Whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
@@ -149,9 +147,12 @@ class Goals:
 class Planner:
     """Evaluates layouts for one model and workload. Slice times are cached by kind and tensor parallelism."""
 
-    def __init__(self, shape: ModelShape, workload: Workload, models: dict[str, CostModel], goals: Goals) -> None:
+    def __init__(
+        self, shape: ModelShape, workload: Workload, models: dict[str, CostModel], prices: Prices, goals: Goals
+    ) -> None:
         self.shape = shape
         self.workload = workload
+        self.prices = prices
         self.goals = goals
         self.models = models
         self._passes: dict[tuple[str, int], Floats] = {}
@@ -160,7 +161,7 @@ class Planner:
     def evaluate(self, pools: Pools) -> Plan | None:
         """The plan at the batch of highest throughput, or None if weights, KV or a goal rule out every batch."""
         goals = self.goals
-        hourly = pools.usd_per_hour(goals.owned)
+        hourly = pools.usd_per_hour(self.prices)
         if not goals.affords(hourly):
             return None
         rows = self._rows(pools)

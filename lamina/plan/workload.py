@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from lamina.errors import ConfigError
+
+SAMPLE = 500
+"""About how many requests of a trace stand for it where every request would take too long."""
 
 MOST_TOKENS = 10**9
 """Most tokens of one prompt or output: a trace with more is considered corrupt."""
@@ -36,6 +39,7 @@ class Workload:
         live: cached tokens of a sequence, averaged over decode steps, so that a long output counts for every step.
         reserved: token slots that a decoding sequence occupies: its whole length, as the scheduler admits it.
         longest: the longest request, prompt and output together.
+        sample: requests to draw from, in the order of their arrival; empty where only means are known.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Workload:
     live: float
     reserved: float
     longest: int
+    sample: tuple[TracedRequest, ...] = field(default=(), repr=False)
 
 
 def of_context(tokens: int) -> Workload:
@@ -55,17 +60,36 @@ def of_context(tokens: int) -> Workload:
 
 def of_trace(file: Path) -> Workload:
     """The means of a trace. Raises ConfigError like ``read_trace``."""
-    requests = list(read_trace(file))
+    return of_requests(file.name, read_trace(file))
+
+
+def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
+    """The means of requests, of which there is at least one."""
     prompts = np.array([request.prompt for request in requests], dtype=np.float64)
     outputs = np.array([request.output for request in requests], dtype=np.float64)
     steps = outputs.sum()
     return Workload(
-        name=file.name,
+        name=name,
         prompt=float(prompts.mean()),
         output=float(outputs.mean()),
         live=float((outputs * (prompts + outputs / 2)).sum() / steps),
         reserved=float((outputs * (prompts + outputs)).sum() / steps),
         longest=int((prompts + outputs).max()),
+        sample=tuple(requests[:: max(1, len(requests) // SAMPLE)]),
+    )
+
+
+def of_lengths(prompt: int, output: int) -> Workload:
+    """Requests that all have one length. Raises ConfigError for a length below 1."""
+    if min(prompt, output) < 1:
+        raise ConfigError(f"prompts of {prompt} tokens and outputs of {output}; give at least 1 of each")
+    return Workload(
+        name=f"prompts of {prompt} tokens, outputs of {output}",
+        prompt=prompt,
+        output=output,
+        live=prompt + output / 2,
+        reserved=prompt + output,
+        longest=prompt + output,
     )
 
 

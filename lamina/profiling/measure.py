@@ -32,12 +32,11 @@ def entry() -> dict[str, float | str]:
         "clock_ghz": (clock.max or clock.current) / 1000 if clock else 1.0,
         **{f"{dtype.value}_tflops": _flops(dtype) / 1e12 for dtype in DType},
         "memory_gb_s": _read_bytes_s(cores) / 1e9,
-        "memory_gb": psutil.virtual_memory().total / 1e9,
+        "memory_gib": psutil.virtual_memory().total / 2**30,
         "link": "shared memory",
         "link_gb_s": copied,
         "nic_gb_s": copied,
         "watts": 0,
-        "price_usd": 0,
     }
 
 
@@ -48,13 +47,12 @@ def as_toml(values: dict[str, float | str]) -> str:
     ]
     return "\n".join(
         [
-            "# Measured by lamina plan --measure. Fill in watts and price_usd or price_usd_per_hour yourself.",
-            "# memory_gb is all memory of this machine: lower it to what one worker may use.",
+            "# Measured by lamina plan --measure. Fill in watts yourself; prices go into a file for --prices.",
+            "# memory_gib is all memory of this machine: lower it to what one worker may use.",
             "[cpu]",
             *lines,
             "[cpu.sources]",
             'specification = "measured on this machine; NIC: workers on one machine share memory"',
-            'price_usd = "not given"',
             "",
         ]
     )

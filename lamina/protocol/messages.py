@@ -7,7 +7,7 @@ from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, LoadFormat, Logprob, Overlap, StepPlan
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Logprob, Overlap, StepPlan
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
@@ -25,7 +25,10 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions."""
+    """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
+
+    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds.
+    """
 
     attentions: list[AttentionSpec]
     dtype: DType
@@ -33,6 +36,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     threads: int
     overlap: Overlap
     trace: bool
+    kv_cache_dtype: KvCacheDType = "auto"
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import PlacementError
-from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, Overlap, Segment, SequenceStep, StepPlan
+from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment, SequenceStep, StepPlan
 
 Array = npt.NDArray[np.generic]
 
@@ -250,12 +250,12 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
 
 
 def migrated_pieces(
-    attentions: Sequence[AttentionSpec], dtype: DType, tokens: int, most_nbytes: int
+    attentions: Sequence[AttentionSpec], element: KvElement, tokens: int, most_nbytes: int
 ) -> list[tuple[int, int, int]]:
     """The pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in order."""
     pieces = []
     for layer, spec in enumerate(attentions):
-        most = most_nbytes // spec.kv_bytes_per_token(dtype)
+        most = most_nbytes // spec.slab_bytes_per_token(element)
         pieces += [(layer, first, min(first + most, tokens)) for first in range(0, tokens, most)]
     return pieces
 

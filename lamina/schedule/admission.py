@@ -69,7 +69,7 @@ class Admissions:
     def put_back(self, group: Group) -> None:
         """Queue a request that was admitted before, ahead of all others."""
         self._aside = {group: self._steps, **self._aside}
-        self._kept = None  # for another one, which is not the first any more
+        self._kept = None  # room is kept for the first one alone
         self._exhausted = False
 
     def remove(self, group: Group) -> None:
@@ -142,14 +142,14 @@ class Admissions:
             yield self._waiting.first()
 
     def _room_for(self, group: Group, lane: int, seats: Seats) -> str | None:
-        """Reserve this request's tokens and name the memory worker; None if they, or its seats, do not fit."""
+        """Reserve this request's present tokens and name the memory worker; None if they, or its seats, do not fit."""
         wanted, besides = len(group.completions), None
         if self._kept is not None and self._kept.group is not group:
             wanted += len(self._kept.group.completions)
             besides = self._kept.worker
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
-        return self._placement.reserve(group.tokens, besides)
+        return self._placement.reserve(group.to_run, len(group.completions), besides)
 
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
@@ -172,7 +172,7 @@ class Admissions:
     def _keep_room(self, group: Group) -> None:
         """Reserve the room of one worker for this request; move sequences away from there if that helps."""
         kept = None if self._kept is None else self._kept.worker
-        source = self._relocations.make_room(group.tokens, kept)
+        source = self._relocations.make_room(group.to_run, kept)
         self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
 
     def _keep_no_more(self, group: Group) -> None:

@@ -14,10 +14,12 @@ class DecodeBatch:
 
     Attributes:
         steps: of the lane so far, including those without decoding sequences.
+        workers: the tokens that the next step adds to each memory worker.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.workers: dict[str, int] = {}
         self._owners: dict[int, Owner] = {}
         self._joined: dict[int, int] = {}  # by sequence: its position less the steps before it joined
         self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that then have no more to run
@@ -44,14 +46,18 @@ class DecodeBatch:
             self._owners[completion.sequence] = group, completion
             self._joined[completion.sequence] = position - self.steps
             self._leaving.setdefault(self.steps + rows, []).append(completion.sequence)
+            self.workers[group.memory] = self.workers.get(group.memory, 0) + 1
             self._members = None
 
     def leave(self, sequence: int) -> None:
         """A sequence stops decoding. Does nothing if it does not decode."""
         if sequence in self._owners:
-            _, completion = self._owners.pop(sequence)
+            group, completion = self._owners.pop(sequence)
             completion.until = self.steps
-            del self._joined[sequence]
+            completion.own = self._joined.pop(sequence) + self.steps - group.prompt_length
+            self.workers[group.memory] -= 1
+            if not self.workers[group.memory]:
+                del self.workers[group.memory]
             self._members = None
 
     def pause(self, sequence: int) -> int:
@@ -71,10 +77,13 @@ class DecodeBatch:
         """Of the next row of a sequence that decodes."""
         return self._joined[sequence] + self.steps
 
-    def rows(self, still_drawn: bool) -> DecodeRows:
-        """Rows of the lane's next step. ``still_drawn``: its last step, and so its tokens, are still in flight."""
+    def let_go(self) -> None:
+        """Sequences whose last token is being drawn, or has been, leave: before ``workers`` and ``rows`` are used."""
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)
+
+    def rows(self, still_drawn: bool) -> DecodeRows:
+        """Rows of the lane's next step. ``still_drawn``: its last step, and so its tokens, are still in flight."""
         members, steps = self.members, self.steps
         resumed, self._resumed = self._resumed, set()
         tokens = [

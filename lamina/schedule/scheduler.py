@@ -19,59 +19,22 @@ while its KV is copied. Then it pauses: once its steps have completed, the KV th
 plan names its new worker and resumes it.
 """
 
-import collections
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
-from lamina.placement.recovery import again
+from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
 from lamina.schedule.batch import DecodeBatch
-from lamina.schedule.chunks import PromptBatch
+from lamina.schedule.lane import Lane, Planned
+from lamina.schedule.limits import Limits
 from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
 from lamina.topology import Topology
-from lamina.types import Admission, Fork, Request, SamplingParams, Segment, SequenceStep, StepPlan
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one request, of one step, and of the sequences that all lanes together decode at once."""
-
-    max_sequences: int
-    max_num_batched_tokens: int
-    max_model_len: int
-
-
-@dataclass(eq=False, slots=True)
-class _Planned:
-    """A step in flight, with the owners of its rows: sequences that decode, and those that chunks draw for."""
-
-    plan: StepPlan
-    decoding: Mapping[int, Owner]
-    prompted: dict[int, Owner]
-
-
-@dataclass(eq=False, slots=True)
-class _Lane:
-    """The requests of one lane, by what they do; dicts are ordered sets."""
-
-    running: dict[Group, None] = field(default_factory=dict)  # all requests
-    dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
-    allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
-    prompts: PromptBatch = field(default_factory=PromptBatch)
-    prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
-    decoding: DecodeBatch = field(default_factory=DecodeBatch)
-    finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
-    ending: list[Owner] = field(default_factory=list)
-    in_flight: collections.deque[_Planned] = field(default_factory=collections.deque)
-    completed: int = 0  # of the steps that ``decoding`` counts
-    turn: int = 0
-    histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
+from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
 
 
 class Scheduler:
@@ -87,8 +50,10 @@ class Scheduler:
         lanes: int,
         attentions: int,
         kv_heads: int,
+        policy: Policy = latest,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first."""
+        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
+        KV is dropped when a memory worker runs out of slots."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -96,7 +61,8 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._lanes = [_Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
+        self._policy = policy
+        self._lanes = [Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
         self._seats = Seats(self.active)
         # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
         # allows, or it had nothing to plan last time.
@@ -105,7 +71,7 @@ class Scheduler:
         self._resting = set[int]()
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._relocations = Relocations(placement, self._computed)
+        self._relocations = Relocations(placement, self._computed, self._held, self.drop)
         self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
@@ -143,31 +109,7 @@ class Scheduler:
 
     def check(self, prompt_length: int, params: SamplingParams) -> None:
         """Raises RequestError, with the figures, for a request that can never be served."""
-        limit = self.limits.max_model_len
-        if prompt_length == 0:
-            raise RequestError("the prompt is empty; give at least one token")
-        if prompt_length >= limit:
-            raise RequestError(
-                f"the prompt has {prompt_length} tokens; this runtime takes at most {limit - 1} "
-                f"(max_model_len {limit}, one left for the answer). Shorten the prompt or raise max_model_len"
-            )
-        together = min(self.limits.max_sequences, self.limits.max_num_batched_tokens)  # of one request, in one lane
-        if params.n > together:
-            raise RequestError(f"n is {params.n}; this runtime decodes {together} sequences of a request at once")
-        room = self._max_tokens(prompt_length, params)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}; a prompt of {prompt_length} tokens leaves room for {room} "
-                f"(max_model_len {limit}). Lower min_tokens or shorten the prompt"
-            )
-        self.placement.require_possible(prompt_length + params.n * (room - 1))
-
-    def _max_tokens(self, prompt_length: int, params: SamplingParams) -> int:
-        room = self.limits.max_model_len - prompt_length
-        if params.max_tokens is not None:
-            return min(params.max_tokens, room)
-        # As many as the slab can hold; the KV of the last token drawn is not kept.
-        return max(1, min(room, (self.placement.largest - prompt_length) // params.n + 1))
+        self.limits.check(prompt_length, params, self.placement)
 
     def add(self, request: Request) -> Group:
         """Queue a request. Raises RequestError if it can never be served."""
@@ -176,7 +118,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
         completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
-        most = self._max_tokens(length, request.params)
+        most = self.limits.most_tokens(length, request.params, self.placement)
         group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
         self._requests[request.request_id] = group
         self._admissions.add(group)
@@ -197,7 +139,9 @@ class Scheduler:
         what workers know of the requests until the next plan.
         """
         for own in self._lanes:
-            self._withdraw(own)
+            own.withdraw()
+            self._retire(own)
+        self._ahead.clear()
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
         dropped = sorted((group for worker in lost for group in self.holders(worker)), key=lambda group: -group.arrival)
@@ -205,26 +149,16 @@ class Scheduler:
         for group in dropped:
             self.drop(group)
         for own in self._lanes:
+            own.shrink(self.placement)
             gone = [owner for owner in own.ending if owner[0].memory in lost]
             own.ending = [owner for owner in own.ending if owner[0].memory not in lost]
-            for group, _ in gone:
-                self._give_back(group)
+            for group, completion in gone:
+                self._give_back(group, completion)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
         self._move()
         return self._remains(len(dropped), recomputed)
-
-    def _withdraw(self, lane: _Lane) -> None:
-        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
-        owners = {one.sequence: (group, one) for group in lane.running for one in group.completions}
-        for chunk in (chunk for planned in reversed(lane.in_flight) for chunk in planned.plan.chunks):
-            group, completion = owners[chunk.sequence]
-            group.withdraw(completion, chunk.start)
-        lane.in_flight.clear()
-        lane.completed = lane.decoding.steps
-        self._ahead.clear()
-        self._retire(lane)
 
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
@@ -305,18 +239,25 @@ class Scheduler:
                 return None
             self._move()
         own = self._lanes[lane]
-        forks = self._forks(own)
+        forks = own.forks()
         released = self._release(own)
         moved = self._relocated(lane)
+        own.decoding.let_go()
+        self._make_way(own)
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
-        rows = own.decoding.rows(still_drawn=own.completed < own.decoding.steps)
-        chunks, prompted = self._chunks(own, self.limits.max_num_batched_tokens - len(rows.sequences))
+        fits = self.placement.grow(own.decoding.workers)
+        rows, chunks, prompted = (
+            own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
+        )
         own.allowance = self._rows_left(lane)
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
-            self._changed.discard(lane)
-            self._resting.add(lane)
+            # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
+            # KV of its own has been dropped.
+            if fits and not own.ending:
+                self._changed.discard(lane)
+                self._resting.add(lane)
             return None
         histories, own.histories = own.histories, {}
         plan = StepPlan(
@@ -336,40 +277,39 @@ class Scheduler:
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
-        own.in_flight.append(_Planned(plan, own.decoding.members, prompted))
+        own.in_flight.append(Planned(plan, own.decoding.members, prompted))
         return plan
 
-    @staticmethod
-    def _forks(lane: _Lane) -> list[Fork]:
-        """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
-        forks = []
-        for group, first in lane.prompted:
-            starting = [first]
-            if not group.forked:
-                starting = group.completions
-                forks += [Fork(first.sequence, child.sequence, group.prompt_length) for child in group.fork()]
-            for completion in starting:
-                if completion.finished:
-                    continue
-                if completion.left:
-                    lane.prompts.add(group, completion)
-                else:
-                    lane.decoding.join(group, completion, completion.goal)
-        lane.prompted.clear()
-        return forks
+    def _make_way(self, lane: Lane) -> None:
+        """Drop KV on memory workers that are about to run out of slots for the sequences of this lane."""
+        for worker, tokens in self.placement.shortages(lane.decoding.workers).items():
+            holders = self._relocations.holders(worker)
+            if len(holders) > 1:
+                for group in victims(holders, tokens, self._policy):
+                    self.drop(group)
+            elif self.placement.left(worker) + self.placement.returning[worker] < lane.decoding.workers[worker]:
+                for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
+                    self.drop(group)
 
-    def _release(self, lane: _Lane) -> list[int]:
+    def _held(self, group: Group) -> int:
+        return self._lanes[group.lane].held(group)
+
+    def _computed(self, group: Group) -> int | None:
+        return self._lanes[group.lane].computed(group)
+
+    def _release(self, lane: Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
-        for group, _ in ending:
-            self._give_back(group)
+        for group, completion in ending:
+            self._give_back(group, completion)
         return [completion.sequence for _, completion in ending]
 
-    def _give_back(self, group: Group) -> None:
-        """The room of one of its completions."""
+    def _give_back(self, group: Group, completion: Completion) -> None:
+        """The room of one of a request's completions."""
         group.holders -= 1
         prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
-        self.placement.release(group.memory, group.own_tokens + prompt)
+        self.placement.release(group.memory, completion.own + prompt)
+        completion.released = True
         self._admissions.given_back()
         if not group.holders:
             self._relocations.leave(group)
@@ -385,17 +325,6 @@ class Scheduler:
         own.decoding.resume(group, completion, position)
         self._admissions.given_back()
         return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
-
-    def _computed(self, group: Group) -> int | None:
-        """Tokens of a request whose steps have completed; None if it cannot move now.
-
-        Completions that share a prompt's slots stay where they are.
-        """
-        own, (first, *others) = self._lanes[group.lane], group.completions
-        if others or first.sequence not in own.decoding or own.completed < group.until:
-            return None
-        planned = own.decoding.steps - own.completed  # a sequence that resumed since may not run in all of them
-        return max(own.decoding.position(first.sequence) - planned, first.goal)
 
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
@@ -413,7 +342,7 @@ class Scheduler:
             self._seats.change(group.lane, group.seats)
             self._has_changed(group.lane)
 
-    def _admit(self, lane: _Lane) -> list[Admission]:
+    def _admit(self, lane: Lane) -> list[Admission]:
         """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [self._admission(group) for group in lane.dealt]
         for group in lane.dealt:
@@ -429,23 +358,6 @@ class Scheduler:
         return Admission(
             first, len(indices), group.prompt_length, [segment], params, group.request.seed, prompt, indices
         )
-
-    @staticmethod
-    def _chunks(lane: _Lane, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
-        """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
-        chunks: list[SequenceStep] = []
-        drawing: dict[int, Owner] = {}
-        for (group, completion), count in lane.prompts.share(budget).items():
-            group.until = lane.decoding.steps + 1
-            draws: dict[int, Owner] = {}
-            if not completion.left:
-                lane.prompted.append((group, completion))
-                draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
-                drawing |= draws
-            start = completion.cached - count
-            tokens = group.known_tokens(completion, start, completion.cached)
-            chunks.append(SequenceStep(completion.sequence, start, tokens, list(draws)))
-        return chunks, drawing
 
     def migrated(self, number: int) -> None:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
@@ -527,7 +439,7 @@ class Scheduler:
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
-        return [group for group in self._relocations.residents(worker) if group.alive]
+        return list(self._relocations.holders(worker))
 
     def _take_back(self, group: Group) -> None:
         """Undo ``_deal`` for a request that no worker knows of yet."""
@@ -535,7 +447,9 @@ class Scheduler:
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
         self._seats.change(group.lane, -group.seats)
-        self.placement.release(group.memory, group.tokens)
+        self.placement.will_release(group.memory, group.to_run)
+        self.placement.release(group.memory, group.to_run)
+        self.placement.leave(group.memory, group.seats)
         self._relocations.leave(group)
         self._admissions.given_back()
         group.lane = -1
@@ -548,10 +462,15 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.decoding.leave(completion.sequence)
             own.prompts.discard(completion)
+            own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
+            self.placement.leave(group.memory, 1)
+            self.placement.will_release(group.memory, completion.own + (0 if group.alive else group.prompt_length))
+            if not group.alive:
+                self._relocations.ended(group)
             self._retire(own)
 
-    def _retire(self, lane: _Lane) -> None:
+    def _retire(self, lane: Lane) -> None:
         """Let the next plan release finished completions that no step in flight runs."""
         for owner in lane.finished:
             group, completion = owner

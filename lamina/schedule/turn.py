@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping
 from lamina.groups import Owner
 from lamina.pipeline import Pipeline
 from lamina.placement.map import Placement
+from lamina.placement.recovery import Policy, latest
 from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
 from lamina.schedule.lanes import chooser
+from lamina.schedule.limits import Limits
 from lamina.schedule.remains import Remains
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.scheduler import Scheduler
 from lamina.topology import Topology
 from lamina.types import StepPlan
 
@@ -43,10 +45,11 @@ class Turn:
         attentions: int,
         kv_heads: int,
         plan_ahead: bool = True,
+        policy: Policy = latest,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known."""
-        self.scheduler = Scheduler(limits, placement, pipeline.lanes, attentions=attentions, kv_heads=kv_heads)
+        planned before the tokens of the running one are known. ``policy``: as for ``Scheduler``."""
+        self.scheduler = Scheduler(limits, placement, pipeline.lanes, attentions, kv_heads, policy)
         self.in_flight: dict[int, StepPlan] = {}
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun

@@ -7,6 +7,7 @@ from lamina.errors import ConfigError
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
+from lamina.plan.prices import Prices
 from lamina.plan.store import ProfileStore
 from lamina.types import Pipelining
 
@@ -21,7 +22,10 @@ class Deployment:
             more than 1 simulates a future version.
         lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
             mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+        victim: the policy, of ``lamina.placement.recovery``, that names the request whose KV is dropped when a memory
+            worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
+        prices: the market in which it is paid; None leaves out what it costs.
     """
 
     model: ModelShape
@@ -34,7 +38,9 @@ class Deployment:
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    victim: str = "latest"
     profile: ProfileStore | None = None
+    prices: Prices | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
@@ -59,20 +65,24 @@ class Deployment:
     @cached_property
     def compute_cost(self) -> CostModel:
         """The cost model of one compute worker."""
-        return CostModel(self.model, self.compute, Fits.load(self.compute.kind, self.profile))
+        return CostModel(self.model, self.compute, Fits.load(self.compute, self.profile))
 
     @cached_property
     def memory_cost(self) -> CostModel:
         """The cost model of one memory worker. Raises ConfigError without a memory pool."""
         if self.memory is None or self.memory_workers < 1:
             raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
-        return CostModel(self.model, self.memory, Fits.load(self.memory.kind, self.profile))
+        return CostModel(self.model, self.memory, Fits.load(self.memory, self.profile))
 
     @property
-    def usd_per_hour(self) -> float:
-        """Cost of both pools, from the catalogue."""
-        memory = self.memory.usd_per_hour * self.memory_workers if self.memory else 0.0
-        return self.compute.usd_per_hour * self.compute_workers + memory
+    def usd_per_hour(self) -> float | None:
+        """Cost of both pools and of the network between them, in the market of ``prices``; None without one."""
+        if self.prices is None:
+            return None
+        compute = self.prices.usd_per_hour(self.compute, networked=self.memory is not None) * self.compute_workers
+        if self.memory is None:
+            return compute
+        return compute + self.prices.usd_per_hour(self.memory, networked=True) * self.memory_workers
 
     def require_weights(self, cost: CostModel) -> None:
         """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""

@@ -136,8 +136,9 @@ class Result:
     Attributes:
         system: the simulated system. log: the outcome of every request.
         seconds: from the first arrival to the last end. pools: their utilisation.
-        usd_per_hour: cost of all pools. queued: share of the time in which requests waited to be admitted; refused:
-            share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
+        usd_per_hour: cost of all pools, or None where no market was given.
+        queued: share of the time in which requests waited to be admitted.
+        refused: share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
         decisions: CPU time of the engine, the only part that differs from run to run.
         preempted: number of preemptions, whose KV was recomputed.
         spans: recorded activity by worker.
@@ -147,7 +148,7 @@ class Result:
     log: RequestLog
     seconds: float
     pools: tuple[PoolUse, ...]
-    usd_per_hour: float
+    usd_per_hour: float | None
     queued: float
     refused: float
     steps: int
@@ -171,6 +172,17 @@ class Result:
         return self.log.count(State.FINISHED) / self.seconds if self.seconds else 0.0
 
     @property
+    def sustained_requests_s(self) -> float:
+        """Requests finished per second during the second half of the arrivals: without the start and the end, when few
+        run. If it is below the rate of the arrivals, queues grow."""
+        arrival_s = self.log.arrivals.arrival_s
+        middle, last = float(arrival_s[len(arrival_s) // 2]), float(arrival_s[-1])
+        if last <= middle:
+            return self.requests_s
+        ended = self.log.end_s[self.log.finished]
+        return float(((ended > middle) & (ended <= last)).sum()) / (last - middle)
+
+    @property
     def ttft_s(self) -> Percentiles:
         """From a request's arrival to its first token."""
         waits = self.log.first_s - self.log.arrivals.arrival_s
@@ -188,9 +200,11 @@ class Result:
         return Percentiles(*(float(values[order][place]) for place in at))
 
     @property
-    def usd_per_million_out(self) -> float:
-        """Cost per million output tokens; all time of the pools is charged to them."""
-        return self.usd_per_hour / 3600 * self.seconds / self.tokens * 1e6 if self.tokens else float("inf")
+    def usd_per_million_out(self) -> float | None:
+        """Cost per million output tokens; all time of the pools is charged to them. None without tokens or prices."""
+        if self.usd_per_hour is None or not self.tokens:
+            return None
+        return self.usd_per_hour / 3600 * self.seconds / self.tokens * 1e6
 
     @property
     def bottleneck(self) -> str:
@@ -215,6 +229,7 @@ class Result:
             "tokens": self.tokens,
             "tokens_s": self.tokens_s,
             "requests_s": self.requests_s,
+            "sustained_requests_s": self.sustained_requests_s,
             "ttft_s": {share: _finite(seconds) for share, seconds in vars(self.ttft_s).items()},
             "tbt_s": {share: _finite(seconds) for share, seconds in vars(self.tbt_s).items()},
             "pools": [vars(pool) for pool in self.pools],
@@ -222,7 +237,7 @@ class Result:
             "queued": self.queued,
             "refused": self.refused,
             "usd_per_hour": self.usd_per_hour,
-            "usd_per_million_out": _finite(self.usd_per_million_out),
+            "usd_per_million_out": self.usd_per_million_out,
             "steps": self.steps,
             "preempted": self.preempted,
         }

@@ -19,9 +19,10 @@ from lamina.config import EngineConfig
 from lamina.errors import RequestError
 from lamina.groups import Owner
 from lamina.placement.map import Placement
+from lamina.placement.recovery import POLICIES
 from lamina.protocol.messages import StepDone
 from lamina.protocol.timeline import Span
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
 from lamina.simulate.arrivals import Arrivals, Ints
@@ -126,6 +127,7 @@ class Simulation:
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
+            policy=POLICIES[deployment.victim],
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:

@@ -16,9 +16,6 @@ _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
 
 
-_MANY = 2.0**20  # tokens at which the attention's seconds per token are evaluated
-
-
 class SliceTimes:
     """Seconds of a step's slices by rows, on ``tensor_parallel`` devices, tabulated because they are needed often."""
 
@@ -76,12 +73,12 @@ class StepModel:
         self.latency_s = memory.fits.runtime.round_trip_s / 2
         lengths = np.arange(deployment.max_num_batched_tokens + 1)
         self._chunk_s: list[float] = compute.chunk_attention_seconds(lengths, 0, tp).tolist()
-        attend_s = memory.attention_seconds(0, lengths)  # by rows
+        token_s, attend_s = memory.attention_line(lengths)
         self._shares = _native.DecodeShares(
             deployment.memory_workers,
             (self._kept_bytes + self._asked_bytes) * self._memory_byte_s,
             self._asked_bytes * self._memory_byte_s,
-            (float(memory.attention_seconds(_MANY, 1)) - float(attend_s[1])) / _MANY,
+            token_s,
             attend_s.tolist(),
         )
 
@@ -128,6 +125,4 @@ class StepModel:
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
         """Seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or memory."""
-        cost = self._memory
-        arithmetic = cost.chunk_attention_seconds(chunk, prefix) - cost.chunk_attention_seconds(chunk, 0)
-        return max(float(arithmetic), float(cost.attention_seconds(prefix, 1)))
+        return float(self._memory.prefix_attention_seconds(chunk, prefix))

@@ -5,7 +5,7 @@
 // width) and kernel_avx512bf16.cpp (pairs of bfloat16).
 #pragma once
 
-#include "multiply.h"
+#include "decode_rows.h"
 
 namespace lamina::attention {
 namespace {
@@ -24,6 +24,7 @@ template <class Tile> class Attend {
     static constexpr int W = Tile::W, kVectors = Tile::kTokens / W;
     using F = Floats<W>;
     using Kv = typename Tile::Kv;
+    static constexpr bool kScaled = Tile::Stored::kScaled;
     static constexpr float kSlack = 8;
     static constexpr int64_t kMaskedRows = 16;
 
@@ -40,6 +41,8 @@ public:
             const int64_t tokens = std::min(Tile::kTokens, task_.token_end - token), next = token + tokens;
             ahead_.aim(slots_ + next, std::min(Tile::kTokens, task_.token_end - next));
             TileRows<Kv> rows = gather(token, tokens);
+            if constexpr (kScaled)
+                gather_scales(token, tokens, next);
             for (int64_t head = task_.head_begin; head < task_.head_end; ++head) {
                 attend_tile(head, token, rows);
                 advance(rows);
@@ -100,6 +103,28 @@ private:
         return rows;
     }
 
+    // The scales of a tile's tokens, by head, for all heads of the task; prefetches those of the next tile.
+    void gather_scales(int64_t token, int64_t tokens, int64_t next) const {
+        const int64_t heads = task_.head_end - task_.head_begin;
+        const float *keys = problem_.k_scales + task_.head_begin,
+                    *values = problem_.v_scales + task_.head_begin;
+        for (int64_t t = 0; t < tokens; ++t) {
+            const int64_t at = slots_[token + t] * shape_.kv_heads;
+            for (int64_t head = 0; head < heads; ++head) {
+                work_.key_scales[head * kTileTokens + t] = keys[at + head] * Tile::Stored::kUnit;
+                work_.value_scales[head * kTileTokens + t] = values[at + head] * Tile::Stored::kUnit;
+            }
+        }
+        for (int64_t head = 0; head < heads && tokens < Tile::kTokens; ++head) {
+            std::fill_n(work_.key_scales + head * kTileTokens + tokens, Tile::kTokens - tokens, 0.0f);
+            std::fill_n(work_.value_scales + head * kTileTokens + tokens, Tile::kTokens - tokens, 0.0f);
+        }
+        for (int64_t t = next; t < std::min(next + Tile::kTokens, task_.token_end); ++t) {
+            __builtin_prefetch(keys + slots_[t] * shape_.kv_heads);
+            __builtin_prefetch(values + slots_[t] * shape_.kv_heads);
+        }
+    }
+
     void advance(TileRows<Kv> &rows) const {
         for (int64_t t = 0; t < Tile::kTokens; ++t) {
             rows.keys[t] += shape_.qk_dim;
@@ -107,9 +132,32 @@ private:
         }
     }
 
+    // Whether one row's few queries take the products of decode_rows.h.
+    bool decodes() const {
+        return Tile::kWord == 1 && task_.row_end - task_.row_begin == 1 && queries_ <= kDecodeRowQueries &&
+               shape_.qk_dim % W == 0 && shape_.v_dim % W == 0;
+    }
+
+    void decode_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
+        score_rows<Tile>(queries_, {query_words(head), work_.qk_padded}, shape_.qk_dim, rows, work_.scores,
+                         ahead_);
+        for (int64_t step = 0; step < kSoftmaxSteps; ++step)
+            ahead_.step();
+        softmax(head, task_.row_begin, token);
+        multiply_few<Tile>(
+            queries_, shape_.v_dim, {work_.probabilities, Tile::kTokens}, ValueRows<Tile>{rows.values},
+            rows.columns,
+            {work_.accumulator + state(head, 0) * work_.v_padded, work_.v_padded, work_.rescale}, ahead_);
+    }
+
     // Where a mask's edge crosses the tile, a few rows at a time: each block skips the tokens that none of
     // its rows sees.
     void attend_tile(int64_t head, int64_t token, const TileRows<Kv> &rows) {
+        if constexpr (Tile::kWord == 1)
+            if (decodes()) {
+                decode_tile(head, token, rows);
+                return;
+            }
         Tile::pack_keys(rows, shape_.qk_dim, work_.keys, ahead_);
         const bool packs = queries_ > Tile::kRows || shape_.v_dim % W != 0;
         if (packs)
@@ -169,8 +217,10 @@ private:
             float *sums = work_.sum + state(head, i) * W;
             F total = load<F>(sums) * work_.rescale[i];
             for (int v = 0; v < kVectors; ++v) {
-                const F p = power_of_two<W>(scores[v] - reference);
+                F p = power_of_two<W>(scores[v] - reference);
                 total += p;
+                if constexpr (kScaled)
+                    p *= load<F>(work_.value_scales + (head - task_.head_begin) * kTileTokens + v * W);
                 Tile::store_probabilities(probabilities, v * W, p);
             }
             store(sums, total);
@@ -183,6 +233,11 @@ private:
         const Scoring &scoring = problem_.scoring;
         for (int v = 0; v < kVectors; ++v)
             scores[v] = load<F>(raw + v * W) * (scoring.scale * kLog2E);
+        if constexpr (kScaled) {
+            const float *scales = work_.key_scales + (at.head / group_ - task_.head_begin) * kTileTokens;
+            for (int v = 0; v < kVectors; ++v)
+                scores[v] *= load<F>(scales + v * W);
+        }
         if (scoring.softcap > 0) [[unlikely]]
             for (F &s : scores)
                 s = hyperbolic_tangent<W>(s / (scoring.softcap * kLog2E)) * (scoring.softcap * kLog2E);

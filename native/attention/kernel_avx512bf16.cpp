@@ -8,6 +8,7 @@ namespace {
 struct PairTile {
     static constexpr int64_t kTokens = kTileTokens;
     using Kv = uint16_t;
+    using Stored = BFloat16;
     static constexpr int W = 16, kRows = 6, kColumns = 4;
     static constexpr int kWord = 2;
     using F = Floats<W>;
@@ -128,6 +129,8 @@ TaskKernel avx512bf16_kernel(ElementType kv_type) {
         return attend_pairs;
     case ElementType::Float32:
     case ElementType::Float16:
+    case ElementType::Int8:
+    case ElementType::Fp8:
         return fma_kernel<16, 6, 4>(kv_type);
     }
     return nullptr;

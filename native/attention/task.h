@@ -66,6 +66,8 @@ struct Workspace {
     float *reference;     // [heads][queries] the score that sums are relative to
     float *sum;           // [heads][queries][vector]
     float *zeros;         // [heads][qk_dim or v_dim, padded]: stands for tokens past the end of a tile
+    float *key_scales;    // [heads][tile], of codes
+    float *value_scales;  // [heads][tile], of codes
 
     int64_t qk_padded;
     int64_t v_padded;
@@ -93,6 +95,8 @@ struct Workspace {
         take(workspace.reference, heads * queries);
         take(workspace.sum, heads * queries * kVectorElements);
         take(workspace.zeros, heads * std::max(qk, v));
+        take(workspace.key_scales, heads * kTileTokens);
+        take(workspace.value_scales, heads * kTileTokens);
         return used;
     }
 };

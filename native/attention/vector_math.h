@@ -18,6 +18,7 @@ template <int W> struct Vectors {
     typedef float Floats __attribute__((vector_size(W * 4)));
     typedef int32_t Ints __attribute__((vector_size(W * 4)));
     typedef uint16_t Halves __attribute__((vector_size(W * 2)));
+    typedef int8_t Bytes __attribute__((vector_size(W)));
 };
 template <int W> using Floats = typename Vectors<W>::Floats;
 template <int W> using Ints = typename Vectors<W>::Ints;

@@ -80,6 +80,7 @@ template <class T, class A> void check_type(const char *name, const A &array, co
         fail(name, " must hold ", expected, " elements");
 }
 
+// Of an array that does not hold codes.
 template <class A> ElementType element_type(const char *name, const A &array) {
     const nb::dlpack::dtype type = array.dtype();
     if (type == nb::dtype<float>())
@@ -92,7 +93,32 @@ template <class A> ElementType element_type(const char *name, const A &array) {
     fail(name, " must hold float32, float16 or uint16 (bfloat16 bits) elements");
 }
 
+template <class A> ElementType slab_type(const char *name, const A &array) {
+    if (array.dtype() == nb::dtype<int8_t>())
+        return ElementType::Int8;
+    if (array.dtype() == nb::dtype<uint8_t>())
+        return ElementType::Fp8;
+    return element_type(name, array);
+}
+
+// Codes, and nothing else, have scales [slots, heads].
+template <class A>
+auto check_scales(const char *name, const std::optional<A> &scales, const char *slab, ElementType type,
+                  int64_t slots, int64_t heads) -> decltype(scales->data()) {
+    if (is_code(type) != scales.has_value())
+        fail(slab,
+             is_code(type) ? " holds codes (int8, or uint8 for e4m3); give " : " holds no codes; leave out ",
+             name);
+    if (!scales)
+        return nullptr;
+    check_shape(name, *scales, {slots, heads});
+    check_type<float>(name, *scales, "float32");
+    return scales->data();
+}
+
 void check_source_type(const char *name, ElementType type, const char *slab, ElementType slab_type) {
+    if (is_code(slab_type))
+        return;
     if (type != ElementType::Float32 && type != slab_type)
         fail(name, " must hold float32 elements or the element type of ", slab);
 }
@@ -158,6 +184,7 @@ Problem make_problem(const Any &q, const Any &k, const Any &v, const Int32s &que
                      const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
                      const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,
                      int64_t window, int64_t chunk, float softcap, const std::optional<Floats> &alibi_slopes,
+                     const std::optional<Floats> &k_scales, const std::optional<Floats> &v_scales,
                      int threads, Path path) {
     check_shape("q", q, {-1, -1, -1});
     check_shape("k", k, {-1, -1, static_cast<int64_t>(q.shape(2))});
@@ -170,8 +197,8 @@ Problem make_problem(const Any &q, const Any &k, const Any &v, const Int32s &que
     check_shape("lse", lse, {rows, shape.query_heads});
     check_type<float>("out", out, "float32");
     check_type<float>("lse", lse, "float32");
-    const ElementType kv_type = element_type("k", k), q_type = element_type("q", q);
-    if (element_type("v", v) != kv_type)
+    const ElementType kv_type = slab_type("k", k), q_type = element_type("q", q);
+    if (slab_type("v", v) != kv_type)
         fail("v must hold the element type of k");
     check_source_type("q", q_type, "k", kv_type);
     if (alibi_slopes) {
@@ -184,6 +211,9 @@ Problem make_problem(const Any &q, const Any &k, const Any &v, const Int32s &que
         fail("this processor cannot run the given attention path; choose one of attention_paths()");
     const Segments segments = make_segments(query_offsets, query_start, kv_offsets, kv_start, slots, rows,
                                             static_cast<int64_t>(k.shape(0)));
+    const auto capacity = static_cast<int64_t>(k.shape(0));
+    const void *key_scales = check_scales("k_scales", k_scales, "k", kv_type, capacity, shape.kv_heads);
+    const void *value_scales = check_scales("v_scales", v_scales, "v", kv_type, capacity, shape.kv_heads);
     const Scoring scoring{scale, window, chunk, softcap, alibi_slopes ? data<float>(*alibi_slopes) : nullptr};
     return {shape,
             scoring,
@@ -193,6 +223,8 @@ Problem make_problem(const Any &q, const Any &k, const Any &v, const Int32s &que
             q.data(),
             k.data(),
             v.data(),
+            static_cast<const float *>(key_scales),
+            static_cast<const float *>(value_scales),
             static_cast<float *>(out.data()),
             static_cast<float *>(lse.data())};
 }
@@ -201,10 +233,11 @@ void partial_binding(const Any &q, const Any &k, const Any &v, const Int32s &que
                      const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
                      const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,
                      int64_t window, int64_t chunk, float softcap, const std::optional<Floats> &alibi_slopes,
+                     const std::optional<Floats> &k_scales, const std::optional<Floats> &v_scales,
                      int threads, Path path) {
     const Problem problem =
         make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out, lse, scale,
-                     window, chunk, softcap, alibi_slopes, threads, path);
+                     window, chunk, softcap, alibi_slopes, k_scales, v_scales, threads, path);
     nb::gil_scoped_release release;
     partial(problem, threads, path);
 }
@@ -213,11 +246,12 @@ void partial_tasks_binding(const Any &q, const Any &k, const Any &v, const Int32
                            const Int32s &query_start, const Int64s &kv_offsets, const Int32s &kv_start,
                            const Int32s &slots, const OutFloats &out, const OutFloats &lse, float scale,
                            int64_t window, int64_t chunk, float softcap,
-                           const std::optional<Floats> &alibi_slopes, int threads, Path path, int64_t first,
+                           const std::optional<Floats> &alibi_slopes, const std::optional<Floats> &k_scales,
+                           const std::optional<Floats> &v_scales, int threads, Path path, int64_t first,
                            int64_t last, bool adds) {
     const Problem problem =
         make_problem(q, k, v, query_offsets, query_start, kv_offsets, kv_start, slots, out, lse, scale,
-                     window, chunk, softcap, alibi_slopes, threads, path);
+                     window, chunk, softcap, alibi_slopes, k_scales, v_scales, threads, path);
     const int64_t count = count_tasks(problem.shape, problem.segments);
     if (first < 0 || first > last || last > count)
         fail("tasks ", first, " to ", last, " are not among the ", count, " of this attention");
@@ -237,19 +271,27 @@ int64_t count_tasks_binding(const Int32s &query_offsets, int64_t query_heads, in
                        {pairs, data<int32_t>(query_offsets), nullptr, nullptr, nullptr, nullptr});
 }
 
-void append_binding(const OutAny &slab, const Any &rows, const Int32s &slots, int threads) {
+void append_binding(const OutAny &slab, const Any &rows, const Int32s &slots, int threads,
+                    const std::optional<OutFloats> &scales) {
     check_shape("slab", slab, {-1, -1, -1});
     check_shape("slots", slots, {-1});
     check_type<int32_t>("slots", slots, "int32");
     const auto count = static_cast<int64_t>(slots.shape(0));
     const auto heads = static_cast<int64_t>(slab.shape(1)), dim = static_cast<int64_t>(slab.shape(2));
     check_shape("rows", rows, {count, heads, dim});
-    const ElementType slab_type = element_type("slab", slab), row_type = element_type("rows", rows);
-    check_source_type("rows", row_type, "slab", slab_type);
+    const ElementType kept_type = slab_type("slab", slab), row_type = element_type("rows", rows);
+    check_source_type("rows", row_type, "slab", kept_type);
+    void *kept_scales =
+        check_scales("scales", scales, "slab", kept_type, static_cast<int64_t>(slab.shape(0)), heads);
     check_slots(data<int32_t>(slots), count, static_cast<int64_t>(slab.shape(0)));
     check_threads(threads);
     nb::gil_scoped_release release;
-    append(slab.data(), slab_type, rows.data(), row_type, data<int32_t>(slots), count, heads * dim, threads);
+    if (is_code(kept_type))
+        append_codes(slab.data(), kept_type, static_cast<float *>(kept_scales), rows.data(), row_type,
+                     data<int32_t>(slots), count, heads, dim, threads);
+    else
+        append(slab.data(), kept_type, rows.data(), row_type, data<int32_t>(slots), count, heads * dim,
+               threads);
 }
 
 void merge_binding(const std::vector<Floats> &outs, const std::vector<Floats> &lses,
@@ -333,7 +375,8 @@ void register_attention(nb::module_ &module) {
     module.def("attention_paths", &available_paths, "Paths that this processor can run, slowest first.");
     module.def("attention_partial", &partial_binding, "q"_a, "k"_a, "v"_a, "query_offsets"_a, "query_start"_a,
                "kv_offsets"_a, "kv_start"_a, "slots"_a, "out"_a, "lse"_a, nb::kw_only(), "scale"_a,
-               "window"_a, "chunk"_a, "softcap"_a, "alibi_slopes"_a.none(), "threads"_a, "path"_a,
+               "window"_a, "chunk"_a, "softcap"_a, "alibi_slopes"_a.none(), "k_scales"_a.none(),
+               "v_scales"_a.none(), "threads"_a, "path"_a,
                R"(
 Attention of every query row over its pair's segment of a KV slab, without sinks; writes ``out`` and ``lse``.
 
@@ -341,14 +384,15 @@ Arrays are C-contiguous; uint16 means bfloat16 bits. R query rows, Hq query head
 head sizes, S (sequence, segment) pairs, N their tokens:
 
 q [R, Hq, D] float32 or the element type of k; k [slots, Hkv, D] and v [slots, Hkv, Dv] float32, float16 or uint16;
+or k and v codes in int8, or uint8 for e4m3, with k_scales and v_scales [slots, Hkv], and q of any of the former;
 query_offsets [S + 1], query_start [S], kv_offsets [S + 1], kv_start [S], slots [N];
 out [R, Hq, Dv], natural-log lse [R, Hq]: 0 and -inf for a row that sees nothing; alibi_slopes [Hq].
 
 Releases the GIL. Raises ValueError for a shape, element type, order, slot or path that does not fit.)");
     module.def("attention_partial_tasks", &partial_tasks_binding, "q"_a, "k"_a, "v"_a, "query_offsets"_a,
                "query_start"_a, "kv_offsets"_a, "kv_start"_a, "slots"_a, "out"_a, "lse"_a, nb::kw_only(),
-               "scale"_a, "window"_a, "chunk"_a, "softcap"_a, "alibi_slopes"_a.none(), "threads"_a, "path"_a,
-               "first"_a, "last"_a, "adds"_a,
+               "scale"_a, "window"_a, "chunk"_a, "softcap"_a, "alibi_slopes"_a.none(), "k_scales"_a.none(),
+               "v_scales"_a.none(), "threads"_a, "path"_a, "first"_a, "last"_a, "adds"_a,
                R"(
 Tasks [first, last) of the attention_count_tasks() that attention_partial() with the same arguments consists of.
 
@@ -357,11 +401,13 @@ Releases the GIL. Raises ValueError like attention_partial(), and for tasks outs
     module.def("attention_count_tasks", &count_tasks_binding, "query_offsets"_a, "query_heads"_a,
                "kv_heads"_a, "Number of tasks of an attention of these query rows. Raises ValueError.");
     module.def("attention_append", &append_binding, "slab"_a, "rows"_a, "slots"_a, "threads"_a,
+               "scales"_a.none(),
                R"(
 Write rows [T, Hkv, D] into slots [T] of slab [slots, Hkv, D], which is mutated.
 
-Rows hold the slab's element type or float32, rounded to nearest even. Releases the GIL. Raises ValueError, before
-anything is written, for a shape, element type, order or slot that does not fit.)");
+Rows hold the slab's element type or float32, rounded to nearest even. A slab of codes (int8, or uint8 for e4m3)
+takes float32, float16 or uint16 and has ``scales`` [slots, Hkv], which are mutated too. Releases the GIL. Raises
+ValueError, before anything is written, for a shape, element type, order or slot that does not fit.)");
     module.def("attention_merge", &merge_binding, "outs"_a, "lses"_a, "sinks"_a.none(), "out"_a,
                "lse"_a.none(), "threads"_a,
                R"(

@@ -260,6 +260,9 @@ template <int W> Kernels kernels(ElementType type) {
         return kernels_of<W, Float16>();
     case ElementType::BFloat16:
         return kernels_of<W, BFloat16>();
+    case ElementType::Int8: // codes are only of K and V
+    case ElementType::Fp8:
+        break;
     }
     __builtin_unreachable();
 }

@@ -1,7 +1,10 @@
-"""Worker processes that exit before they have started."""
+"""Worker processes that exit before they have started, or are ended."""
 
 import os
+import signal
 import time
+
+import psutil
 
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.protocol.control import Bootstrap
@@ -23,3 +26,22 @@ def test_a_worker_that_ends_before_it_has_read_its_keys_is_reported_as_ended() -
         time.sleep(0.01)
     assert workers.ended() == {"memory0": "its process exited with status 7"}
     workers.close()
+
+
+class Sleeping(LocalWorkers):
+    def command(self, name: str, module: str) -> list[str]:
+        return ["sleep", "600"]
+
+
+def test_a_stopped_worker_can_be_ended_and_is_not_reported() -> None:
+    workers = Sleeping()
+    for name in ("memory0", "memory1"):
+        bootstrap = Bootstrap(name, "", b"", b"", b"", b"", os.getpid())
+        workers.spawn(name, "unused", bootstrap, frozenset(os.sched_getaffinity(0)), shared_cores=False)
+    pids = {name: process.pid for name, process in workers._processes.items()}
+    os.kill(pids["memory0"], signal.SIGSTOP)
+    workers.end("memory0")
+    assert not psutil.pid_exists(pids["memory0"]), "killed, and reaped"
+    assert workers.ended() == {} and psutil.pid_exists(pids["memory1"])
+    workers.kill()
+    assert not psutil.pid_exists(pids["memory1"])

@@ -19,7 +19,7 @@ from lamina.pipeline import Pipeline
 from lamina.protocol import liveness
 from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Failed, Hello, SlabReady
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 END_S = 30.0

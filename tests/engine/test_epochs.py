@@ -51,19 +51,31 @@ def test_of_two_that_do_not_reach_each_other_only_the_one_in_more_pairs_is_given
 def test_a_complaint_counts_once_it_is_old_and_both_are_members() -> None:
     complaints = Complaints()
     complaints.add("compute0", "memory1", "no route", 10.0)
-    assert complaints.due(11.0) is None
-    assert complaints.due(13.0) == ("memory1", "compute0: no route")
+    assert complaints.due(TOPOLOGY, 11.0) is None
+    assert complaints.due(TOPOLOGY, 13.0) == ("memory1", "compute0: no route")
     complaints.apply(TOPOLOGY.without(["memory1"]))
-    assert complaints.due(99.0) is None
+    assert complaints.due(TOPOLOGY, 99.0) is None
     complaints.add("engine", "memory0", "gone", 0.0)
-    assert complaints.due(9.0) == ("memory0", "engine: gone")
+    assert complaints.due(TOPOLOGY, 9.0) == ("memory0", "engine: gone")
 
 
 @given(st.sampled_from(["compute0", "compute1", "memory0", "memory1"]), st.data())
 def test_a_worker_whose_network_fails_is_found_among_those_that_complain(broken: str, data: st.DataObject) -> None:
     """Whoever of each pair complains first."""
     others = [member.name for member in MEMBERS if member.name != broken]
-    assert blamed([(broken, one) if data.draw(st.booleans()) else (one, broken) for one in others]) == broken
+    pairs = [(broken, one) if data.draw(st.booleans()) else (one, broken) for one in others]
+    assert blamed(pairs, TOPOLOGY) == broken
+
+
+def test_the_last_compute_worker_is_not_given_up_for_a_link_to_one_of_several_memory_workers() -> None:
+    alone = TOPOLOGY.without(["compute1"])
+    for pairs in (
+        [("compute0", "memory0")],
+        [("memory0", "compute0")],
+        [("memory0", "compute0"), ("engine", "compute0")],
+    ):
+        assert blamed(pairs, alone) == "memory0"
+    assert blamed([("compute0", "memory0")], alone.without(["memory1"])) == "memory0"
 
 
 def test_a_topology_without_a_worker_is_the_next_epoch() -> None:

@@ -17,7 +17,7 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 1.0

@@ -10,7 +10,8 @@ from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.messages import Draw
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.limits import Limits
+from lamina.schedule.scheduler import Scheduler
 from lamina.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 
 TOKENIZER = Tokenizer(directory.find(None))

@@ -11,8 +11,8 @@ import pytest
 from lamina.kernels import attention, reference
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table, write_words
 from lamina.kernels.gpu.choice import Choices
-from lamina.kernels.gpu.program import KvElement
 from lamina.kernels.gpu.tables import PageTables
+from lamina.types import KvElement
 from tests.kernels.cases import decode, make_case, make_spec, table
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,8 @@ from lamina.kernels import reference
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.loop import capture_layer
-from lamina.kernels.gpu.program import KvElement
 from lamina.transport.device.polling import DeviceArena, Polling
+from lamina.types import KvElement
 from tests.kernels.cases import decode, make_spec, table
 
 pytestmark = pytest.mark.gpu

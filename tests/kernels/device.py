@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lamina.kernels import reference
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices
-from lamina.kernels.gpu.program import Backend, KvElement
+from lamina.kernels.gpu.program import Backend
+from lamina.types import KvElement
 from tests.kernels.cases import Case, encode
+from tests.kernels.codes import dequantize, quantize
 from tests.sweep import sweep
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
-LARGEST = {KvElement.INT8: 127.0, KvElement.FP8: 448.0}
 
 
 def make_backend() -> Backend:
@@ -47,21 +47,6 @@ def give(array: npt.NDArray[Any]) -> Any:
 def take(array: Any) -> npt.NDArray[Any]:
     """A copy from the device, once everything before has run."""
     return array.copy() if isinstance(array, np.ndarray) else array.get()
-
-
-def quantize(values: npt.NDArray[Any], element: KvElement) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
-    """The definition: codes and scales of rows [..., D], by torch's rounding."""
-    peak = np.abs(values).max(-1, keepdims=True)
-    scaled = torch.from_numpy(values * np.where(peak > 0, LARGEST[element] / np.maximum(peak, 1e-45), 0)).float()
-    codes = scaled.round().to(torch.int8) if element is KvElement.INT8 else scaled.to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8).numpy().view(element.storage), (peak[..., 0] / LARGEST[element]).astype(np.float32)
-
-
-def dequantize(codes: npt.NDArray[Any], scales: npt.NDArray[np.float32], element: KvElement) -> npt.NDArray[np.float32]:
-    """float32 values of codes [..., D] with scales [...]."""
-    kept = torch.from_numpy(codes.view(np.uint8))
-    values = kept.view(torch.int8 if element is KvElement.INT8 else torch.float8_e4m3fn).float().numpy()
-    return (values * scales[..., None]).astype(np.float32)
 
 
 def slab_of(k: npt.NDArray[Any], v: npt.NDArray[Any], element: KvElement) -> tuple[KvSlab, Any, Any]:

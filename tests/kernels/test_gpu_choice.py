@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.choice import SHARED_BYTES, Choices, Context, Shape, Tiling, classify, default
-from lamina.kernels.gpu.program import KvElement
+from lamina.types import KvElement
 
 SHAPE = Shape(Context.LONG, False, False, KvElement.BFLOAT16, 4, 128)
 
@@ -34,7 +35,7 @@ def test_the_default_is_one_that_products_take(capability, element, dim):
         assert tiling.block_n in (16, 32, 64) and tiling.warps in (4, 8) and tiling.stages == 3
         assert 64 <= tiling.registers <= 255 and 32 * tiling.warps * tiling.resident * tiling.registers <= 65536
         if capability in SHARED_BYTES and dim <= 256:
-            loaded = 2 * tiling.block_n * dim * element.storage.itemsize * tiling.resident
+            loaded = 2 * tiling.block_n * dim * STORAGE[element].itemsize * tiling.resident
             assert loaded <= SHARED_BYTES[capability] * 1024
 
 

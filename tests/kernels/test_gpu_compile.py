@@ -46,7 +46,7 @@ def test_every_program_compiles_without_spills(capability, tmp_path):
 PRINT_PTX = """
 import numpy as np
 from lamina.kernels.gpu.choice import Context, Shape, default
-from lamina.kernels.gpu.program import KvElement
+from lamina.types import KvElement
 from lamina.kernels.gpu.specialize import attend_program
 from lamina.kernels.gpu.triton_compile import compile_program
 from lamina.types import AttentionSpec

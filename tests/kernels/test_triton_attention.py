@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 from lamina.kernels import reference
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices
-from lamina.kernels.gpu.program import KvElement
+from lamina.types import KvElement
 from tests.kernels.cases import Pair, decode, encode, make_case, make_spec, problem_pairs, specs
-from tests.kernels.device import BACKEND, attend, check, dequantize, give, quantize, slab_of, sweep_on_device, take
+from tests.kernels.codes import dequantize, quantize
+from tests.kernels.device import BACKEND, attend, check, give, slab_of, sweep_on_device, take
 
 KV_TYPES = {
     KvElement.FLOAT32: "float32",

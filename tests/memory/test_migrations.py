@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, PeerLostError
+from lamina.kernels.attention import append
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
-from lamina.memory.store import KvStore
+from lamina.memory.store import KvStore, LayerCache
 from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
 from lamina.transport.base import Endpoint
@@ -22,6 +23,7 @@ from lamina.types import (
     AttentionSpec,
     DecodeRows,
     DType,
+    KvCacheDType,
     Migration,
     Overlap,
     SamplingParams,
@@ -73,7 +75,8 @@ class Worker:
 class Pool:
     """Three memory workers, linked."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_cache_dtype: KvCacheDType = "auto") -> None:
+        self.kv_cache_dtype: KvCacheDType = kv_cache_dtype
         stations = {name: Station(name, NullEndpoint(name), PLAN) for name in NAMES}
         link(list(stations.values()), {(owner, peer): 0 for owner in NAMES for peer in NAMES if owner != peer})
         self.workers: dict[str, Worker] = {}
@@ -82,7 +85,7 @@ class Pool:
         self.steps = 0
 
     def _add(self, station: Station, stations: dict[str, Station]) -> None:
-        store = KvStore(station.name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap())
+        store = KvStore(station.name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap(), self.kv_cache_dtype)
         done: list[int] = []
 
         def outbox(peer: str, slot: Slot) -> Outbox:
@@ -119,7 +122,7 @@ class Pool:
         store = self.workers[worker].store
         slots = store.slab.slots(sequence)[start:stop]
         for layer, cache in enumerate(store.layers):
-            cache.k[slots], cache.v[slots] = self.content(sequence, layer, start, stop)
+            append(cache.k, cache.v, *self.content(sequence, layer, start, stop), slots, 1, cache.scales)
 
     @staticmethod
     def content(sequence: int, layer: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -135,9 +138,13 @@ class Pool:
         slots = store.slab.slots(sequence)
         assert len(slots) == tokens
         for layer, cache in enumerate(store.layers):
-            k, v = self.content(sequence, layer, 0, tokens)
-            np.testing.assert_array_equal(cache.k[slots], k)
-            np.testing.assert_array_equal(cache.v[slots], v)
+            wanted = LayerCache.allocate(cache.spec, store.element, tokens)
+            order = np.arange(tokens, dtype=np.int32)
+            append(wanted.k, wanted.v, *self.content(sequence, layer, 0, tokens), order, 1, wanted.scales)
+            np.testing.assert_array_equal(cache.k[slots], wanted.k)
+            np.testing.assert_array_equal(cache.v[slots], wanted.v)
+            for scales, wanted_scales in zip(cache.scales or (), wanted.scales or (), strict=True):
+                np.testing.assert_array_equal(scales[slots], wanted_scales)
 
     def settle(self) -> None:
         """Until nobody has anything to do."""
@@ -154,12 +161,13 @@ class Pool:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    yield (made := Pool())
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    yield (made := Pool(getattr(request, "param", "auto")))
     for worker in made.workers.values():
         worker.endpoint.close()
 
 
+@pytest.mark.parametrize("pool", ["auto", "int8", "fp8"], indirect=True)
 def test_a_segment_moves_in_two_pulls_and_its_old_slots_are_free(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
     pool.send(migrations=[Migration(1, 0, "memory0", "memory2", 0, 17)])

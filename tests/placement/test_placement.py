@@ -3,35 +3,72 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.placement.map import Placement
+from lamina.groups import Completion, Group
+from lamina.placement.map import AHEAD, WATERMARK, Placement
+from lamina.placement.recovery import POLICIES, victims
 from lamina.schedule.seats import Seats
+from lamina.types import Request, SamplingParams
 
 
 @given(
-    capacities=st.lists(st.integers(1, 50), min_size=1, max_size=8),
-    calls=st.lists(st.tuples(st.booleans(), st.integers(1, 30)), max_size=200),
+    capacities=st.lists(st.integers(1, 500), min_size=1, max_size=8),
+    calls=st.lists(st.tuples(st.sampled_from("rgx"), st.integers(1, 300), st.integers(1, 3)), max_size=200),
 )
-def test_a_request_goes_where_most_is_left(capacities: list[int], calls: list[tuple[bool, int]]) -> None:
-    placement = Placement({f"memory{index}": capacity for index, capacity in enumerate(capacities)})
-    left = list(capacities)
-    held: list[tuple[int, int]] = []
-    for gives_back, tokens in calls:
-        if gives_back and held:
-            place, amount = held.pop(tokens % len(held))
-            placement.release(f"memory{place}", amount)
-            left[place] += amount
-            continue
-        place = left.index(max(left))  # the first of several
-        worker = placement.reserve(tokens)
-        if left[place] < tokens:
-            assert worker is None
-        else:
-            assert worker == f"memory{place}"
-            left[place] -= tokens
-            held.append((place, tokens))
-    assert list(placement.reserved.values()) == [
-        capacity - rest for capacity, rest in zip(capacities, left, strict=True)
-    ]
+def test_a_request_goes_where_most_room_is_left_for_all_to_grow(
+    capacities: list[int], calls: list[tuple[str, int, int]]
+) -> None:
+    names = [f"memory{index}" for index in range(len(capacities))]
+    placement = Placement(dict(zip(names, capacities, strict=True)))
+    held: list[tuple[str, int, int]] = []  # worker, tokens, sequences
+    for call, tokens, sequences in calls:
+        on = {name: [each for each in held if each[0] == name] for name in names}
+        used = {name: sum(each[1] for each in on[name]) for name in names}
+        many = {name: sum(each[2] for each in on[name]) for name in names}
+        if call == "x" and held:  # one ends
+            worker, amount, count = held.pop(tokens % len(held))
+            placement.will_release(worker, amount)
+            placement.leave(worker, count)
+            placement.release(worker, amount)
+        elif call == "g" and held:  # all grow by a token, if they can
+            grows = all(used[name] + many[name] <= capacity for name, capacity in placement.capacities.items())
+            assert placement.grow(many) == grows
+            held = [(name, amount + count * grows, count) for name, amount, count in held]
+        elif call == "r":
+            capacity = placement.capacities
+            rooms = [capacity[n] - used[n] - AHEAD * many[n] - int(WATERMARK * capacity[n]) for n in names]
+            place = rooms.index(max(rooms))  # the first of several
+            empty = [name for name in names if not used[name] and tokens <= capacity[name]]
+            chosen = placement.reserve(tokens, sequences)
+            if rooms[place] >= tokens + AHEAD * sequences:
+                assert chosen == names[place]
+            else:
+                assert chosen == (empty[0] if empty else None)
+            if chosen:
+                held.append((chosen, tokens, sequences))
+        for name in names:
+            assert placement.reserved[name] == sum(each[1] for each in held if each[0] == name)
+            assert 0 <= placement.reserved[name] <= placement.capacities[name]
+    assert placement.left_in_all == sum(capacities) - sum(placement.reserved.values())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 50)), max_size=20, unique_by=lambda one: one[0]), st.data()
+)
+def test_victims_give_what_is_lacking_and_the_earliest_stays(
+    arrivals: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    lacking = data.draw(st.integers(0, 300))
+    policy = data.draw(st.sampled_from(sorted(POLICIES)))
+    request = Request("r", None, [0], SamplingParams())
+    holders = {Group(request, 1, [Completion(n, 0)], arrival=n): held for n, held in arrivals}
+    chosen = victims(holders, lacking, POLICIES[policy])
+    given_back = sum(holders[one] for one in chosen)
+    rest = {one.arrival for one in holders if one not in chosen}
+    assert not holders or min(one.arrival for one in holders) in rest
+    assert given_back >= lacking or len(rest) <= 1
+    assert not chosen or given_back - holders[chosen[-1]] < lacking  # none for nothing
+    if policy == "latest":
+        assert [one.arrival for one in chosen] == sorted((n for n, _ in arrivals), reverse=True)[: len(chosen)]
 
 
 @given(lanes=st.integers(1, 6), changes=st.lists(st.tuples(st.integers(0, 5), st.integers(-3, 3)), max_size=100))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from lamina.types import Migration, Segment
 from tests.schedule.schedules import plan_of, request, scheduler
@@ -20,22 +21,22 @@ def draw(under_test: Scheduler, ends: str = "") -> None:
 
 
 def fragmented() -> Scheduler:
-    """Two workers with 40 tokens each, of which "a" and "b" hold 24 each, and "large", which needs 30, waits."""
-    under_test = scheduler({"memory0": 40, "memory1": 40})
+    """Two workers of 120 tokens: "c" is alone on one, "b" on the other, and "large" waits for more than either has."""
+    under_test = scheduler({"memory0": 120, "memory1": 120}, limits=Limits(4, 128, 128))
     for name in "ab":
-        under_test.add(request(name, 4, max_tokens=21))
+        under_test.add(request(name, 60, max_tokens=21))
     under_test.plan(0)
     draw(under_test)
-    for name in "cd":  # 12 each
-        under_test.add(request(name, 2, max_tokens=11))
+    for name in "cd":
+        under_test.add(request(name, 12, max_tokens=21))
     under_test.plan(0)
     draw(under_test)
-    assert under_test.placement.reserved == {"memory0": 36, "memory1": 36}
+    assert under_test.placement.reserved == {"memory0": 73, "memory1": 73}
     under_test.plan(0)
     draw(under_test, ends="a")
     under_test.plan(0)
     draw(under_test, ends="d")
-    under_test.add(request("large", 20, max_tokens=11))
+    under_test.add(request("large", 95, max_tokens=11))
     under_test.plan(0)
     draw(under_test)
     return under_test
@@ -43,7 +44,7 @@ def fragmented() -> Scheduler:
 
 def test_a_sequence_moves_to_make_room_decodes_meanwhile_and_pauses_for_the_tail_alone() -> None:
     under_test = fragmented()
-    plan = plan_of(under_test)  # "c" (12 tokens) can join "b" (24): then all of memory0 is free
+    plan = plan_of(under_test)  # "c" can join "b": then all of memory0 is free
     (migration,) = plan.migrations
     moves: dict[str, Any] = {"number": 1, "sequence": 2, "source": "memory0", "target": "memory1", "start": 0}
     assert migration == Migration(**moves, stop=plan.sequences[1].start)
@@ -65,7 +66,9 @@ def test_a_sequence_moves_to_make_room_decodes_meanwhile_and_pauses_for_the_tail
     assert switch.moved == [Segment(2, "memory1", (0, 2), (0, None))]
     assert [(step.sequence, step.start) for step in switch.sequences][1] == (2, stop)
     assert [admission.segments[0].worker for admission in switch.admitted] == ["memory0"]
-    assert under_test.placement.reserved == {"memory0": 30, "memory1": 36}
+    starts = {step.sequence: step.start for step in switch.sequences}
+    assert under_test.placement.reserved == {"memory0": 95, "memory1": starts[1] + 1 + starts[2] + 1}
+    assert under_test.placement.sequences == {"memory0": 1, "memory1": 2}
 
 
 @pytest.mark.parametrize("when", ["at once", "paused", "tail"])
@@ -86,4 +89,26 @@ def test_a_request_that_ends_while_it_moves_gives_back_both_reservations(when: s
     assert plan.released == [2] and not plan.moved and not plan.migrations
     under_test.migrated(2 if when == "tail" else 1)  # too late: the worker had said so already
     assert [admission.segments[0].worker for admission in plan.admitted] == ["memory0"]
-    assert under_test.placement.reserved == {"memory0": 30, "memory1": 24}
+    start = next(step.start for step in plan.sequences if step.sequence == 1)
+    assert under_test.placement.reserved == {"memory0": 95, "memory1": start + 1}
+    assert under_test.placement.returning == {"memory0": 0, "memory1": 0}
+
+
+def test_a_sequence_whose_target_runs_out_of_slots_is_dropped_and_computed_again() -> None:
+    under_test = fragmented()
+    plan_of(under_test)
+    under_test.migrated(1)
+    while under_test.in_flight(0):
+        draw(under_test)
+    left = under_test.placement.left("memory1")
+    under_test.placement.reserve_on("memory1", left)  # as if others had come
+    plan = plan_of(under_test)
+    assert not plan.migrations and under_test.dropped == 1
+    (again,) = plan.admitted  # before "large": what is left of memory0 is enough for "c"
+    assert again.sequence == 5
+    under_test.placement.will_release("memory1", left)
+    under_test.placement.release("memory1", left)
+    draw(under_test)
+    plan = plan_of(under_test)
+    assert plan.released == [2] and plan.chunks[0].tokens == [*range(12), *[7] * 5]
+    assert under_test.placement.returning == {"memory0": 0, "memory1": 0}

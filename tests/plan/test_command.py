@@ -21,7 +21,16 @@ from lamina.plan.store import Fit
 from lamina.profiling import measure, profile
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
-PAIR = "--model Llama-3-70B --compute h100 --memory h20"
+PAIR = "--model Llama-3-70B --compute h100 --memory h20 --prices paper --context 4096"
+
+
+@pytest.fixture
+def priced(tmp_path: Path) -> Path:
+    """A market that has all kinds of these tests, at one dollar."""
+    file = tmp_path / "market.toml"
+    kinds = ("h100", "h200", "h20", "a100", "rtx3090", "cpu")
+    file.write_text("".join(f"[kinds.{kind}]\nusd_per_hour = 1\nsource = 'a test'\ndate = 'now'\n" for kind in kinds))
+    return file
 
 
 def plan(line: str) -> str:
@@ -36,7 +45,7 @@ def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
     assert "8 h20 instead of 4:" in printed
     assert "supports" not in printed
     assert "Llama-3-70B supports 8192 tokens; the workload has sequences of up to 9000" in plan(
-        f"{PAIR} --context 9000"
+        f"{PAIR.replace('4096', '9000')}"
     )
 
 
@@ -58,7 +67,8 @@ def parsed(line: str) -> dict[str, Any]:
         ("--model LLaMA-7B --compute a100:3 --memory rtx3090:9 --context 512", "a100:3", "rtx3090:9"),
     ],
 )
-def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str, memory: str) -> None:
+def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str, memory: str, priced: Path) -> None:
+    arguments += f" --prices {priced}" if "--prices" not in arguments else ""
     result = json.loads(plan(f"{arguments} --json"))
     for one in (result["recommended"], *result["front"]):
         settings = parsed(one["launch"])
@@ -74,7 +84,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
     printed = plan(arguments)
     launched = next(line.strip() for line in printed.splitlines() if line.strip().startswith("lamina launch"))
     assert launched == result["recommended"]["launch"]
-    assert "does not support" in printed
+    assert "lamina launch lacks yet" in printed
 
 
 def test_json_holds_the_front_with_the_units_in_its_names() -> None:
@@ -88,24 +98,32 @@ def test_json_holds_the_front_with_the_units_in_its_names() -> None:
 
 
 def test_owned_devices_cost_what_they_cost_to_buy() -> None:
-    result = json.loads(plan(f"{PAIR} --owned --json"))["recommended"]
+    result = json.loads(plan(f"{PAIR.replace('--prices paper', '')} --json"))["recommended"]
     h100, h20 = result["compute"]["workers"], result["memory"]["workers"]
     owned = h100 * (36500 / 26280 + 0.084) + h20 * (12500 / 26280 + 0.048)
     assert result["usd_per_hour"] == pytest.approx(owned)
 
 
-def test_a_file_of_one_s_own_prices(tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text("[h100]\nprice_usd_per_hour = 2\n[h20]\nprice_usd_per_hour = 1\n")
-    result = json.loads(plan(f"{PAIR} --hardware {file} --budget 8 --json"))["recommended"]
-    assert result["usd_per_hour"] == 2 * result["compute"]["workers"] + result["memory"]["workers"] <= 8
+def test_a_market_of_one_s_own(priced: Path) -> None:
+    result = json.loads(plan(f"{PAIR} --prices {priced} --budget 8 --json"))
+    best = result["recommended"]
+    assert best["usd_per_hour"] == best["compute"]["workers"] + best["memory"]["workers"] <= 8
+    assert "a test; now" in result["prices"]
 
 
 def test_validation_prints_every_operator() -> None:
     printed = plan(f"--model Llama-2-7B --kind a40 --validate {MEASUREMENTS / 'a40_llama2_7b_mlp.csv'}")
     for operator in ("attn_pre_proj", "mlp_down_proj", "attn_rope", "matrix products", "other operators"):
         assert operator in printed
-    assert "fitted to a100_llama2_7b_mlp.csv alone" in " ".join(printed.split())
+    assert "Fitted to a100_llama2_7b_mlp.csv" in " ".join(printed.split())
+    assert "decode-sized layers" in printed and "1-16 rows" in printed
+
+
+def test_validation_of_kernels_needs_no_model() -> None:
+    decode = plan(f"--kind h100 --validate {MEASUREMENTS / 'h100_attention_decode.csv'}")
+    assert "from 32 MB of KV" in decode and "bias" in decode
+    reduced = plan(f"--kind l40s --validate {MEASUREMENTS / 'l40s_all_reduce_nccl.csv'}")
+    assert "64 KB to 64 MB" in reduced and "8 devices" in reduced
 
 
 def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -127,13 +145,14 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is not a duration"),
         (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is not a duration"),
         (f"{PAIR} --slo-tbt 1ms", "no plan meets --slo-tbt 1ms; the nearest is"),
-        (f"{PAIR} --context 0", "the context is 0 tokens"),
-        (f"{PAIR} --context 9 --trace x.csv", "give only one of them"),
-        (f"{PAIR} --trace /nowhere.csv", "the trace /nowhere.csv cannot be read"),
+        (PAIR.replace("4096", "0"), "the context is 0 tokens"),
+        (f"{PAIR} --trace x.csv", "--context plans for decoding alone"),
+        (PAIR.replace("--context 4096", "--trace /nowhere.csv"), "the trace /nowhere.csv cannot be read"),
         ("--measure /nowhere/cpu.toml", "in a folder that does not exist"),
         ("--measure cpu.sqlite", "where its profile would be written"),
         (f"{PAIR} --kind h100", "--kind is for --validate only"),
-        ("--model Llama-3-8B --compute tpu-v6e --memory h20 --owned", "tpu-v6e has no purchase price"),
+        ("--model Llama-3-8B --compute tpu-v6e --memory h20", "market own has no price for tpu-v6e.*in: gcp"),
+        ("--model Llama-3-8B --compute h100 --memory rtx3090 --prices gcp", "market gcp has no price for rtx3090"),
         ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),
         (
             "--model Llama-9 --compute h100 --memory h20",
@@ -152,7 +171,7 @@ def test_what_cannot_be_is_refused(line: str, message: str) -> None:
         plan(line)
 
 
-def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, priced: Path) -> None:
     monkeypatch.setattr(measure, "READ_BYTES", 2**22)
     monkeypatch.setattr(measure, "PRODUCT", (8, 64, 64))
     measured = Fit("slices", "cpu", "a test", {"rows": [1, 64], "slice_s": [1e-4] * 2, "weight_s": [1e-10] * 2}, 0, 0)
@@ -165,7 +184,8 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     assert entry.processors == max(1, len(os.sched_getaffinity(0)) // 2)
     assert file.with_suffix(".sqlite").is_file()
     assert entry.memory_bytes_s > 1e8 and min(entry.flops.values()) > 1e6
-    result = json.loads(plan(f"--model LLaMA-7B --hardware {file} --compute cpu:1 --memory cpu:2 --context 512 --json"))
+    pools = f"--hardware {file} --compute cpu:1 --memory cpu:2 --prices {priced}"
+    result = json.loads(plan(f"--model LLaMA-7B {pools} --context 512 --json"))
     best = result["recommended"]
     assert best["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
     # Slices cost what the profile next to the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.

@@ -9,6 +9,7 @@ import pytest
 from lamina.plan import hardware, models, workload
 from lamina.plan.cost import AttendCurve, CostModel, Fits, RuntimeFit, SliceCurve
 from lamina.plan.planner import Goals, Partition, Planner, Pools
+from lamina.plan.prices import UNPRICED
 from lamina.plan.store import Fit, ProfileStore
 from lamina.profiling import profile
 from lamina.profiling.profile import DRAWN, Run
@@ -97,8 +98,8 @@ def test_pools_that_share_a_memory_slow_each_other() -> None:
 
     def tbt(contention: float, lanes: int) -> float:
         runtime = RuntimeFit(**{**vars(TRUTH), "contention": contention})
-        fits = Fits(**{**vars(Fits.load("epyc")), "slices": CURVE, "runtime": runtime})
-        planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, Goals())
+        fits = Fits(**{**vars(Fits.load(entry)), "slices": CURVE, "runtime": runtime})
+        planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, UNPRICED, Goals())
         pools = one_of_each(entry, lanes)
         return float(planner.tbt(pools, np.array([8.0]))[0])
 
@@ -115,11 +116,11 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "OVERLAPPED", ((4, 8),))
     store = ProfileStore(tmp_path / "cpu.sqlite")
     profile.measure("cpu", store)
-    fits = Fits.load("cpu", store)
+    fits = Fits.load(replace(hardware.load()["epyc"], kind="cpu"), store)
     assert fits.slices is not None and min(fits.slices.weight_s) > 0
     assert fits.runtime.attend is not None and fits.runtime.kv_bytes_s is not None and fits.runtime.kv_bytes_s > 1e8
     assert store.samples("runtime", "cpu")
-    assert Fits.load("a100-80g", store).runtime == RuntimeFit()
+    assert Fits.load(hardware.load()["a100"], store).runtime == RuntimeFit()
 
 
 def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
     expected = []
     for cached in range(64, 68):
         served = workload.of_context(cached + 1)
-        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, Goals())
+        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, UNPRICED, Goals())
         pools = one_of_each(entry, 1)
         expected.append(float(planner.tbt(pools, np.ones(1))[0]))
     assert np.repeat(times, counts) == pytest.approx(expected, rel=1e-6)

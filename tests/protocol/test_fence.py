@@ -16,6 +16,7 @@ from lamina.errors import PeerLostError
 from lamina.pipeline import Pipeline
 from lamina.protocol import fence as fences
 from lamina.protocol import links as linking
+from lamina.protocol.channel import Slot
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.fence import Fence
 from lamina.protocol.messages import EpochEnded, PeerLost, Register
@@ -79,7 +80,7 @@ class Worker:
     def send(self, other: str, number: int) -> None:
         """A message into the slot of another worker, if it may send."""
         if self.fence.open and self.links.has(other):
-            slot = linking.Slot(0, SLOT, 0)
+            slot = Slot(0, SLOT, 0)
             self.links.outbox(other, slot).send([number.to_bytes(SLOT, "little")], number)
 
     def stand_by(self) -> None:
@@ -165,7 +166,9 @@ class Cluster:
     def act(self, action: str, choice: int) -> None:
         """Something happens, to one worker if it concerns one."""
         worker = list(self.workers.values())[choice % len(self.workers)]
-        if action == "send":
+        if (
+            action == "send" and worker.fence.epoch == FIRST
+        ):  # later, there is nothing to send before the engine says so
             others = [name for name in self.workers if name != worker.name]
             try:
                 worker.send(others[choice // len(NAMES) % len(others)], next(self._numbers))

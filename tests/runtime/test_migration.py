@@ -23,9 +23,9 @@ from tests.runtime.test_faults import wait_until, worker_processes
 from tests.sweep import sweep
 
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
-CAPACITY = 500
-LENGTHS = [(20, 231), (30, 221), (40, 81), (30, 91), (60, 166)]
-"""Prompt and max_tokens: two requests of 250 KV tokens, two of 120, and one of 225 that fits beside neither pair."""
+CAPACITY = 540
+LENGTHS = [(215, 41), (215, 41), (90, 41), (90, 41), (215, 21)]
+"""Prompt and max_tokens: two large requests, two small ones, and a large one that fits beside neither pair."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,31 @@ def test_a_request_gets_room_and_the_one_that_moved_goes_on_as_if_nothing_had_be
     assert [output.outputs[0].token_ids for output in outputs] == model.expected
     assert sorted(map(len, seen.values())) == [1, 1, 1, 1, 2]
     assert len(seen["2"]) + len(seen["3"]) == 3  # one of the small ones has been on both workers
+
+
+@pytest.mark.slow
+def test_codes_move_unchanged(model: Model) -> None:
+    """The tokens of a worker that is large enough for all requests, where none moves."""
+    per_token = 3 * 2 * 2 * (16 + 4)  # layers, heads, K and V, codes and a scale
+    answers = []
+    for memory, slots, moved in (("cpu:1", 3 * CAPACITY, 0), ("cpu:2", CAPACITY, 1)):
+        engine = launch(
+            EngineConfig(
+                model=model.path,
+                memory=memory,
+                dtype=DType.FLOAT32,
+                kv_cache_dtype="int8",
+                kv_cache_memory_bytes=slots * per_token,
+                max_num_seqs=8,
+                max_num_batched_tokens=512,  # every prompt is one chunk
+            )
+        )
+        try:
+            answers.append([output.outputs[0].token_ids for output in generate(engine, model)])
+            assert engine.stats().moved == moved
+        finally:
+            engine.close()
+    assert answers[0] == answers[1] != model.expected
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
 from lamina.protocol import liveness
 from lamina.types import CompletionOutput, DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
+from tests.random_models import SERVED_VOCABULARY, served
+from tests.runtime.checkpoints import write_prepared
+from tests.sweep import sweep
 
 END_S = 60.0
 Prompt = tuple[list[int], SamplingParams]
@@ -28,7 +31,7 @@ Prompt = tuple[list[int], SamplingParams]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama")
-    write_checkpoint(served("llama"), place)
+    write_prepared(served("llama"), place)
     return place
 
 
@@ -174,15 +177,20 @@ def survive(
     return results
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"lanes": 3, "pipelining": "rotational"}, {"lanes": 2, "pipelining": "fixed"}],
-    ids=["auto", "rotational", "fixed"],
-)
+SWITCHES: dict[str, dict[str, object]] = {
+    "auto": {},
+    "rotational over TCP": {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
+    "fixed": {"lanes": 2, "pipelining": "fixed"},
+    "nothing ahead": {"plan_ahead": False},
+    "pieces": {"q_first": True, "mini_batches": 2},
+}
+
+
+@pytest.mark.parametrize("switches", sweep(SWITCHES, {"rotational over TCP"}))
 def test_a_killed_compute_worker_is_noticed_as_a_pause(
-    checkpoint: Path, settings: dict[str, object], undisturbed: list[list[CompletionOutput]]
+    checkpoint: Path, switches: dict[str, object], undisturbed: list[list[CompletionOutput]]
 ) -> None:
-    wanted = config(checkpoint, 2, 1, **settings)
+    wanted = config(checkpoint, 2, 2, **switches)
     assert_same(survive(wanted, [("compute0", signal.SIGKILL)], 150), undisturbed)
 
 
@@ -194,3 +202,70 @@ def test_killed_and_stopped_memory_workers_are_noticed_as_pauses(
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
     losses = [("memory1", signal.SIGKILL), ("memory0", signal.SIGSTOP)]
     assert_same(survive(config(checkpoint, 1, 3), losses, 150), undisturbed)
+
+
+CUT_OFF = """
+import sys
+from lamina.errors import PeerLostError
+from lamina.memory import store, worker
+serve, calls = store.KvStore.serve, []
+def cut_off(*arguments):
+    calls.append(1)
+    if len(calls) == 40:
+        raise PeerLostError("compute0", "its network is not there")
+    return serve(*arguments)
+store.KvStore.serve = cut_off
+worker.main()
+"""
+
+
+class CutOff(Killable):
+    """Memory worker 1 loses its link to compute worker 0, while both go on running."""
+
+    def command(self, name: str, module: str) -> list[str]:
+        return [sys.executable, "-P", "-c", CUT_OFF] if name == "memory1" else super().command(name, module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_of_two_workers_that_cannot_reach_each_other_one_is_given_up(
+    checkpoint: Path, undisturbed: list[list[CompletionOutput]], transport: str
+) -> None:
+    engine = launch(config(checkpoint, 1, 2, transport=transport), workers=CutOff())
+    try:
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        stats = engine.stats()
+        assert stats.recoveries == 1 and stats.memory.keys() == {"memory0"}
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_many_losses_some_at_the_same_time(
+    checkpoint: Path, undisturbed: list[list[CompletionOutput]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one worker of each pool, in any order; the next may be lost while the epoch still ends."""
+    monkeypatch.setattr(liveness, "PING_S", 0.2)
+    monkeypatch.setattr(liveness, "LOST_S", 3.0)
+    draw = random.Random(seed)
+    victims = draw.sample([*(f"memory{index}" for index in range(4)), "compute0", "compute1"], 6)
+    victims.remove(next(name for name in victims if name.startswith("memory")))
+    workers = Killable()
+    rotational: dict[str, object] = {"lanes": 4, "pipelining": "rotational", "transport": "tcp"}
+    choices: list[dict[str, object]] = [{}, rotational, {"plan_ahead": False}]
+    switches = draw.choice(choices)
+    engine = launch(config(checkpoint, 3, 4, **switches), workers=workers)
+    pids = workers.pids
+    try:
+        streams = Streams(engine, REQUESTS)
+        for victim in victims:
+            streams.wait_for_tokens(streams.tokens + draw.randrange(120))
+            workers.signal(victim, signal.SIGSTOP if draw.random() < 0.2 else signal.SIGKILL)
+            time.sleep(draw.choice([0.0, 0.0, 0.005, 0.05, 1.0]))
+        assert_same(streams.results(), undisturbed)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        assert engine.stats().dead is None
+    finally:
+        engine.close()
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.schedule import admission
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.limits import Limits
+from lamina.schedule.scheduler import Scheduler
 from lamina.types import Client, Request, SamplingParams, StepPlan
 from tests.schedule.schedules import request, scheduler
 
@@ -64,14 +65,14 @@ def asked(name: str, account: str, prompt: int, **params: Any) -> Request:
 def test_small_requests_pass_one_that_does_not_fit() -> None:
     under_test = scheduler({"memory0": 1000}, limits=Limits(64, 512, 1000))
     turns = Turns(under_test, 1)
-    under_test.add(request("long", 1, max_tokens=600))
+    under_test.add(request("long", 700, max_tokens=200))
     turns.go_on()
     under_test.add(request("large", 300, max_tokens=300))
-    for number in range(20):
+    for number in range(15):
         under_test.add(request(f"small{number}", 5, max_tokens=6))
     for _ in range(admission.PAUSE + 3):
         turns.go_on()
-    assert {f"small{number}" for number in range(20)} <= turns.drew.keys() and "large" not in turns.drew
+    assert {f"small{number}" for number in range(15)} <= turns.drew.keys() and "large" not in turns.drew
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,10 +122,10 @@ def test_others_are_admitted_elsewhere_while_room_is_kept(patience: int) -> None
     under_test = scheduler({"memory0": 100, "memory1": 100}, limits=Limits(64, 64, 128))
     turns = Turns(under_test, 1)
     for name in "ab":
-        under_test.add(request(name, 2, max_tokens=60))
+        under_test.add(request(name, 40, max_tokens=60))
     for _ in range(3):
         turns.go_on()
-    large = under_test.add(request("large", 40, max_tokens=50))
+    large = under_test.add(request("large", 45, max_tokens=50))
     for _ in range(patience + 2):
         turns.go_on()
     begun = turns.turn
@@ -132,10 +133,11 @@ def test_others_are_admitted_elsewhere_while_room_is_kept(patience: int) -> None
     for _ in range(admission.PAUSE + 2):
         turns.go_on()
     places = [turns.admitted[group.completions[0].sequence] for group in small if group.lane >= 0]
-    assert len(places) == 1 and begun <= places[0][0] < turns.turn  # one worker's room is left for the large one
+    assert len(places) == 2 and all(begun <= place[0] < turns.turn for place in places)
+    assert places[0][1] == places[1][1]  # one worker's room is left for the large one
     while large.lane < 0:
         turns.go_on()
-    assert large.memory != places[0][1] and turns.turn < 80
+    assert turns.turn < 80
 
 
 def test_a_request_with_many_completions_gets_its_seats_from_a_flood_of_single_ones(patience: int) -> None:
@@ -211,7 +213,7 @@ def test_no_worker_hears_of_a_request_that_ends_between_its_lane_and_its_plan() 
         under_test.add(request(name, 4, max_tokens=4))
     plan = under_test.plan(0)  # deals "b" to lane 1
     assert plan is not None and len(plan.admitted) == 1
-    assert under_test.running == 2 and under_test.placement.reserved == {"memory0": 14}
+    assert under_test.running == 2 and under_test.placement.reserved == {"memory0": 8}
     under_test.abort("b")
-    assert under_test.running == 1 and under_test.placement.reserved == {"memory0": 7}
+    assert under_test.running == 1 and under_test.placement.reserved == {"memory0": 4}
     assert under_test.plan(1) is None

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.pipeline import Pipeline
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Member, Topology
-from tests.schedule.schedules import LIMITS
+from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_scheduler import MANY, Cluster, requests
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -93,3 +93,28 @@ def test_whenever_epochs_end_every_request_does_with_the_same_tokens(
         if aborted is None:
             most = cluster.groups[index].max_tokens
             assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+def test_a_penalized_request_that_is_aborted_while_an_epoch_ends_is_in_no_plan_any_more() -> None:
+    topology = Topology(
+        FIRST,
+        (
+            Member("compute0", "compute", "cpu", ""),
+            Member("compute1", "compute", "cpu", ""),
+            Member("memory0", "memory", "cpu", "", 60),
+        ),
+        Pipeline(2, 2),
+    )
+    under_test = scheduler({"memory0": 60})
+    gone, stays = (
+        under_test.add(request(name, 3, max_tokens=9, presence_penalty=1.0)).completions[0] for name in ("0", "1")
+    )
+    plan_of(under_test)
+    for group, completion in under_test.complete(0).values():
+        assert group.alive
+        completion.generated += [7]
+    under_test.apply(topology.without(["compute1"]))
+    under_test.abort("0")
+    plan = plan_of(under_test)
+    assert plan.histories == {stays.sequence: []} and plan.released == [gone.sequence]
+    assert plan.decoding.sequences == [stays.sequence] and plan.decoding.tokens == [7]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lamina.errors import RequestError
 from lamina.groups import Group
 from lamina.memory.slab import Slab
-from lamina.schedule.scheduler import Limits, Scheduler
+from lamina.schedule.limits import Limits
+from lamina.schedule.scheduler import Scheduler
 from lamina.types import LAST_DRAWN, Admission, Migration, Request, SamplingParams, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
 

@@ -18,10 +18,11 @@ from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.map import Placement
+from lamina.placement.recovery import latest
 from lamina.plan import hardware, models
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import StepDone
-from lamina.schedule.scheduler import Limits
+from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
 from lamina.types import AttentionSpec, DType, StepPlan
@@ -202,6 +203,7 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     engine.Engine(config, model, Tokenizer(model), limits, control, NoWorkers(), cluster).close()
 
     (simulated, simulated_settings), (real, real_settings) = made
+    assert simulated_settings.pop("policy") is latest  # the engine's default
     assert pipeline == real[2] and simulated_settings == real_settings
     assert simulated[1].capacities == real[1].capacities
     assert limits.max_sequences == sizing.most_sequences(config, engine_pipeline)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
-from lamina.kernels.gpu.program import TRITON_NAMES, Backend, KvElement
+from lamina.kernels.gpu.program import TRITON_NAMES, Backend
 from lamina.kernels.gpu.specialize import (
     WRITTEN_WORDS,
     append_program,
@@ -25,7 +26,7 @@ from lamina.kernels.gpu.specialize import (
     write_words_program,
 )
 from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec
+from lamina.types import AttentionSpec, KvElement
 
 PAIR_WORDS, ITEM_WORDS = 8, 16
 PairArray = npt.NDArray[np.int32]
@@ -52,8 +53,8 @@ class KvSlab:
     @classmethod
     def allocate(cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int) -> "KvSlab":
         """A slab of uninitialised slots."""
-        k = backend.empty((slots, spec.kv_heads, spec.qk_dim), element.storage)
-        v = backend.empty((slots, spec.kv_heads, spec.v_dim), element.storage)
+        k = backend.empty((slots, spec.kv_heads, spec.qk_dim), STORAGE[element])
+        v = backend.empty((slots, spec.kv_heads, spec.v_dim), STORAGE[element])
         if not element.scaled:
             return cls(element, k, v)
         k_scales, v_scales = (backend.empty((slots, spec.kv_heads), np.float32) for _ in range(2))
@@ -118,7 +119,7 @@ class _Operands:
                 f"q, k, v, out and lse have rows of shapes {shapes} and q has {rows} rows; the spec of layer "
                 f"{spec.layer} says {wanted}, the step has {least_rows} rows and the capacity is {most_rows} rows"
             )
-        stored = slab.element.storage
+        stored = STORAGE[slab.element]
         if self.q.dtype not in TRITON_NAMES or slab.k.dtype != stored or slab.v.dtype != stored:
             raise ValueError(
                 f"q is {self.q.dtype}, k {slab.k.dtype} and v {slab.v.dtype}; q must be float32, float16 or uint16 "

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.env import environment
-from lamina.kernels.gpu.program import KvElement
+from lamina.kernels.elements import STORAGE
+from lamina.types import KvElement
 
 
 class Context(enum.Enum):
@@ -95,7 +96,7 @@ def default(shape: Shape, block_m: int, capability: int) -> Tiling:
     warps = 8 if block_m * width > 8 * 1024 or shape.element.scaled else 4
     resident = (16 if block_m * width <= 2 * 1024 else 8) // warps
     free_bytes = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
-    while block_n > 16 and 2 * block_n * width * shape.element.storage.itemsize > free_bytes:
+    while block_n > 16 and 2 * block_n * width * STORAGE[shape.element].itemsize > free_bytes:
         block_n //= 2
     return Tiling(block_n, warps, 3, resident, waves)
 

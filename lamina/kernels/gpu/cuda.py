@@ -10,12 +10,13 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
+from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.device import find, require
-from lamina.kernels.gpu.program import KvElement, Program
+from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.triton_compile import ALIGNMENT, Binary, compile_program
 from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec
+from lamina.types import AttentionSpec, KvElement
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 STAGINGS = 4  # uploads in flight before the next one waits
@@ -100,7 +101,14 @@ class _Staging:
 
 
 def partial(
-    q: Any, k: Any, v: Any, segments: SegmentTable, spec: AttentionSpec, out: Any | None, lse: Any | None
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: SegmentTable,
+    spec: AttentionSpec,
+    out: Any | None,
+    lse: Any | None,
+    scales: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """``lamina.kernels.attention.partial`` for CuPy arrays on the current GPU; ``segments`` are numpy arrays.
 
@@ -109,9 +117,12 @@ def partial(
     Builds tables for this call only; a memory worker should keep an ``Attention`` and page tables on the GPU.
     """
     backend = _backend(q.device.id)
-    element = next((each for each in KvElement if not each.scaled and each.storage == k.dtype), None)
-    if element is None:
-        raise ValueError(f"k is {k.dtype}; it must be float32, float16 or uint16 (bfloat16 bits)")
+    element = next((each for each in KvElement if STORAGE[each] == k.dtype), None)
+    if element is None or element.scaled != (scales is not None):
+        raise ValueError(
+            f"k is {k.dtype} {'without' if scales is None else 'with'} scales; it must be float32, float16 or uint16 "
+            "(bfloat16 bits) without, or codes in int8 or uint8 (e4m3 bits) with scales"
+        )
     out = backend.empty((*q.shape[:2], v.shape[2]), np.float32) if out is None else out
     lse = backend.empty(q.shape[:2], np.float32) if lse is None else lse
     if len(segments.slots) and not 0 <= int(segments.slots.min()) <= int(segments.slots.max()) < len(k):
@@ -121,7 +132,7 @@ def partial(
     attention.begin(pair_table(segments))
     slots = backend.empty((len(segments.slots) + 1,), np.int32)
     backend.upload(segments.slots, slots)
-    attention.partial(q, KvSlab(element, k, v), slots, spec, out, lse)
+    attention.partial(q, KvSlab(element, k, v, *(scales or ())), slots, spec, out, lse)
     return out, lse
 
 

@@ -1,41 +1,29 @@
 """Descriptions of compiled kernels (``Program``) and the interface of what runs them (``Backend``)."""
 
-import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from lamina.types import KvElement
+
 Constant = int | bool | str
 """A kernel's compile-time parameter; a string names a type of triton.language."""
 
 
-class KvElement(enum.Enum):
-    """How a slab on the device stores K and V: (Triton type, numpy type). uint16 means bfloat16 bits.
-
-    INT8 and FP8 (e4m3, no infinities) have one float32 scale per token and KV head, taken from the row's largest value.
-    """
-
-    FLOAT32 = "fp32", np.float32
-    FLOAT16 = "fp16", np.float16
-    BFLOAT16 = "bf16", np.uint16
-    INT8 = "i8", np.int8
-    FP8 = "u8", np.uint8
-
-    def __init__(self, triton_name: str, storage: npt.DTypeLike) -> None:
-        self.triton_name = triton_name
-        self.storage = np.dtype(storage)
-
-    @property
-    def scaled(self) -> bool:
-        """Whether rows have scales."""
-        return self in (KvElement.INT8, KvElement.FP8)
-
-
 TRITON_NAMES = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}
 """Triton's names of the element types that q, k and v of a message may have."""
+
+SLAB_NAMES: Mapping[KvElement, str] = {
+    KvElement.FLOAT32: "fp32",
+    KvElement.FLOAT16: "fp16",
+    KvElement.BFLOAT16: "bf16",
+    KvElement.INT8: "i8",
+    KvElement.FP8: "u8",
+}
+"""Triton's names of what slabs hold."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.gpu.choice import Tiling
-from lamina.kernels.gpu.program import TRITON_NAMES, Constant, KvElement, Program
-from lamina.types import AttentionSpec
+from lamina.kernels.gpu.program import SLAB_NAMES, TRITON_NAMES, Constant, Program
+from lamina.types import AttentionSpec, KvElement
 
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
@@ -57,9 +57,9 @@ def attend_program(
     query_name = TRITON_NAMES[np.dtype(query)]
     new_name = query_name if new is None else TRITON_NAMES[np.dtype(new)]
     # Narrow KV is exact in either 16-bit type; weights times scales need bfloat16's range.
-    value_product = "bf16" if element.scaled else element.triton_name
+    value_product = "bf16" if element.scaled else SLAB_NAMES[element]
     product = "fp16" if element.scaled and query_name == "fp16" else value_product
-    slab = [f"*{element.triton_name}"] * 2
+    slab = [f"*{SLAB_NAMES[element]}"] * 2
     program = _program(
         "triton_attend.attend",
         [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
@@ -108,7 +108,7 @@ def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int
     new = TRITON_NAMES[np.dtype(new_element)]
     return _program(
         "triton_append.append",
-        [f"*{element.triton_name}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
+        [f"*{SLAB_NAMES[element]}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
         1,
         kv_heads=kv_heads,
         qk_dim=qk_dim,

@@ -7,10 +7,16 @@
 
 namespace lamina::attention {
 
-enum class ElementType { Float32, Float16, BFloat16 };
+// Int8 and Fp8 (e4m3 without infinities) are codes: a row, K or V of one token and KV head, is its codes
+// times a float scale, the row's largest magnitude over the largest code (127 or 448).
+enum class ElementType { Float32, Float16, BFloat16, Int8, Fp8 };
+
+constexpr bool is_code(ElementType type) {
+    return type == ElementType::Int8 || type == ElementType::Fp8;
+}
 
 constexpr int64_t element_size(ElementType type) {
-    return type == ElementType::Float32 ? 4 : 2;
+    return type == ElementType::Float32 ? 4 : is_code(type) ? 1 : 2;
 }
 
 // Instruction sets with kernels of their own, slowest first.
@@ -50,13 +56,14 @@ struct Problem {
     Shape shape;
     Scoring scoring;
     Segments segments;
-    ElementType q_type; // Float32 or kv_type
+    ElementType q_type; // Float32 or kv_type; if kv_type is a code, any that is not
     ElementType kv_type;
-    const void *q; // [rows, query_heads, qk_dim]
-    const void *k; // [slots, kv_heads, qk_dim]
-    const void *v; // [slots, kv_heads, v_dim]
-    float *out;    // [rows, query_heads, v_dim]; 0 for a row that sees nothing
-    float *lse;    // [rows, query_heads] natural log; -inf for a row that sees nothing
+    const void *q;                    // [rows, query_heads, qk_dim]
+    const void *k;                    // [slots, kv_heads, qk_dim]
+    const void *v;                    // [slots, kv_heads, v_dim]
+    const float *k_scales, *v_scales; // [slots, kv_heads], of codes
+    float *out;                       // [rows, query_heads, v_dim]; 0 for a row that sees nothing
+    float *lse;                       // [rows, query_heads] natural log; -inf for a row that sees nothing
 };
 
 // Writes every row of out and lse. Offsets and slots must be valid. `path` must be available.
@@ -75,6 +82,12 @@ void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool add
 // even. source_type is Float32 or slab_type.
 void append(void *slab, ElementType slab_type, const void *source, ElementType source_type,
             const int32_t *slots, int64_t count, int64_t row_elements, int threads);
+
+// Rounds rows [count, heads, dim], of a type that is not a code, to codes and scales in slots of slab
+// [slots, heads, dim] and scales [slots, heads]. A row with NaN or an infinity gets NaN as its scale.
+void append_codes(void *slab, ElementType slab_type, float *scales, const void *source,
+                  ElementType source_type, const int32_t *slots, int64_t count, int64_t heads, int64_t dim,
+                  int threads);
 
 // Partial results of the same rows, each over other tokens, and the destination of the merged result.
 struct Merge {

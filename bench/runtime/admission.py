@@ -1,0 +1,175 @@
+"""What it costs the others that clients ask for more tokens than they use.
+
+    python -m bench.runtime.admission --trace FILE [--simulated 4000] [--rounds 3] [--json FILE]
+
+The same requests are served three times: their clients ask for exactly the tokens that they use, for 1,024 and for
+4,096. Requests hold the KV that they have, so the three should serve the same tokens per second: target 0.97 of the
+first.
+
+Simulated: lengths and arrivals of a trace (an Azure CSV or Mooncake .jsonl) on Llama-2-13B, a100:2 and rtx3090:6, also
+with other victims when a memory worker runs out of slots. Measured: lengths of the same trace divided by 16, on the
+bundled model with one compute and two memory workers, which hold a tenth of the requests at a time; all arrive at once.
+What clients ask for is divided too. Rounds alternate; the median counts.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lamina import simulate
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.engine.updates import RequestUpdate
+from lamina.launch import launch
+from lamina.placement.recovery import POLICIES
+from lamina.plan import hardware, models
+from lamina.plan.workload import TracedRequest, read_trace
+from lamina.types import SamplingParams
+
+ASKED = {"what they use": 1, "1,024": 1024, "4,096": 4096}
+SCALE = 16
+REQUESTS = 96
+AT_ONCE = 10
+LATE = 4  # tokens drawn until a cancelled request has ended: asked for beyond those used, so that all three cancel
+KV_NBYTES = 4 * 2 * 2 * 64 * 2  # per token of the bundled model: layers, heads, K and V, head size, bfloat16
+TIMEOUT_S = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one run: output tokens per second and per step, median time to the first token, and preemptions.
+
+    Steps do not depend on what else the machine does.
+    """
+
+    tokens_s: float
+    tokens_step: float
+    ttft_s: float
+    preempted: int
+
+
+def simulated(trace: list[TracedRequest], asked: int, victim: str) -> Figures:
+    """The trace on two pools, if clients ask for ``asked`` tokens."""
+    catalogue = hardware.load(None)
+    deployment = simulate.Deployment(
+        model=models.find("Llama-2-13B"),
+        compute=catalogue["a100"],
+        compute_workers=2,
+        memory=catalogue["rtx3090"],
+        memory_workers=6,
+        victim=victim,
+    )
+    result = simulate.simulate(deployment, simulate.replay(trace, max_tokens=asked))
+    return Figures(result.tokens_s, result.tokens / result.steps, result.ttft_s.p50, result.preempted)
+
+
+def measured(engine: Engine, trace: list[TracedRequest], asked: int) -> Figures:
+    """The scaled requests, submitted at once; each client cancels when it has the tokens that it uses."""
+    firsts: list[float] = []
+    left, ended, before = set(range(len(trace))), threading.Event(), engine.stats()
+    drawn = [0] * len(trace)
+    begun = time.perf_counter()
+
+    def on_update(update: RequestUpdate) -> None:
+        index = int(update.request.request_id)
+        if update.tokens and not drawn[index]:
+            firsts.append(time.perf_counter() - begun)
+        drawn[index] += update.tokens
+        if update.finished:
+            left.discard(index)
+            if not left:
+                ended.set()
+        elif drawn[index] >= scaled(trace[index].output):
+            engine.abort(update.request.request_id)
+
+    for index, request in enumerate(trace):
+        most = max(scaled(asked), scaled(request.output) + LATE)
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        engine.submit(str(index), [7 + index % 50] * scaled(request.prompt), params, on_update)
+    if not ended.wait(TIMEOUT_S):
+        raise SystemExit(f"error: {len(left)} requests have not ended within {TIMEOUT_S} s; {engine.stats()}")
+    seconds = time.perf_counter() - begun
+    useful = sum(scaled(request.output) for request in trace)
+    after = engine.stats()
+    steps = after.steps - before.steps
+    return Figures(useful / seconds, useful / steps, statistics.median(firsts), after.preempted - before.preempted)
+
+
+def scaled(tokens: int) -> int:
+    """Of the small run."""
+    return max(1, round(tokens / SCALE))
+
+
+def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
+    """Medians by what clients ask for."""
+    chosen = [trace[place] for place in np.random.default_rng(0).integers(len(trace), size=REQUESTS)]
+    slots = AT_ONCE * sum(scaled(one.prompt) + scaled(one.output) for one in chosen) // len(chosen)
+    largest = max(scaled(one.prompt) + max(scaled(one.output), scaled(max(ASKED.values()))) for one in chosen)
+    nbytes = max(slots // 2, largest) * KV_NBYTES
+    engine = launch(EngineConfig(memory="cpu:2", max_num_batched_tokens=512, kv_cache_memory_bytes=nbytes))
+    try:
+        runs: dict[str, list[Figures]] = {name: [] for name in ASKED}
+        measured(engine, chosen[:8], 1)
+        for _ in range(rounds):
+            for name, asked in ASKED.items():
+                runs[name].append(measured(engine, chosen, asked))
+    finally:
+        engine.close()
+    return {
+        name: Figures(
+            statistics.median(one.tokens_s for one in each),
+            statistics.median(one.tokens_step for one in each),
+            statistics.median(one.ttft_s for one in each),
+            round(statistics.median(one.preempted for one in each)),
+        )
+        for name, each in runs.items()
+    }
+
+
+def table(title: str, rows: Mapping[str, Figures]) -> Table:
+    """Figures by what clients ask for; ratios to the first row."""
+    made = Table(title=title)
+    made.add_column("clients ask for")
+    for heading in ("tokens/s", "of the first", "tokens/step", "of the first", "TTFT p50 (s)", "preempted"):
+        made.add_column(heading, justify="right")
+    first = next(iter(rows.values())).tokens_s
+    for name, one in rows.items():
+        made.add_row(
+            name, f"{one.tokens_s:.0f}", f"{one.tokens_s / first:.3f}", f"{one.ttft_s:.1f}", str(one.preempted)
+        )
+    return made
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--simulated", type=int, help="only the trace's first requests")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    trace = list(read_trace(arguments.trace))
+    part, console = trace[: arguments.simulated], Console()
+    default, *others = POLICIES
+    in_simulator = {name: simulated(part, asked, default) for name, asked in ASKED.items()}
+    in_simulator |= {f"4,096; the {victim} is dropped": simulated(part, 4096, victim) for victim in others}
+    console.print(table("Simulated: Llama-2-13B on a100:2 and rtx3090:6", in_simulator))
+    on_machine = on_runtime(trace, arguments.rounds)
+    console.print(table(f"Measured: the bundled model, lengths / {SCALE}", on_machine))
+    if arguments.json:
+        tables = {"simulated": in_simulator, "measured": on_machine}
+        figures = {what: {name: dataclasses.asdict(one) for name, one in rows.items()} for what, rows in tables.items()}
+        arguments.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

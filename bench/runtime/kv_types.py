@@ -1,0 +1,98 @@
+"""What rounding K and V costs: perplexity and logit error of a model by the type in which its KV is kept.
+
+    python -m bench.runtime.kv_types [--windows 16] [--threads 1]
+
+Runs the bundled model in float32 over windows of held-out text: files of Python's standard library that it has not
+read. Its attention is that of memory workers: K and V of every token are appended to a slab of the given type, and
+every token attends to what the slab holds, itself included, as if the text had been decoded token by token. (Prompts
+lose less: a chunk attends to itself before it is rounded.) Errors are against a slab of float32.
+"""
+
+import argparse
+import math
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from lamina.kernels.attention import append, partial
+from lamina.kernels.segments import SegmentTable
+from lamina.memory.store import LayerCache
+from lamina.models.directory import BUNDLED, find
+from lamina.models.tokenizer import Tokenizer
+from lamina.types import AttentionSpec, KvElement
+from tools.train_bundled import CONTEXT, read_sources
+
+ELEMENTS = (KvElement.FLOAT32, KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8)
+
+
+def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Causal attention of one sequence as Hugging Face calls it, over a slab of ``element``."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = (each[0].transpose(0, 1).contiguous().numpy() for each in (query, key, value))  # [T, heads, size]
+        count = len(q)
+        spec = AttentionSpec(0, q.shape[1], k.shape[1], q.shape[2], v.shape[2], scaling)
+        cache, slots = LayerCache.allocate(spec, element, count), np.arange(count, dtype=np.int32)
+        append(cache.k, cache.v, k, v, slots, threads, cache.scales)
+        ends, zero = np.array([0, count], np.int32), np.zeros(1, np.int32)
+        table = SegmentTable(ends, zero, ends.astype(np.int64), zero, slots)
+        out, _lse = partial(q, cache.k, cache.v, table, spec, threads, scales=cache.scales)
+        return torch.from_numpy(out)[None], None
+
+    return attend
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=16, help=f"of {CONTEXT} tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    _, texts = read_sources(Path(sysconfig.get_paths()["stdlib"]))
+    ids = torch.tensor(Tokenizer(find(None)).encode("\n".join(texts))[: args.windows * CONTEXT]).view(-1, CONTEXT)
+    models: dict[KvElement, Any] = {}
+    for element in ELEMENTS:
+        AttentionInterface.register(f"slab_{element.value}", slab_attention(element, args.threads))
+        models[element] = AutoModelForCausalLM.from_pretrained(
+            BUNDLED, dtype=torch.float32, attn_implementation=f"slab_{element.value}"
+        )
+
+    nats, errors, largest, agree = (dict.fromkeys(ELEMENTS, 0.0) for _ in range(4))
+    deviation = 0.0
+    for window in ids:
+        exact = models[KvElement.FLOAT32](window[None], use_cache=False).logits[0]
+        deviation += float(exact.std()) / len(ids)
+        for element, model in models.items():
+            logits = model(window[None], use_cache=False).logits[0]
+            nats[element] += float(torch.nn.functional.cross_entropy(logits[:-1], window[1:], reduction="sum"))
+            difference = (logits - exact).abs()
+            errors[element] += float(difference.mean()) / len(ids)
+            largest[element] = max(largest[element], float(difference.max()))
+            agree[element] += float((logits.argmax(-1) == exact.argmax(-1)).double().mean()) / len(ids)
+
+    config = models[KvElement.FLOAT32].config
+    spec = AttentionSpec(0, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 1)
+    tokens = len(ids) * (CONTEXT - 1)
+    table = Table(title=f"{tokens} held-out tokens; logits have a deviation of {deviation:.2f}")
+    for heading in ("KV", "bytes per token", "perplexity", "mean logit error", "largest", "same first token"):
+        table.add_column(heading, justify="left" if heading == "KV" else "right")
+    for element in ELEMENTS:
+        nbytes = config.num_hidden_layers * spec.slab_bytes_per_token(element)
+        figures = (f"{math.exp(nats[element] / tokens):.4f}", f"{errors[element]:.5f}", f"{largest[element]:.3f}")
+        table.add_row(element.value, str(nbytes), *figures, f"{agree[element]:.2%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

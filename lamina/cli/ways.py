@@ -1,0 +1,254 @@
+"""The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lamina.plan.serving import Server, Way
+    from lamina.simulate.trial import Course, Trial
+
+_HEADINGS = ("requests/s", "TTFT p99", "TBT p99", "tokens/s", "$/h", "$/M in", "$/M out", "busy", "model")
+
+
+def show(
+    server: "Server", course: "Course", candidates: "Sequence[Way]", model: str, trace: Path | None, as_json: bool
+) -> None:
+    """Rank all candidates by the closed form, simulate the best few, and print them with a recommendation.
+
+    Raises:
+        ConfigError: no candidate fits, or none keeps the SLOs.
+    """
+    from lamina.observe.progress import counting_progress
+    from lamina.plan.serving import shortlist
+    from lamina.simulate.trial import ROUNDS
+
+    found = [one for way in candidates if (one := server.evaluate(way)) is not None]
+    if not found:
+        raise _refusal(server, candidates)
+    chosen = shortlist(found)
+    trials, runs = [], 0
+    with counting_progress("Simulations", len(chosen) * ROUNDS) as on_progress:
+        for number, one in enumerate(chosen):
+
+            def count() -> None:
+                nonlocal runs
+                runs += 1
+                on_progress(runs)
+
+            if (trial := course.most(one, count)) is not None:
+                trials.append(trial)
+            runs = (number + 1) * ROUNDS
+            on_progress(runs)
+    if not trials:
+        raise ConfigError(
+            f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "
+            f"{server.slo.tbt_s * 1e3:g} ms in the simulator at a useful load; allow more with --slo-ttft and "
+            "--slo-tbt, or other hardware"
+        )
+    trials.sort(key=lambda trial: (trial.usd_per_request, -trial.requests_s))
+    notes = [*_left_out(server, candidates), *_given_up(chosen, trials)]
+    if as_json:
+        print(json.dumps(_as_dict(server, course, trials, notes, model, trace), indent=2))
+    else:
+        _print(server, course, trials, notes, model, trace, len(found), len(candidates))
+
+
+def _print(
+    server: "Server",
+    course: "Course",
+    trials: "list[Trial]",
+    notes: list[str],
+    model: str,
+    trace: Path | None,
+    found: int,
+    tried: int,
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from lamina.cli.console import print_table, print_text
+
+    slo = server.slo
+    table = Table(
+        title=f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}",
+        caption=f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
+        f"{slo.tbt_s * 1e3:g} ms. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
+        f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("way to serve")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for trial in trials:
+        table.add_row(*_cells(trial), style="bold green" if trial is trials[0] else None)
+    print_table(table)
+    print_text("Recommended\n", style="bold")
+    for line in advice(server, trials):
+        print_text(f"  {line}\n")
+    if trace is not None:
+        print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
+    for line in [*launching(trials[0], model), *notes]:
+        print_text(f"  {line}\n", style="dim")
+
+
+def _cells(trial: "Trial") -> tuple[str, ...]:
+    result = trial.result
+    return (
+        trial.way.describe(),
+        f"{trial.requests_s:.2f}",
+        f"{result.ttft_s.p99:.2f} s",
+        f"{result.tbt_s.p99 * 1e3:.0f} ms",
+        f"{trial.requests_s * trial.workload.output:.0f}",
+        f"{trial.capacity.usd_per_hour:.2f}",
+        f"{trial.usd_per_million_in:.2f}",
+        f"{trial.usd_per_million_out:.2f}",
+        " ".join(f"{pool.busy:.0%}" for pool in result.pools),
+        f"{trial.capacity.requests_s:.2f} ({trial.capacity.requests_s / trial.requests_s - 1:+.0%})",
+    )
+
+
+def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
+    """What to rent and why. ``trials`` are sorted by cost; the first is recommended."""
+    from lamina.plan.serving import Kind
+
+    best = trials[0]
+    way = best.way
+    offloaded = next((trial for trial in trials if trial.way.kind is Kind.OFFLOADED), None)
+    if way.kind is Kind.OFFLOADED:
+        other = next((trial for trial in trials if trial.way.kind is not Kind.OFFLOADED), None)
+        if other is None:
+            return [f"Rent two pools: {way.describe()}. No other way keeps the SLOs."]
+        gain = other.usd_per_request / best.usd_per_request - 1
+        return [f"Rent two pools: {way.describe()}: {gain:+.0%} requests per dollar over {other.way.describe()}."]
+    what = (
+        "Rent one pool"
+        if way.memory is None or way.memory is way.compute
+        else "Rent two pools, prefill and decoding apart"
+    )
+    lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} rows."]
+    if offloaded is None:
+        lines.append("No way to offload attention came within the SLOs at a useful load.")
+    else:
+        lines.append(
+            f"The best offloading, {offloaded.way.describe()}, costs "
+            f"{offloaded.usd_per_request / best.usd_per_request - 1:+.0%} per request: prompts take "
+            f"{offloaded.capacity.prompt_share:.0%} of its compute pool's time, and its memory workers, "
+            f"{offloaded.result.pools[-1].busy:.0%} busy, do not compute them."
+        )
+    return lines
+
+
+def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
+    """The `lamina simulate` command that repeats the run behind a row of the table."""
+    from lamina.plan.serving import Kind
+    from lamina.simulate.trial import SEED
+
+    way, deployment = trial.way, course.deployment(trial.capacity)
+    second = f" --memory {way.memory.kind}:{way.memory_workers}" if way.memory else ""
+    lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
+    return (
+        f"lamina simulate --model {shlex.quote(model)} --system {way.kind.value} "
+        f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
+        f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
+        f"--trace {shlex.quote(str(trace))} --draw {trial.requests} --seed {SEED} "
+        f"--rate-scale {course.rate_scale(trial.requests_s)} --prices {course.prices}"
+    )
+
+
+def launching(trial: "Trial", model: str) -> list[str]:
+    """The `lamina launch` command of a way, or what keeps Lamina from serving it yet."""
+    from lamina.cluster.pool import CPU
+    from lamina.plan.serving import Kind
+
+    way = trial.way
+    if way.kind is not Kind.OFFLOADED or way.memory is None:
+        return ["lamina launch always has a memory pool; serve this with a system for one pool, such as vLLM."]
+    kinds = dict.fromkeys((way.compute.kind, way.memory.kind))
+    missing = [f"{kind} workers" for kind in kinds if kind != CPU]
+    missing += [f"tensor parallelism {way.tensor_parallel}"] if way.tensor_parallel > 1 else []
+    if missing:
+        return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
+    return [
+        f"lamina launch --model {shlex.quote(model)} --compute {way.compute.kind}:{way.compute_workers} "
+        f"--memory {way.memory.kind}:{way.memory_workers} --lanes {way.lanes} "
+        f"--pipelining {'rotational' if way.rotates else 'fixed'} --max-num-batched-tokens {way.chunk}"
+    ]
+
+
+def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
+    """Why kinds that were named do not appear: what of the workload or the weights does not fit them."""
+    from lamina.plan.serving import Kind
+
+    notes = []
+    groups: dict[str, list[Way]] = {}
+    for way in candidates:
+        if way.kind is Kind.OFFLOADED and way.memory is not None:
+            groups.setdefault(f"memory workers {way.memory.kind}", []).append(way)
+        if way.kind is Kind.ONE_POOL:
+            groups.setdefault(f"{way.compute.kind} alone", []).append(way)
+    for name, own in groups.items():
+        reasons = [server.unfit(way) for way in own]
+        if all(reasons):
+            notes.append(f"Left out: {name}: {reasons[-1]}.")
+    return notes
+
+
+def _given_up(chosen: "Sequence[Any]", trials: "Sequence[Trial]") -> list[str]:
+    from lamina.simulate.trial import LEAST
+
+    kept = [trial.capacity for trial in trials]
+    return [
+        f"Given up: {one.way.describe()}: misses an SLO when simulated at {LEAST * one.requests_s:.2f} requests/s."
+        for one in chosen
+        if not any(one is other for other in kept)
+    ]
+
+
+def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
+    reasons = {reason: None for way in candidates if (reason := server.unfit(way)) is not None}
+    if reasons and all(server.unfit(way) is not None for way in candidates):
+        return ConfigError(f"no way to serve fits: {'; '.join(list(reasons)[-4:])}. Give other hardware or more of it")
+    slo = server.slo
+    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour is not None else ""
+    return ConfigError(
+        f"no way to serve keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms{budget}; raise "
+        "--slo-ttft, --slo-tbt or --budget, or allow other hardware or more workers"
+    )
+
+
+def _as_dict(
+    server: "Server", course: "Course", trials: "Sequence[Trial]", notes: list[str], model: str, trace: Path | None
+) -> dict[str, Any]:
+    return {
+        "model": server.shape.name,
+        "workload": {name: value for name, value in vars(server.workload).items() if name != "sample"},
+        "prices": server.prices.describe(server.models),
+        "slo": vars(server.slo),
+        "recommended": advice(server, trials),
+        "notes": notes,
+        "ways": [
+            {
+                "way": trial.way.describe(),
+                "system": trial.way.kind.value,
+                "requests_s": trial.requests_s,
+                "model_requests_s": trial.capacity.requests_s,
+                "prompt_share": trial.capacity.prompt_share,
+                "usd_per_hour": trial.capacity.usd_per_hour,
+                "usd_per_request": trial.usd_per_request,
+                "usd_per_million_in": trial.usd_per_million_in,
+                "usd_per_million_out": trial.usd_per_million_out,
+                "simulated": trial.result.summary(),
+                "simulate": simulate_line(course, trial, model, trace) if trace else None,
+                "launch": launching(trial, model),
+            }
+            for trial in trials
+        ],
+    }

@@ -1,0 +1,116 @@
+"""The requests of one lane: what its next step runs, and what becomes of steps that will not complete. Pure."""
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lamina.groups import Group, Owner
+from lamina.placement.map import Placement
+from lamina.schedule.batch import DecodeBatch
+from lamina.schedule.chunks import PromptBatch
+from lamina.types import DecodeRows, Fork, SequenceStep, StepPlan
+
+
+@dataclass(eq=False, slots=True)
+class Planned:
+    """A step in flight, with the owners of its rows: sequences that decode, and those that chunks draw for."""
+
+    plan: StepPlan
+    decoding: Mapping[int, Owner]
+    prompted: dict[int, Owner]
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """The requests of one lane, by what they do; dicts are ordered sets."""
+
+    running: dict[Group, None] = field(default_factory=dict)  # all requests
+    dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
+    allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
+    prompts: PromptBatch = field(default_factory=PromptBatch)
+    prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
+    decoding: DecodeBatch = field(default_factory=DecodeBatch)
+    finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
+    ending: list[Owner] = field(default_factory=list)
+    in_flight: collections.deque[Planned] = field(default_factory=collections.deque)
+    completed: int = 0  # of the steps that ``decoding`` counts
+    turn: int = 0
+    histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
+
+    def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
+        """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
+        rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
+        return rows, *self._chunks(most - len(rows.sequences))
+
+    def forks(self) -> list[Fork]:
+        """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
+        forks = []
+        for group, first in self.prompted:
+            starting = [first]
+            if not group.forked:
+                starting = group.completions
+                forks += [Fork(first.sequence, child.sequence, group.prompt_length) for child in group.fork()]
+            for completion in starting:
+                if completion.finished:
+                    continue
+                if completion.left:
+                    self.prompts.add(group, completion)
+                else:
+                    self.decoding.join(group, completion, completion.goal)
+        self.prompted.clear()
+        return forks
+
+    def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
+        """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
+        chunks: list[SequenceStep] = []
+        drawing: dict[int, Owner] = {}
+        for (group, completion), count in self.prompts.share(budget).items():
+            group.until = self.decoding.steps + 1
+            draws: dict[int, Owner] = {}
+            if not completion.left:
+                self.prompted.append((group, completion))
+                draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
+                drawing |= draws
+            start = completion.cached - count
+            tokens = group.known_tokens(completion, start, completion.cached)
+            chunks.append(SequenceStep(completion.sequence, start, tokens, list(draws)))
+        return chunks, drawing
+
+    def held(self, group: Group) -> int:
+        """KV tokens that are reserved for a request."""
+        decoding = self.decoding
+        return group.prompt_length + sum(
+            decoding.position(one.sequence) - group.prompt_length if one.sequence in decoding else one.own
+            for one in group.completions
+            if not one.released
+        )
+
+    def computed(self, group: Group) -> int | None:
+        """Tokens of a request whose steps have completed; None if it cannot move now.
+
+        Completions that share a prompt's slots stay where they are.
+        """
+        first, *others = group.completions
+        if others or first.sequence not in self.decoding or self.completed < group.until:
+            return None
+        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
+        return max(self.decoding.position(first.sequence) - planned, first.goal)
+
+    def withdraw(self) -> None:
+        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
+        owners = {one.sequence: (group, one) for group in self.running for one in group.completions}
+        for chunk in (chunk for planned in reversed(self.in_flight) for chunk in planned.plan.chunks):
+            group, completion = owners[chunk.sequence]
+            group.withdraw(completion, chunk.start)
+        self.in_flight.clear()
+        self.completed = self.decoding.steps
+
+    def shrink(self, placement: Placement) -> None:
+        """Release the slots that steps in flight would have filled."""
+        for group in self.running:
+            for completion in group.alive:
+                place, prompt = completion.sequence, group.prompt_length
+                reserved = self.decoding.position(place) - prompt if place in self.decoding else completion.own
+                completion.own = max(group.kept(completion) - prompt, completion.known)
+                placement.will_release(group.memory, reserved - completion.own)
+                placement.release(group.memory, reserved - completion.own)

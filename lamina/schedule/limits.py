@@ -1,0 +1,45 @@
+"""What a request may ask for. Pure."""
+
+from dataclasses import dataclass
+
+from lamina.errors import RequestError
+from lamina.placement.map import Placement
+from lamina.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request, of one step, and of the sequences that all lanes together decode at once."""
+
+    max_sequences: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    def check(self, prompt_length: int, params: SamplingParams, placement: Placement) -> None:
+        """Raises RequestError, with the figures, for a request that can never be served."""
+        limit = self.max_model_len
+        if prompt_length == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        if prompt_length >= limit:
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens; this runtime takes at most {limit - 1} "
+                f"(max_model_len {limit}, one left for the answer). Shorten the prompt or raise max_model_len"
+            )
+        together = min(self.max_sequences, self.max_num_batched_tokens)  # of one request, in one lane
+        if params.n > together:
+            raise RequestError(f"n is {params.n}; this runtime decodes {together} sequences of a request at once")
+        room = self.most_tokens(prompt_length, params, placement)
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}; a prompt of {prompt_length} tokens leaves room for {room} "
+                f"(max_model_len {limit}). Lower min_tokens or shorten the prompt"
+            )
+        placement.require_possible(prompt_length + params.n * (room - 1))
+
+    def most_tokens(self, prompt_length: int, params: SamplingParams, placement: Placement) -> int:
+        """The most tokens of one of its completions."""
+        room = self.max_model_len - prompt_length
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        # As many as the slab can hold; the KV of the last token drawn is not kept.
+        return max(1, min(room, (placement.largest - prompt_length) // params.n + 1))

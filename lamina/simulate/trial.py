@@ -1,0 +1,164 @@
+"""Finds how much load a way to serve takes, by simulating it at rising rates until a percentile breaks."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lamina.plan.models import ModelShape
+from lamina.plan.prices import Prices
+from lamina.plan.serving import Capacity, Kind, Slo, Way
+from lamina.plan.store import ProfileStore
+from lamina.plan.workload import TracedRequest, Workload
+from lamina.simulate import System, simulate
+from lamina.simulate.arrivals import Arrivals, draw
+from lamina.simulate.deployment import Deployment
+from lamina.simulate.result import Result, State
+
+FEWEST, MOST = 400, 2400
+TURNOVERS = 4
+"""A run has at least so many times as many requests as decode at once, between FEWEST and MOST, so that most of it is
+past the start."""
+
+STEP = 1.25
+TOLERANCE = 0.04
+"""Rates are tried in factors of STEP, and then between the highest that holds and the lowest that does not."""
+
+SUSTAINED = 0.94
+"""Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
+a few minutes does not show in its percentiles."""
+
+LEAST = 0.4
+"""Ways that hold less than this share of the closed form's rate are given up: others in the table serve more."""
+
+ROUNDS = 8
+SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The highest load within the SLOs. Dollars of prompts and outputs together are what the pools cost, divided as the
+    closed form divides the compute pool's time between them.
+
+    Attributes:
+        capacity: the closed form's. requests_s: offered and served.
+        result, requests: of the run at that load, and how many it had. workload: means of what it served.
+    """
+
+    capacity: Capacity
+    requests_s: float
+    result: Result
+    requests: int
+    workload: Workload
+
+    @property
+    def way(self) -> Way:
+        """What was simulated."""
+        return self.capacity.way
+
+    @property
+    def usd_per_request(self) -> float:
+        """Dollars of one request."""
+        return self.capacity.usd_per_hour / 3600 / self.requests_s
+
+    @property
+    def usd_per_million_in(self) -> float:
+        """Dollars of a million prompt tokens."""
+        return self.usd_per_request * self.capacity.prompt_usd / self.workload.prompt * 1e6
+
+    @property
+    def usd_per_million_out(self) -> float:
+        """Dollars of a million output tokens."""
+        return self.usd_per_request * (1 - self.capacity.prompt_usd) / self.workload.output * 1e6
+
+
+class Course:
+    """Simulates ways for one model, trace and set of SLOs. Every way serves the same requests at every rate."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        workload: Workload,
+        trace: Sequence[TracedRequest],
+        prices: Prices,
+        slo: Slo,
+        profile: ProfileStore | None = None,
+    ) -> None:
+        """``trace``: the requests whose lengths are drawn; empty: all have the workload's mean lengths."""
+        self._shape = shape
+        self._workload = workload
+        lengths = max(1, round(workload.prompt)), max(1, round(workload.output))
+        self._trace = list(trace) or [TracedRequest(second, *lengths) for second in (0.0, 1.0)]
+        arrivals = [request.arrival_s for request in self._trace]
+        self._trace_s = (max(arrivals) - min(arrivals)) / (len(arrivals) - 1) if len(arrivals) > 1 else 0.0
+        self._prices = prices
+        self._slo = slo
+        self._profile = profile
+
+    @property
+    def prices(self) -> str:
+        """The market that prices the pools."""
+        return self._prices.name
+
+    def rate_scale(self, rate: float) -> float:
+        """``lamina simulate --rate-scale`` for about ``rate`` requests per second, in four digits to be typed."""
+        return float(f"{rate * self._trace_s:.4g}")
+
+    def arrivals(self, requests: int, rate: float) -> Arrivals:
+        """``requests`` drawn from the trace that arrive at random, as `lamina simulate --draw` has them."""
+        return draw(self._trace, requests, SEED, self.rate_scale(rate))
+
+    def deployment(self, capacity: Capacity) -> Deployment:
+        """What the simulator runs for a way: its pools, with room for the batch of the closed form."""
+        way = capacity.way
+        return Deployment(
+            model=self._shape,
+            compute=way.compute,
+            compute_workers=way.compute_workers,
+            memory=way.memory,
+            memory_workers=way.memory_workers,
+            tensor_parallel=way.tensor_parallel,
+            lanes=way.lanes if way.kind is Kind.OFFLOADED else None,
+            pipelining="rotational" if way.rotates else "fixed" if way.kind is Kind.OFFLOADED else "auto",
+            max_num_seqs=min(way.chunk, max(16, 2 * capacity.batch)),
+            max_num_batched_tokens=way.chunk,
+            profile=self._profile,
+            prices=self._prices,
+        )
+
+    def run(self, capacity: Capacity, rate: float, requests: int) -> Result:
+        """One simulation at an offered rate."""
+        return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.value))
+
+    def holds(self, result: Result) -> bool:
+        """Whether every request was served, the queue did not grow, and both percentiles are within the SLOs."""
+        log, gaps = result.log, result.tbt_s.p99
+        served = log.count(State.FINISHED) == len(log.arrivals)
+        arrival_s = log.arrivals.arrival_s
+        half = len(arrival_s) // 2
+        offered = (len(arrival_s) - 1 - half) / max(1e-9, float(arrival_s[-1] - arrival_s[half]))
+        steady = result.sustained_requests_s >= SUSTAINED * offered
+        return (
+            served
+            and steady
+            and result.ttft_s.p99 <= self._slo.ttft_s
+            and (math.isnan(gaps) or gaps <= self._slo.tbt_s)
+        )
+
+    def most(self, capacity: Capacity, on_run: Callable[[], None] = lambda: None) -> Trial | None:
+        """The highest rate that holds; None if not even LEAST of the closed form's does."""
+        requests = int(min(MOST, max(FEWEST, TURNOVERS * capacity.batch)))
+        rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
+        kept: Result | None = None
+        for _ in range(ROUNDS):
+            result = self.run(capacity, rate, requests)
+            on_run()
+            if self.holds(result):
+                low, kept = rate, result
+            else:
+                high = rate
+            if (low and high <= low * (1 + TOLERANCE)) or high < LEAST * capacity.requests_s:
+                break
+            rate = min(math.sqrt(low * high), low * STEP) if low else high / STEP
+        if kept is None:
+            return None
+        return Trial(capacity=capacity, requests_s=low, result=kept, requests=requests, workload=self._workload)

@@ -1,0 +1,158 @@
+"""Plans for whole requests: the closed form against the simulator, what fits, and what is recommended."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lamina.cli import app
+from lamina.errors import UserError
+from lamina.plan import hardware, models, prices, workload
+from lamina.plan.cost import CostModel, Fits
+from lamina.plan.serving import Kind, Server, Slo, Way, shortlist, ways
+from lamina.plan.workload import TracedRequest
+from lamina.simulate.trial import Course
+
+CATALOGUE = hardware.load()
+RENTS = prices.load("paper")
+SMALL = models.find("Llama-2-13B")
+
+
+def server(served: workload.Workload, slo: Slo | None = None, shape: models.ModelShape = SMALL) -> Server:
+    costs = {kind: CostModel(shape, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
+    return Server(shape, served, costs, RENTS, slo or Slo())
+
+
+def pools(compute: int = 2, memory: int = 2) -> tuple[list[tuple[hardware.Hardware, int]], ...]:
+    return [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], memory)]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_the_closed_form_is_what_the_simulator_serves(kind: Kind) -> None:
+    """The cheapest way of each system, at the highest load within the SLOs: within a fifth; 10% is the aim."""
+    served = workload.of_lengths(800, 100)
+    place = server(served)
+    found = [one for way in ways(SMALL, *pools(1, 1)) if way.kind is kind and (one := place.evaluate(way))]
+    best = shortlist(found)[0]
+    trial = Course(SMALL, served, [], RENTS, Slo()).most(best)
+    assert trial is not None
+    assert trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
+
+
+def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
+    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
+    place = server(served, slo)
+    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := place.evaluate(way))])[0]
+    course = Course(SMALL, served, [], RENTS, slo)
+    trial = course.most(best)
+    assert trial is not None
+    assert trial.result.ttft_s.p99 <= 2 and trial.result.tbt_s.p99 <= 0.1
+    assert trial.result.sustained_requests_s == pytest.approx(trial.requests_s, rel=0.1)
+    assert not course.holds(course.run(best, 1.5 * trial.requests_s, trial.requests))
+    # The dollars of prompts and of outputs are those of the pools.
+    spent = trial.usd_per_million_in * served.prompt + trial.usd_per_million_out * served.output
+    assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
+
+
+def test_prompts_count() -> None:
+    """One way, the same outputs after longer prompts: fewer requests, and a larger share of the compute pool's time."""
+    way = next(way for way in ways(SMALL, *pools()) if way.kind is Kind.OFFLOADED and way.memory_workers == 2)
+    found = [server(workload.of_lengths(prompt, 200)).evaluate(way) for prompt in (100, 400, 1600)]
+    rates, shares = [one.requests_s for one in found if one], [one.prompt_share for one in found if one]
+    assert len(rates) == 3 and rates == sorted(rates, reverse=True) and shares == sorted(shares)
+
+
+def test_every_system_on_every_kind_competes() -> None:
+    place = server(workload.of_lengths(500, 100))
+    every = list(ways(SMALL, *pools()))
+    kept = shortlist([one for way in every if (one := place.evaluate(way))])
+    seen = {(one.way.kind, one.way.compute.kind) for one in kept}
+    assert {(Kind.ONE_POOL, "h100"), (Kind.ONE_POOL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.APART, "h100")} <= seen
+    assert all(one.usd_per_hour > 0 for one in kept)
+    assert {way.tensor_parallel for way in every if way.kind is Kind.ONE_POOL} == {1, 2}
+
+
+def test_a_request_that_fits_no_memory_worker_is_an_error_with_the_figures() -> None:
+    long = workload.of_requests("long", [TracedRequest(0, 200_000, 10), TracedRequest(1, 10, 10)])
+    place = server(long, shape=models.find("LLaMA-65B"))
+    way = Way(
+        kind=Kind.OFFLOADED,
+        chunk=512,
+        compute=CATALOGUE["h100"],
+        compute_workers=2,
+        memory=CATALOGUE["h20"],
+        memory_workers=8,
+        tensor_parallel=2,
+        lanes=1,
+    )
+    room = place.models["h20"].kv_tokens
+    assert place.unfit(way) == f"the longest request has 200010 tokens; one h20 holds {room}"
+    assert place.evaluate(way) is None
+
+
+def plan(line: str) -> str:
+    """The output of `lamina plan LINE`."""
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A trace, and the plan for it."""
+    trace = tmp_path_factory.mktemp("plan") / "trace.jsonl"
+    random = np.random.default_rng(0)
+    rows = (
+        {
+            "timestamp": 100 * i,
+            "input_length": int(random.integers(50, 800)),
+            "output_length": int(random.integers(20, 80)),
+        }
+        for i in range(300)
+    )
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    line = f"--model Llama-2-13B --compute h100:1 --memory h20:1 --prices paper --trace {trace} --json"
+    return trace, json.loads(plan(line))
+
+
+def test_what_is_recommended_is_the_cheapest_that_was_simulated(planned: tuple[Path, dict[str, Any]]) -> None:
+    _, found = planned
+    costs = [way["usd_per_request"] for way in found["ways"]]
+    assert costs == sorted(costs) and len(costs) >= 3
+    assert found["ways"][0]["way"] in found["recommended"][0]
+    one_pool = found["ways"][0]["system"] == "chunked-prefill"
+    assert found["recommended"][0].startswith("Rent one pool" if one_pool else "Rent two pools")
+    slo = found["slo"]
+    for way in found["ways"]:
+        simulated = way["simulated"]
+        assert simulated["ttft_s"]["p99"] <= slo["ttft_s"] and simulated["tbt_s"]["p99"] <= slo["tbt_s"]
+
+
+def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]) -> None:
+    _, found = planned
+    for way in found["ways"]:
+        words = shlex.split(way["simulate"])
+        assert words[0] == "lamina"
+        done = CliRunner().invoke(app, [*words[1:], "--json"], catch_exceptions=False)
+        repeated = json.loads(done.output)
+        for name in ("tokens_s", "ttft_s", "tbt_s", "steps", "usd_per_hour"):
+            assert repeated[name] == way["simulated"][name], (way["way"], name)
+        assert repeated["sustained_requests_s"] == pytest.approx(way["requests_s"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--slo-tbt 1ms", "no way to serve keeps p99 TTFT 10 s and p99 TBT 1 ms; raise --slo-ttft"),
+        ("--budget 1", r"and \$1.00/h; raise"),
+        ("--prompt 900000 --output 10", "no way to serve fits: .*the longest request has 900010 tokens"),
+        ("--prompt 0", "prompts of 0 tokens"),
+        ("--context 100 --prompt 5", "--context plans for decoding alone"),
+        ("--trace x.csv --prompt 5", "give only one of them"),
+    ],
+)
+def test_what_no_way_serves_is_refused(line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(f"--model Llama-2-13B --compute h100:1 --memory h20:1 --prices paper {line}")
