@@ -364,9 +364,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, then ``sequences`` run: those
     that decode, and ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets
     the part about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
-    the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive the same message
-    numbers and which compute worker runs which slice. ``histories`` are the tokens generated so far by sequences with
-    penalties, if the lane's replicas may have missed some because these ran in other lanes or orders.
+    the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
+    compute worker runs which slice. ``histories`` are the tokens generated so far by sequences with penalties, if the
+    lane's replicas may have missed some because these ran in other lanes or orders.
     """
 
     step: int
