@@ -138,7 +138,7 @@ class Hub:
         return offset
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Arrival:
     """A message that has begun to arrive.
 

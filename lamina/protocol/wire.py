@@ -1,4 +1,4 @@
-"""What a data-plane message holds. Both ends derive it from the StepPlan: no header, no serialisation.
+"""What the body of a data-plane message holds. Both ends derive it from the StepPlan: no serialisation.
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
 k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
