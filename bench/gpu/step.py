@@ -133,7 +133,7 @@ class Step:
         return sum(self.lengths) * KV_HEADS * 2 * (HEAD_DIM * STORAGE[self.element].itemsize + 4 * self.element.scaled)
 
     def use(self, choices: Choices | None) -> None:
-        """Make the attention anew, with these choices or the GPU's own."""
+        """Replace the attention by one with these choices or the GPU's own."""
         self._attention = Attention(self.backend, StepCapacity(len(self.lengths), len(self.lengths)), choices)
         self._attention.begin(self.table)
 

@@ -11,6 +11,7 @@ cannot concern more memory workers than it has sequences.
 
 import argparse
 import contextlib
+import os
 import random
 import resource
 import statistics
@@ -111,10 +112,11 @@ class Scripted:
         return poller
 
     def play(self) -> None:
-        """Until the engine says stop. Compute workers answer at once; the others are looked at now and then."""
+        """Until the engine says stop or ends. Compute workers answer at once; the others are looked at now and then."""
         looked, reported, number = time.monotonic(), time.monotonic(), 0
+        parent = os.getppid()
         busy = set[Any]()  # memory workers that were told of steps since the last report
-        while True:
+        while os.getppid() == parent:  # not left behind by a benchmark that was killed
             for dealer, payload in _arrived(self._computes, 10):
                 message = self._decoder.decode(payload)
                 if isinstance(message, Stop):

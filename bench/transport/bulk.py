@@ -108,6 +108,10 @@ class Store(KvStore):
         self.kept += len(slots) * PER_TOKEN
         super().keep(layer, slots, content)
 
+    def restore(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        self.kept += len(slots) * PER_TOKEN
+        super().restore(layer, slots, content)
+
 
 def plan(
     admitted: list[Admission], chunks: list[SequenceStep], released: list[int], migrations: list[Migration]

@@ -1,6 +1,7 @@
 """The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from lamina.plan.serving import Server, Way
     from lamina.simulate.trial import Course, Trial
 
-_HEADINGS = ("requests/s", "TTFT p99", "TBT p99", "tokens/s", "$/h", "$/M in", "$/M out", "busy", "model")
+_HEADINGS = ("requests /s", "TTFT p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
+_WIDE = 140  # columns that a table with one line per way needs
 
 
 def show(
@@ -72,8 +74,9 @@ def _print(
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from lamina.cli.console import print_table, print_text
+    from lamina.cli.console import output, print_table, print_text
 
+    narrow = output().is_terminal and output().width < _WIDE
     slo = server.slo
     table = Table(
         title=f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}",
@@ -84,11 +87,14 @@ def _print(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("way to serve")
+    table.add_column("way to serve", max_width=11 if narrow else None)
     for heading in _HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading.replace(" ", "\n") if narrow else heading, justify="right", no_wrap=True)
     for trial in trials:
-        table.add_row(*_cells(trial), style="bold green" if trial is trials[0] else None)
+        way, *figures = _cells(trial)
+        if narrow:
+            figures = [_broken(figure) for figure in figures]
+        table.add_row(way, *figures, style="bold green" if trial is trials[0] else None)
     print_table(table)
     print_text("Recommended\n", style="bold")
     for line in advice(server, trials):
@@ -113,6 +119,11 @@ def _cells(trial: "Trial") -> tuple[str, ...]:
         " ".join(f"{pool.busy:.0%}" for pool in result.pools),
         f"{trial.capacity.requests_s:.2f} ({trial.capacity.requests_s / trial.requests_s - 1:+.0%})",
     )
+
+
+def _broken(cell: str) -> str:
+    """A figure in several lines: the use of each pool, and a deviation, below each other."""
+    return re.sub(r"(?<=%) | (?=\()", "\n", cell)
 
 
 def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:

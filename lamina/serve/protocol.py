@@ -6,6 +6,7 @@ once, and a list with elements of a wrong type is never built. Decoding holds th
 of 4 MiB (a million short texts), where decoding them as generic JSON takes a second.
 """
 
+import abc
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -114,9 +115,9 @@ class GenerationRequest(BaseModel):
         return self
 
     @classmethod
+    @abc.abstractmethod
     def large_value(cls, raw: msgspec.Raw) -> Any:
         """The value of the field ``large``. Raises RequestError or what msgspec raises."""
-        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:

@@ -246,9 +246,8 @@ void TcpEndpoint::cut(const std::shared_ptr<TcpSender> &sender) {
     remove(sender);
     const std::lock_guard lock(mutex_);
     refused_.insert(sender->identity());
-    std::erase_if(incoming_, [&](const auto &item) {
-        return item.second.receiver.identity() == sender->identity();
-    });
+    std::erase_if(incoming_,
+                  [&](const auto &item) { return item.second.receiver.identity() == sender->identity(); });
 }
 
 std::optional<TcpEndpoint::Expected> TcpEndpoint::expect(std::uint64_t stream, std::uint64_t identity,

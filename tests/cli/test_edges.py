@@ -35,6 +35,7 @@ LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PLAN = ("plan", "--model", "Llama-3-70B", "--compute", "a100-80g:2", "--memory", "rtx3090:4")
+PLAN_DECODING = (*PLAN, "--context", "1024")
 
 
 def run(*arguments: str, stdout: int = subprocess.PIPE, before: Callable[[], None] | None = None) -> tuple[int, str]:
@@ -82,21 +83,22 @@ def test_no_figure_of_a_table_is_cut(terminal: bool) -> None:
     assert "k" * 60 in printed.getvalue() and "123456.789" in printed.getvalue() and "…" not in printed.getvalue()
 
 
-@pytest.mark.parametrize(("columns", "lines_of_a_plan"), [(80, 2), (200, 1)])
-def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_plan: int) -> None:
+@pytest.mark.parametrize(("columns", "lines_of_a_way"), [(80, 3), pytest.param(200, 1, marks=pytest.mark.slow)])
+def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_way: int) -> None:
     printed = in_terminal(columns, *PLAN)
-    table = printed.partition("Recommended")[0]
+    table = printed.partition("Simulated at")[0]
     assert "…" not in table and max(map(len, table.splitlines())) <= columns
-    rows = table.count("a100-80g:")
-    assert rows > 0 and table.count("rtx3090:") == rows
-    assert len(re.findall("a100-80g:.*rtx3090:", table)) == (rows if lines_of_a_plan == 1 else 0)
-    assert len(re.findall(r"\d+\.\d\d", table)) == 3 * rows  # $/h, $/M in, $/M out
+    rows = len(re.findall(r"\d+\.\d\d s\b", table))  # TTFT
+    assert rows > 0 and table.count(" ms") == rows
+    assert len(re.findall(r"\d+\.\d\d", table)) == 6 * rows  # requests/s, TTFT, $/h, $/M in, $/M out, model
+    second_pools = [line.split("+ rtx3090:")[0].strip() for line in table.splitlines() if "+ rtx3090:" in line]
+    assert second_pools and all((before == "") == (lines_of_a_way > 1) for before in second_pools)
 
 
 # -- system errors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("plan", "-h"), PLAN])
+@pytest.mark.parametrize("arguments", [("--version",), ("plan", "-h"), PLAN_DECODING])
 def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         status, said = run(*arguments, stdout=full.fileno())
@@ -107,7 +109,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word() -> None:
     near, far = os.pipe()
     os.close(near)
     try:
-        assert run(*PLAN, stdout=far) == (1, "")
+        assert run(*PLAN_DECODING, stdout=far) == (1, "")
     finally:
         os.close(far)
 

@@ -68,7 +68,7 @@ def test_a_prompt_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    output.cache_clear()  # made anew, for what pytest captures
+    output.cache_clear()  # so that the next use writes to what pytest captures
     text = "if x:\n\treturn [bold]y[/] :smile: " + "z " * 80 + "\r\n"
     print_text(text, "bold")
     assert capsys.readouterr().out == text

@@ -22,6 +22,7 @@ GIVEN: dict[str, Any] = {
     "max_model_len": 5,
     "default_max_tokens": 4,
     "kv_cache_memory_bytes": 6,
+    "kv_cache_dtype": "int8",
     "threads": 7,
     "lanes": 8,
     "pipelining": "fixed",

@@ -252,7 +252,7 @@ def _of_another_model(file: Path) -> None:
 
 @pytest.mark.usefixtures("split_before")
 @pytest.mark.parametrize("damage", [_flip, _truncate, _empty, _of_another_model])
-def test_a_damaged_file_is_named_and_made_anew(
+def test_a_damaged_file_is_named_and_made_again(
     bundled: ModelDirectory, cache: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     prepare(bundled, None, lambda: None)

@@ -31,14 +31,14 @@ class Interpreter:
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         import triton.language as tl
 
-        mend()
+        match_gpus()
         kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)
         kernel[grid](*map(as_tensor, arguments, program.types), **constants(program, tl))
 
 
 @functools.cache
-def mend() -> None:
-    """Brings the interpreter to what cards do.
+def match_gpus() -> None:
+    """Make the interpreter compute what GPUs do.
 
     It keeps bfloat16 as uint16, takes those bits for numbers in products and casts from integers, and truncates to
     bfloat16; it spreads booleans as integers, and takes no such mask.

@@ -72,7 +72,7 @@ def test_a_decode_step_sends_one_word_per_sequence():
     assert tables.changes().shape == (2, 0)
 
 
-def test_a_truncated_table_is_sent_anew_from_there():
+def test_a_truncated_table_is_sent_again_from_there():
     tables = PageTables(256)
     tables.update(7, np.array([1, 2, 3], np.int32))
     tables.update(7, np.array([1], np.int32))

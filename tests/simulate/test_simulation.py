@@ -344,7 +344,7 @@ def test_whole_prompts_hold_decoding_up_and_chunks_do_not() -> None:
     assert whole.log.longest_gap_s[0] > 5 * chunked.log.longest_gap_s[0]
 
 
-def test_sequences_that_outgrow_the_blocks_are_computed_anew() -> None:
+def test_sequences_that_outgrow_the_blocks_are_computed_again() -> None:
     small = replace(CATALOGUE["a100"], memory_bytes=(LLAMA.weight_bytes + 3e9) / 0.9)
     deployment = Deployment(model=LLAMA, compute=small, compute_workers=1)
     arrivals = Arrivals(np.zeros(40), np.full(40, 100), np.full(40, 400))

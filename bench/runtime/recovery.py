@@ -1,0 +1,146 @@
+"""The pause that clients notice when a memory worker dies.
+
+    python -m bench.runtime.recovery [--model 60m] [--rounds 3] [--json FILE]
+
+One compute and four memory workers; requests of 256 prompt tokens decode when one memory worker is killed. Printed: the
+time from the kill until steps are planned again (detection and fencing, target 1 s); the longest pause of any stream;
+the tokens that are computed again, and their time at the rate at which this run computed its prompts.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import signal
+import statistics
+import threading
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.models import MODELS, model_directory
+from lamina.cluster.launchers.local import LocalWorkers
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.engine.updates import RequestUpdate
+from lamina.launch import launch
+from lamina.types import SamplingParams
+
+REQUESTS, PROMPT, GENERATED = 16, 256, 192
+KILL_AFTER = 32  # tokens of every stream
+MEMORIES = 4
+TIMEOUT_S = 300.0
+POLL_S = 0.001
+
+
+class Killable(LocalWorkers):
+    """Workers of which one can be killed."""
+
+    def kill_at_once(self, name: str) -> None:
+        """As the kernel does when memory runs out."""
+        self._processes[name].send_signal(signal.SIGKILL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one round, in seconds and tokens."""
+
+    fenced_s: float
+    pause_s: float
+    usual_gap_s: float
+    recomputed: int
+    floor_s: float
+
+
+class Streams:
+    """The arrival times of every request's tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.arrivals: list[list[float]] = [[] for _ in range(REQUESTS)]
+        self.begun = time.monotonic()
+        self.errors: list[str] = []
+        self._changed, self._left = threading.Condition(), REQUESTS
+        params = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True)
+        for number in range(REQUESTS):
+            engine.submit(str(number), [5 + number] * PROMPT, params, self._on_update)
+
+    def _on_update(self, update: RequestUpdate) -> None:
+        with self._changed:
+            if update.tokens:
+                self.arrivals[int(update.request.request_id)].append(time.monotonic())
+            self._left -= update.finished
+            if update.error:
+                self.errors.append(update.error)
+            self._changed.notify_all()
+
+    def wait(self, tokens: int) -> None:
+        """Until every stream has had so many updates, or has ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: min(map(len, self.arrivals)) >= tokens or not self._left, TIMEOUT_S):
+                raise SystemExit(f"error: after {TIMEOUT_S:g} s, {self._left} of {REQUESTS} requests have not ended")
+
+
+def one_round(model: Path) -> Figures:
+    """Start, kill, recover, and end."""
+    workers = Killable()
+    engine = launch(EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}"), workers=workers)
+    try:
+        streams = Streams(engine)
+        streams.wait(1)
+        prefill_s = max(arrivals[0] for arrivals in streams.arrivals) - streams.begun
+        streams.wait(KILL_AFTER)
+        killed = time.monotonic()
+        workers.kill_at_once("memory0")
+        deadline = killed + TIMEOUT_S
+        while engine.stats().recoveries == 0:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"error: no recovery within {TIMEOUT_S:g} s of the kill")
+            time.sleep(POLL_S)
+        fenced_s = time.monotonic() - killed
+        streams.wait(GENERATED)
+        stats = engine.stats()
+    finally:
+        engine.close()
+    if streams.errors:
+        raise SystemExit(f"error: {len(streams.errors)} requests failed: {streams.errors[0]}")
+    gaps = [
+        (after - before, after >= killed)
+        for arrivals in streams.arrivals
+        for before, after in itertools.pairwise(arrivals)
+    ]
+    usual = statistics.median(gap for gap, _ in gaps)
+    pause = max(gap for gap, late in gaps if late)
+    floor = stats.recomputed * prefill_s / (REQUESTS * PROMPT)
+    return Figures(fenced_s, pause, usual, stats.recomputed, floor)
+
+
+def main() -> None:
+    """Run the rounds given on the command line and print their medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="60m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with model_directory(given.model) as model:
+        rounds = [one_round(model) for _ in range(given.rounds)]
+    table = Table(title=f"A memory worker of 1 + {MEMORIES} is killed: {given.model}, {REQUESTS} streams")
+    table.add_column("what")
+    for heading in ("median", "worst"):
+        table.add_column(heading, justify="right")
+    for what, values, unit in (
+        ("until steps are planned again", [one.fenced_s * 1e3 for one in rounds], "ms"),
+        ("longest pause of a stream", [one.pause_s * 1e3 for one in rounds], "ms"),
+        ("usual time between tokens", [one.usual_gap_s * 1e3 for one in rounds], "ms"),
+        ("tokens computed again", [float(one.recomputed) for one in rounds], ""),
+        ("their time at the prompts' rate", [one.floor_s * 1e3 for one in rounds], "ms"),
+    ):
+        table.add_row(what, *(f"{value:.0f} {unit}".strip() for value in (statistics.median(values), max(values))))
+    Console().print(table)
+    if given.json is not None:
+        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in rounds], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
