@@ -358,7 +358,8 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request that is new to the workers: sequences [sequence, sequence + count), one per completion.
 
-    The first sequence runs the prompt; the others are forked from it. ``segments`` say where their KV lives.
+    The first sequence runs the prompt; the others are forked from it. ``segments`` say where the KV of the first lives,
+    and that of others that have been forked, if a worker learns of them later.
     ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them. ``indices`` are
     those of the completions within the request: some may have ended before the KV of the others was dropped.
     """
@@ -399,8 +400,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
     Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
-    that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, then ``sequences`` run: those
-    that decode, and ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets
+    that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown`` segments take over
+    from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode, and ``chunks`` of
+    prompts. A plan goes to the compute workers that run its slices; a memory worker gets
     the part about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
     the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
     attention a message belongs to and which compute worker runs which slice. ``histories`` are the tokens generated so
@@ -420,6 +422,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     migrations: list[Migration] = []
     rotates: bool = False
     histories: dict[int, list[int]] = {}
+    grown: list[Segment] = []
 
     @property
     def runs(self) -> bool:

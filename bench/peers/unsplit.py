@@ -42,7 +42,7 @@ class Kv:
     """K and V of all layers as a memory worker keeps them: bfloat16 bits [capacity, Hkv, D] by slot, on huge pages."""
 
     def __init__(self, attentions: Sequence[AttentionSpec], capacity: int, threads: int) -> None:
-        self.slab = Slab(capacity)
+        self.slab = Slab[int](capacity)
         self.threads = threads
         self.k = {spec.layer: _rows(capacity, spec.kv_heads, spec.qk_dim) for spec in attentions}
         self.v = {spec.layer: _rows(capacity, spec.kv_heads, spec.v_dim) for spec in attentions}

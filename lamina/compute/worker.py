@@ -46,7 +46,8 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import check_placements, for_sequence
+from lamina.protocol.wire import check_placements
+from lamina.segments import by_sequence, for_sequence, forked, grown
 from lamina.topology import Epoch
 from lamina.types import Admission, Segment, StepPlan
 
@@ -302,11 +303,16 @@ class ComputeWorker:
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
+        for fork in plan.forks:
+            if fork.parent in self._segments:  # else an admission tells of both
+                self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
         self._release(plan.released)
         for segment in plan.moved:
             self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
             self._admit(admission)
+        for segment in plan.grown:
+            self._segments[segment.sequence] = grown(self._segments[segment.sequence], segment)
         for sequence, tokens in plan.histories.items():
             self._sequences[sequence].generated = list(tokens)
         if not plan.sequences:
@@ -326,9 +332,10 @@ class ComputeWorker:
             self._await(lane)
 
     def _admit(self, admission: Admission) -> None:
+        placed = by_sequence(admission.segments)
         for place, index in enumerate(admission.indices):
             sequence = admission.sequence + place
-            self._segments[sequence] = for_sequence(sequence, admission.segments)
+            self._segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
             self._sequences[sequence] = SequenceCopy(admission, sequence, index)
 
     def _remember(self, step: StepRun) -> None:

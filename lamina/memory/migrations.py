@@ -112,7 +112,7 @@ class Migrations:
 
     def _begin(self, migration: Migration) -> None:
         self._moving.add(migration.sequence)
-        slots = self._store.slab.slots(migration.sequence)[migration.start : migration.stop].copy()
+        slots = self._store.slab.slots((migration.sequence, 0))[migration.start : migration.stop].copy()
         specs = [cache.spec for cache in self._store.layers]
         pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
         if migration.source == self._own:

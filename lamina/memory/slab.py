@@ -1,14 +1,16 @@
 """Bookkeeping of the token slots of one memory worker.
 
-A slot number indexes the K and V arrays of every layer. Allocation is granular to one token, so sharing needs no
-copy-on-write: sequences share the slots of a common prefix, and new tokens always get slots of their own.
+Slots belong to segments, whose tokens have consecutive positions; here a segment is whatever its owner calls it. A slot
+number indexes the K and V arrays of every layer. Allocation is granular to one token, so sharing needs no
+copy-on-write: segments share the slots of a common prefix, and new tokens always get slots of their own.
 
-Attention reads memory faster in order. So while many slots are free, each sequence has a run of them set aside for its
-next tokens, which would otherwise be interleaved with those of other sequences. Slots set aside count as free, and are
+Attention reads memory faster in order. So while many slots are free, each segment has a run of them set aside for its
+next tokens, which would otherwise be interleaved with those of other segments. Slots set aside count as free, and are
 given up when others need them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +18,13 @@ from numpy.typing import NDArray
 from lamina.errors import CapacityError
 
 Slots = NDArray[np.int32]
+Key = TypeVar("Key", bound=Hashable)
 
 _RUN = 64  # slots: 32 KiB of keys for 4 heads of 64 in bfloat16; runs of 16 read at 0.94, of 128 at 1.02 of its rate
 
 
 class _PageTable:
-    """The slots of one sequence in token order: ``slots[:length]`` is in use, ``slots[length:held]`` set aside."""
+    """The slots of one segment in token order: ``slots[:length]`` is in use, ``slots[length:held]`` set aside."""
 
     __slots__ = ("held", "length", "slots")
 
@@ -40,8 +43,8 @@ class _PageTable:
         self.held = held
 
 
-class Slab:
-    """Which slots each sequence owns, with a last-in-first-out free list and reference counts.
+class Slab(Generic[Key]):
+    """Which slots each segment owns, with a last-in-first-out free list and reference counts.
 
     Not thread-safe: one thread owns it. An operation that raises has changed nothing.
     """
@@ -55,7 +58,7 @@ class Slab:
         self._free_count = capacity
         self._set_aside = 0
         self._references = np.zeros(capacity, np.int32)
-        self._tables: dict[int, _PageTable] = {}
+        self._tables: dict[Key, _PageTable] = {}
 
     @property
     def capacity(self) -> int:
@@ -64,43 +67,43 @@ class Slab:
 
     @property
     def free_slots(self) -> int:
-        """Slots that no sequence owns."""
+        """Slots that no segment owns."""
         return self._free_count + self._set_aside
 
     @property
     def used(self) -> int:
-        """Slots that some sequence owns; a shared slot counts once."""
+        """Slots that some segment owns; a shared slot counts once."""
         return self.capacity - self.free_slots
 
     @property
-    def sequences(self) -> list[int]:
-        """The sequences that are open."""
+    def segments(self) -> list[Key]:
+        """The segments that are open."""
         return list(self._tables)
 
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self._tables
+    def __contains__(self, segment: Key) -> bool:
+        return segment in self._tables
 
-    def open(self, sequence: int) -> None:
-        """Register an empty sequence. Raises ValueError if it is already open."""
-        self._require_new(sequence)
-        self._tables[sequence] = _PageTable(np.empty(0, np.int32))
+    def open(self, segment: Key) -> None:
+        """Register an empty segment. Raises ValueError if it is already open."""
+        self._require_new(segment)
+        self._tables[segment] = _PageTable(np.empty(0, np.int32))
 
-    def append(self, sequence: int, count: int) -> Slots:
-        """Give ``sequence`` slots for ``count`` more tokens: int32 [count], in token order.
+    def append(self, segment: Key, count: int) -> Slots:
+        """Give ``segment`` slots for ``count`` more tokens: int32 [count], in token order.
 
-        Raises CapacityError if they do not fit, ValueError for an unknown sequence or a negative count.
+        Raises CapacityError if they do not fit, ValueError for an unknown segment or a negative count.
         """
-        return self.extend((sequence,), (count,))
+        return self.extend((segment,), (count,))
 
-    def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> Slots:
-        """Append to several sequences at once, all or nothing: int32 [sum(counts)], one sequence after another.
+    def extend(self, segments: Sequence[Key], counts: Sequence[int]) -> Slots:
+        """Append to several segments at once, all or nothing: int32 [sum(counts)], one segment after another.
 
-        Raises CapacityError if they do not all fit, ValueError for an unknown sequence, a negative count or lengths
+        Raises CapacityError if they do not all fit, ValueError for an unknown segment, a negative count or lengths
         that differ.
         """
-        if len(sequences) != len(counts) or min(counts, default=0) < 0:
-            raise ValueError(f"give each of the {len(sequences)} sequences one count of at least 0, not {counts!r}")
-        tables = [self._table(sequence) for sequence in sequences]
+        if len(segments) != len(counts) or min(counts, default=0) < 0:
+            raise ValueError(f"give each of the {len(segments)} segments one count of at least 0, not {counts!r}")
+        tables = [self._table(segment) for segment in segments]
         total = sum(counts)
         if total > self.free_slots:
             raise CapacityError(needed=total, free=self.free_slots, capacity=self.capacity)
@@ -120,7 +123,7 @@ class Slab:
         self._references[slots] = 1
         return slots
 
-    def fork(self, parent: int, child: int, tokens: int) -> None:
+    def fork(self, parent: Key, child: Key, tokens: int) -> None:
         """Open ``child`` with the first ``tokens`` slots of ``parent``, shared.
 
         Raises ValueError if the parent is unknown or shorter than that, or the child is already open.
@@ -132,34 +135,34 @@ class Slab:
         self._references[shared] += 1
         self._tables[child] = _PageTable(shared)
 
-    def truncate(self, sequence: int, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens of ``sequence`` and release the others.
+    def truncate(self, segment: Key, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens of ``segment`` and release the others.
 
-        Raises ValueError if the sequence is unknown or shorter than that.
+        Raises ValueError if the segment is unknown or shorter than that.
         """
-        table = self._table(sequence)
-        self._require_within(sequence, table, tokens)
+        table = self._table(segment)
+        self._require_within(segment, table, tokens)
         self._give_up(table)
         self._release(table.slots[tokens : table.length])
         table.length = table.held = tokens
 
-    def free(self, sequence: int) -> None:
-        """Forget ``sequence``; slots it shares stay with the others. Raises ValueError if it is unknown."""
-        self.truncate(sequence, 0)
-        del self._tables[sequence]
+    def free(self, segment: Key) -> None:
+        """Forget ``segment``; slots it shares stay with the others. Raises ValueError if it is unknown."""
+        self.truncate(segment, 0)
+        del self._tables[segment]
 
-    def slots(self, sequence: int) -> Slots:
-        """The page table: read-only int32 [length], a view that is valid until the sequence changes.
+    def slots(self, segment: Key) -> Slots:
+        """The page table: read-only int32 [length], a view that is valid until the segment changes.
 
-        Raises ValueError if the sequence is unknown.
+        Raises ValueError if the segment is unknown.
         """
-        table = self._table(sequence)
+        table = self._table(segment)
         view = table.slots[: table.length]
         view.flags.writeable = False
         return view
 
     def _supply(self, table: _PageTable, length: int) -> None:
-        """Let a sequence hold ``length`` slots, rounded up to a run if enough slots are free for one per sequence."""
+        """Let a segment hold ``length`` slots, rounded up to a run if enough slots are free for one per segment."""
         if length - table.held > self._free_count:
             for other in self._tables.values():
                 self._give_up(other)
@@ -172,7 +175,7 @@ class Slab:
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        """Return the slots that a sequence has set aside to the free list."""
+        """Return the slots that a segment has set aside to the free list."""
         self._set_aside -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length
@@ -186,16 +189,16 @@ class Slab:
         self._free[self._free_count : self._free_count + len(slots)] = slots[::-1]
         self._free_count += len(slots)
 
-    def _table(self, sequence: int) -> _PageTable:
+    def _table(self, segment: Key) -> _PageTable:
         try:
-            return self._tables[sequence]
+            return self._tables[segment]
         except KeyError:
-            raise ValueError(f"sequence {sequence} is not open in this slab; open or fork it first") from None
+            raise ValueError(f"segment {segment} is not open in this slab; open or fork it first") from None
 
-    def _require_new(self, sequence: int) -> None:
-        if sequence in self._tables:
-            raise ValueError(f"sequence {sequence} is already open; free it first or choose another number")
+    def _require_new(self, segment: Key) -> None:
+        if segment in self._tables:
+            raise ValueError(f"segment {segment} is already open; free it first or choose another number")
 
-    def _require_within(self, sequence: int, table: _PageTable, tokens: int) -> None:
+    def _require_within(self, segment: Key, table: _PageTable, tokens: int) -> None:
         if not 0 <= tokens <= table.length:
-            raise ValueError(f"sequence {sequence} has {table.length} tokens; give 0 to {table.length}, not {tokens}")
+            raise ValueError(f"segment {segment} has {table.length} tokens; give 0 to {table.length}, not {tokens}")

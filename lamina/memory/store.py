@@ -13,21 +13,22 @@ from lamina.kernels.elements import STORAGE
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
-from lamina.memory.cuts import MOST_PRODUCTS, Cut, cuts
+from lamina.memory.cuts import MOST_PRODUCTS, cuts
 from lamina.memory.slab import Slab
 from lamina.protocol.wire import (
     Array,
     MessageRows,
     Piece,
+    SegmentKey,
     SegmentRows,
     check_placements,
-    for_sequence,
     keys_values,
     message_rows,
     pieces,
     read_kept,
     read_queries,
 )
+from lamina.segments import by_sequence, forked, grown
 from lamina.types import AttentionSpec, DType, Fork, KvCacheDType, KvElement, Migration, Overlap, Segment, StepPlan
 
 Floats = npt.NDArray[np.float32]
@@ -67,11 +68,22 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
+class Further:
+    """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
+
+    ``rows`` int64 [R] index the piece's; ``table`` covers them in order.
+    """
+
+    rows: npt.NDArray[np.int64]
+    table: SegmentTable
+
+
+@dataclass(frozen=True)
 class StepTables:
     """What one step needs from this worker, planned once and used for every layer.
 
     Attributes:
-        tables: for every piece of a request, what its query rows attend to when it arrives.
+        tables: for every piece of a request, what its query rows attend to when it arrives. further: and besides.
         newest: what all rows attend to beyond that when k and v arrive last; None if they arrive first.
         slots: for the new tokens that arrive with requests. pulled_slots: for those of ``rows.pulled``.
     """
@@ -80,6 +92,7 @@ class StepTables:
     rows: MessageRows
     pieces: tuple[Piece, ...]
     tables: tuple[SegmentTable | None, ...]
+    further: tuple[tuple[Further, ...], ...]
     newest: SegmentTable | None
     slots: npt.NDArray[np.int32]
     pulled_slots: npt.NDArray[np.int32]
@@ -107,9 +120,9 @@ class KvStore:
         self.dtype = dtype
         self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
-        self.slab = Slab(capacity)
+        self.slab = Slab[SegmentKey](capacity)
         self._kv_heads = max(spec.kv_heads for spec in attentions)
-        self._segments: dict[int, list[Segment]] = {}
+        self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
         self.layers = [LayerCache.allocate(spec, self.element, capacity) for spec in attentions]
 
     @property
@@ -139,9 +152,10 @@ class KvStore:
             elif migration.source == self.worker:
                 self._check_source(migration)
         for admission in plan.admitted:
-            if any(segment.worker == self.worker for segment in admission.segments):
-                self._segments[admission.sequence] = admission.segments
-                self.slab.open(admission.sequence)
+            for sequence, segments in by_sequence(admission.segments).items():
+                self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
+        for segment in plan.grown:
+            self._grow(segment)
         return self._plan_step(plan)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
@@ -149,48 +163,70 @@ class KvStore:
 
         Sequences that have no segment here are ignored.
         """
-        for sequence in self.slab.sequences:
+        for sequence in {sequence for sequence, _ in self.slab.segments}:
             if sequence not in kept or sequence not in self._segments:
                 self._forget(sequence)
         for sequence, segments in self._segments.items():
-            start, stop = self._range(segments)
-            self.slab.truncate(sequence, max(0, min(kept[sequence], stop or kept[sequence]) - start))
+            for start, stop in (segment.tokens for segment in segments):
+                last = kept[sequence] if stop is None else min(kept[sequence], stop)
+                self.slab.truncate((sequence, start), max(0, last - start))
 
     def release(self, sequences: Sequence[int]) -> None:
         """Forget sequences and free their slots. Those not known here are ignored."""
         for sequence in sequences:
             self._forget(sequence)
 
+    def _open(self, sequence: int, segments: list[Segment]) -> None:
+        """Begin the segments of a sequence that are here, if any."""
+        if segments:
+            self._segments[sequence] = segments
+            for segment in segments:
+                self.slab.open((sequence, segment.tokens[0]))
+
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""
         segments = self._segments[fork.parent]
-        start, stop = self._range(segments)
-        shared = max(0, fork.tokens - start) if stop is None else max(0, min(fork.tokens, stop) - start)
-        self.slab.fork(fork.parent, fork.child, shared)
-        self._segments[fork.child] = for_sequence(fork.child, segments)
+        if shared := forked(segments, fork.child, fork.tokens):
+            self._segments[fork.child] = shared
+        for segment in segments[: len(shared)]:
+            start, stop = segment.tokens
+            last = fork.tokens if stop is None else min(fork.tokens, stop)
+            self.slab.fork((fork.parent, start), (fork.child, start), last - start)
 
-    def _range(self, segments: Sequence[Segment]) -> tuple[int, int | None]:
-        """The tokens of the one segment on this worker."""
-        return next(segment.tokens for segment in segments if segment.worker == self.worker)
+    def _grow(self, new: Segment) -> None:
+        """Let a sequence continue in another segment, here or elsewhere. What it had planned beyond is empty."""
+        sequence, segments = new.sequence, self._segments.pop(new.sequence, [])
+        first, _ = new.tokens
+        for segment in segments:
+            if segment.tokens[0] >= first:
+                self.slab.free((sequence, segment.tokens[0]))
+        *ended, last = grown(segments, new)
+        if last.worker == self.worker:
+            self.slab.open((sequence, first))
+            ended.append(last)
+        if ended:
+            self._segments[sequence] = ended
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is moving here."""
-        self._segments.pop(sequence, None)
-        if sequence in self.slab:
-            self.slab.free(sequence)
+        segments = self._segments.pop(sequence, ())
+        for start in [segment.tokens[0] for segment in segments] or [0]:
+            if (sequence, start) in self.slab:
+                self.slab.free((sequence, start))
 
     def _make_slots(self, migration: Migration) -> None:
         """For tokens that will arrive; nothing attends to them before the plan that moves their segment here."""
-        if migration.sequence not in self.slab:
-            self.slab.open(migration.sequence)
-        held = len(self.slab.slots(migration.sequence))
+        key = migration.sequence, 0
+        if key not in self.slab:
+            self.slab.open(key)
+        held = len(self.slab.slots(key))
         if held != migration.start:
             raise PlacementError(
                 f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} cannot move to "
                 f"{self.worker}",
                 f"it has {held} tokens, and new ones must follow these",
             )
-        self.slab.append(migration.sequence, migration.stop - migration.start)
+        self.slab.append(key, migration.stop - migration.start)
 
     def _check_source(self, migration: Migration) -> None:
         segments = self._segments.get(migration.sequence, [])
@@ -202,8 +238,8 @@ class KvStore:
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker)
-        kept = [*rows.kept, *((pulled.sequence, pulled.rows) for pulled in rows.pulled)]
-        appended = self.slab.extend([sequence for sequence, _ in kept], [count for _, count in kept])
+        kept = [*rows.kept, *(((pulled.sequence, pulled.kv_start), pulled.rows) for pulled in rows.pulled)]
+        appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
         stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
@@ -213,9 +249,38 @@ class KvStore:
             else None
             for piece in cut
         )
-        newest = self._table(rows.attends, [attend.kv_stop for attend in rows.attends], stops) if late else None
+        further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
+        newest = self._newest(rows) if late else None
         inline = len(rows.appends)
-        return StepTables(plan, rows, cut, tables, newest, appended[:inline], appended[inline:])
+        return StepTables(plan, rows, cut, tables, further, newest, appended[:inline], appended[inline:])
+
+    def _newest(self, rows: MessageRows) -> SegmentTable:
+        """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
+        last = dict(enumerate(rows.attends)) | dict(rows.further)
+        stops = [attend.kv_stop for attend in last.values()]
+        return self._table(list(last.values()), stops, [min(attend.kv_stop, attend.start) for attend in last.values()])
+
+    def _further(self, rows: MessageRows, piece: Piece, late: bool) -> tuple[Further, ...]:
+        """The second segments of a piece's sequences, then the third ones, and so on."""
+        begins = np.cumsum([0, *(attend.rows for attend in rows.attends)]) - piece.start
+        rounds: list[list[tuple[int, SegmentRows]]] = []
+        counts: dict[int, int] = {}
+        for index, attend in rows.further:
+            if piece.first <= index < piece.last:
+                counts[index] = number = counts.get(index, -1) + 1
+                if number == len(rounds):
+                    rounds.append([])
+                rounds[number].append((index, attend))
+        return tuple(
+            Further(
+                np.concatenate([np.arange(begins[index], begins[index + 1]) for index, _ in pairs]),
+                self._table(
+                    [attend for _, attend in pairs],
+                    [min(attend.kv_stop, attend.start) if late else attend.kv_stop for _, attend in pairs],
+                ),
+            )
+            for pairs in rounds
+        )
 
     def _table(
         self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
@@ -223,8 +288,7 @@ class KvStore:
         """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments."""
         starts = [attend.kv_start for attend in attends] if starts is None else starts
         slots = [
-            # The page table begins at the first token of the sequence's range on this worker.
-            self.slab.slots(attend.sequence)[start - attend.kv_start : stop - attend.kv_start]
+            self.slab.slots((attend.sequence, attend.kv_start))[start - attend.kv_start : stop - attend.kv_start]
             for attend, start, stop in zip(attends, starts, stops, strict=True)
         ]
         return SegmentTable(
@@ -267,22 +331,36 @@ class KvStore:
         if table is not None:
             part = slice(piece.start, piece.stop)
             q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            for place, cut in enumerate(cuts(table, cache.spec, self.threads, MOST_PRODUCTS)):
-                if place:
-                    yield
-                self._attend(cache, cut, q, out[part], lse[part])
+            yield from self._attend(cache, table, q, out[part], lse[part])
+            for further in step.further[number]:
+                yield
+                yield from self._attend_further(cache, further, q, out[part], lse[part])
         elif step.newest is not None:
             q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
             newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads, scales=cache.scales)
             merge([out, newest[0]], [lse, newest[1]], None, out, lse, self.threads)
 
-    def _attend(self, cache: LayerCache, cut: Cut, q: Array, out: Floats, lse: Floats) -> None:
-        part = slice(cut.start, cut.stop)
-        arrays = q[part], cache.k, cache.v, cut.table, cache.spec, self.threads, out[part], lse[part]
-        if cut.tasks is None:
-            partial(*arrays, scales=cache.scales)
-        else:
-            partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=cache.scales)
+    def _attend(self, cache: LayerCache, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        """Write the attention of ``table``; yields between its cuts."""
+        for place, cut in enumerate(cuts(table, cache.spec, self.threads, MOST_PRODUCTS)):
+            if place:
+                yield
+            part = slice(cut.start, cut.stop)
+            arrays = q[part], cache.k, cache.v, cut.table, cache.spec, self.threads, out[part], lse[part]
+            if cut.tasks is None:
+                partial(*arrays, scales=cache.scales)
+            else:
+                partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=cache.scales)
+
+    def _attend_further(
+        self, cache: LayerCache, further: Further, q: Array, out: Floats, lse: Floats
+    ) -> Iterator[None]:
+        """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
+        rows = further.rows
+        more, sums = np.empty((len(rows), *out.shape[1:]), np.float32), np.empty((len(rows), lse.shape[1]), np.float32)
+        yield from self._attend(cache, further.table, q[rows], more, sums)
+        merge([out[rows], more], [lse[rows], sums], None, more, sums, self.threads)
+        out[rows], lse[rows] = more, sums
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

@@ -11,7 +11,6 @@ A request may travel in pieces, each announced by its own ring, so that the memo
 batches of query rows, and q before k and v (Lamina, section 4.2.2). Its bytes lie in the order in which they travel.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import PlacementError
+from lamina.segments import by_sequence
 from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment, SequenceStep, StepPlan
 
 Array = npt.NDArray[np.generic]
@@ -31,6 +31,10 @@ NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(np.uint16),  # numpy has no bfloat16: its bits
 }
+
+
+SegmentKey = tuple[int, int]
+"""What a memory worker calls one of its segments: the sequence and its first token."""
 
 
 class SegmentRows(msgspec.Struct, frozen=True, gc=False):
@@ -45,11 +49,12 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class PulledRows(msgspec.Struct, frozen=True, gc=False):
-    """Rows [row, row + rows) of a step: tokens of one sequence whose k and v are fetched."""
+    """Rows [row, row + rows) of a step: tokens whose k and v are fetched, for the segment from ``kv_start`` on."""
 
     sequence: int
     row: int
     rows: int
+    kv_start: int
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,17 @@ class MessageRows:
     """The rows of one step that concern one memory worker, in the order their bytes travel.
 
     ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the step's rows; ``attends`` covers ``queries`` in order,
-    ``kept`` = (sequence, tokens) covers ``appends`` in order. ``pulled`` are kept too, but not part of the request.
+    ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are kept too, but not part of the request.
+    ``further`` = (index of ``attends``, segment): where a worker holds several segments of a sequence, its rows travel
+    once, and it merges what they see of each.
     """
 
     queries: npt.NDArray[np.int64]
     appends: npt.NDArray[np.int64]
     attends: tuple[SegmentRows, ...]
-    kept: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[SegmentKey, int], ...]
     pulled: tuple[PulledRows, ...] = ()
+    further: tuple[tuple[int, SegmentRows], ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -81,9 +89,8 @@ def attends_locally(step: SequenceStep) -> bool:
 def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) -> None:
     """Reject segments that messages and page tables cannot serve: their partials would be wrong or lost.
 
-    The segments of a sequence must name it, hold all ``kv_heads`` key/value heads (the most that an attention has), be
-    on different workers, and cover the tokens from 0 on, in contiguous ranges of which the last has no end.
-    Raises PlacementError.
+    The segments of a sequence must name it, hold all ``kv_heads`` key/value heads (the most that an attention has), and
+    cover the tokens from 0 on, in contiguous ranges of which the last has no end. Raises PlacementError.
     """
     ordered = sorted(segments, key=lambda segment: segment.tokens[0])
     starts = [segment.tokens[0] for segment in ordered]
@@ -92,8 +99,6 @@ def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) ->
         why = "a segment names another sequence"
     elif any(segment.heads != (0, kv_heads) for segment in segments):
         why = f"a segment must hold all heads, 0 to {kv_heads}"
-    elif len({segment.worker for segment in segments}) < len(segments):
-        why = "a memory worker can hold one segment of a sequence"
     elif [0, *stops] != [*starts, None] or any(start == stop for start, stop in zip(starts, stops, strict=True)):
         why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
     else:
@@ -105,14 +110,20 @@ def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) ->
 def check_placements(plan: StepPlan, kv_heads: int) -> None:
     """``check_segments`` of everything that a plan places. Raises PlacementError."""
     for admission in plan.admitted:
-        check_segments(admission.sequence, admission.segments, kv_heads)
+        placed = by_sequence(admission.segments)
+        if not placed or not placed.keys() <= set(range(admission.sequence, admission.sequence + admission.count)):
+            placed = {admission.sequence: admission.segments}
+        for sequence, segments in placed.items():
+            check_segments(sequence, segments, kv_heads)
     for segment in plan.moved:
         check_segments(segment.sequence, [segment], kv_heads)
-
-
-def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
-    """The same places for another completion of a request."""
-    return [dataclasses.replace(segment, sequence=sequence) for segment in segments]
+    for segment in plan.grown:
+        first, last = segment.tokens
+        if first < 1 or last is not None or segment.heads != (0, kv_heads):
+            raise PlacementError(
+                f"sequence {segment.sequence} grows to {segment.worker} heads {segment.heads} tokens {segment.tokens}",
+                f"it must continue there from token 1 or later, without an end, with all heads, 0 to {kv_heads}",
+            )
 
 
 def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:
@@ -123,13 +134,14 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
     queries: list[tuple[int, int]] = []
     appends: list[tuple[int, int]] = []
     attends: list[SegmentRows] = []
-    kept: list[tuple[int, int]] = []
+    kept: list[tuple[SegmentKey, int]] = []
     pulled: list[PulledRows] = []
+    further: list[tuple[int, SegmentRows]] = []
     row = 0
     for step in plan.sequences:
         sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
         stop = start + count
-        visible = start if chunk else stop
+        visible, known = start if chunk else stop, len(attends)
         for segment in segments.get(sequence, ()):
             if segment.worker != worker:
                 continue
@@ -138,18 +150,20 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
                 last = stop
             low, high = max(start, first), min(stop, last)
             if low < high and chunk:
-                pulled.append(PulledRows(sequence, row + low - start, high - low))
+                pulled.append(PulledRows(sequence, row + low - start, high - low, first))
             elif low < high:
                 appends.append((row + low - start, high - low))
-                kept.append((sequence, high - low))
+                kept.append(((sequence, first), high - low))
             seen = min(visible, last)
             if first < seen:
-                queries.append((row, count))
-                attends.append(
-                    SegmentRows(sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen)
-                )
+                attend = SegmentRows(sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen)
+                if known < len(attends):
+                    further.append((known, attend))
+                else:
+                    queries.append((row, count))
+                    attends.append(attend)
         row += count
-    return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled))
+    return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled), tuple(further))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
@@ -246,7 +260,7 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
     """The pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
     for rows in pulled:
         for first in range(0, rows.rows, most):
-            yield PulledRows(rows.sequence, rows.row + first, min(most, rows.rows - first))
+            yield PulledRows(rows.sequence, rows.row + first, min(most, rows.rows - first), rows.kv_start)
 
 
 def migrated_pieces(

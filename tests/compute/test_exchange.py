@@ -26,10 +26,10 @@ from lamina.protocol.leases import ArenaPlan, lease_nbytes
 from lamina.protocol.wire import (
     MessageRows,
     SegmentRows,
-    for_sequence,
     piece_nbytes,
     pieces,
 )
+from lamina.segments import forked
 from lamina.splitter import SliceOutput
 from lamina.transport.shm import ShmEndpoint
 from lamina.types import (
@@ -54,6 +54,8 @@ NOBODY = DecodeRows([], [], [])
 SPECS = [
     AttentionSpec(layer=0, query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.35),
     AttentionSpec(layer=1, query_heads=4, kv_heads=4, qk_dim=12, v_dim=6, scale=0.3, window=5, softcap=4.0, sinks=True),
+    AttentionSpec(layer=2, query_heads=4, kv_heads=1, qk_dim=4, v_dim=8, scale=0.5, alibi_slopes=(0.5, 0.25, 0.1, 0.0)),
+    AttentionSpec(layer=3, query_heads=2, kv_heads=2, qk_dim=4, v_dim=4, scale=0.5, chunk=6),
 ]
 
 
@@ -295,7 +297,7 @@ def test_a_prompt_alone_is_answered_too() -> None:
             attend(cluster, exchange, layer, [np.ones((5, *shape), np.float32) for shape in heads], None)
         thread.join(TIMEOUT_S)
         store = cluster.memories["memory0"].store
-        slots = store.slab.slots(0)
+        slots = store.slab.slots((0, 0))
         assert all((layer.k[slots] == 1).all() for layer in store.layers)
 
 
@@ -305,7 +307,7 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
     random = np.random.default_rng(boundary)
     names = ("memory0", "memory1")
     placed = [Segment(0, names[0], (0, 4), (0, boundary)), Segment(0, names[1], (0, 4), (boundary, None))]
-    segments = {sequence: for_sequence(sequence, placed) for sequence in (0, 1)}
+    segments = {0: placed, 1: forked(placed, 1, 6)}
     plans = [
         StepPlan(
             0,
@@ -317,7 +319,7 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
             [SequenceStep(0, 0, [0] * 6, [])],
             NOBODY,
         ),
-        StepPlan(1, 0, 2, [Fork(0, 1, 6)], [], [], [], DecodeRows([0, 1], [6, 6], [])),
+        StepPlan(1, 0, len(SPECS), [Fork(0, 1, 6)], [], [], [], DecodeRows([0, 1], [6, 6], [])),
     ]
     history = []
     with connected(names, Overlap()) as cluster:
@@ -342,8 +344,9 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
             for thread in threads:
                 thread.join(TIMEOUT_S)
                 assert not thread.is_alive()
-        for memory in cluster.memories.values():
-            assert memory.store._segments[1] == segments[1]
+        for name, memory in cluster.memories.items():
+            here = [segment for segment in segments[1] if segment.worker == name]
+            assert memory.store._segments.get(1, []) == here
 
 
 def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing() -> None:
@@ -353,9 +356,11 @@ def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing(
         nothing: dict[str, Any] = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": NOBODY}
         store.apply(StepPlan(0, 0, 0, **(nothing | deltas)))
 
-    cut = [Segment(0, "memory0", (0, 4), (0, 3)), Segment(0, "memory0", (0, 4), (3, None))]
-    with pytest.raises(PlacementError, match="hold one segment"):
+    cut = [Segment(0, "memory0", (0, 4), (0, 3)), Segment(0, "memory1", (0, 4), (4, None))]
+    with pytest.raises(PlacementError, match="must follow"):
         apply(admitted=[Admission(0, 1, 5, cut, SamplingParams(), 0)], chunks=[SequenceStep(0, 0, [0] * 5, [])])
+    with pytest.raises(PlacementError, match="must continue there"):
+        apply(grown=[Segment(0, "memory0", (0, 4), (0, None))])
     assert (store.slab.used, store.sequences) == (0, 0)
     apply(admitted=[Admission(0, 1, 5, [*cut[:1], Segment(0, "memory1", (0, 4), (3, None))], SamplingParams(), 0)])
     with pytest.raises(PlacementError, match="entirely on the source"):

@@ -36,7 +36,7 @@ class Losing(Cluster):
         for memory in self.memories:
             kept = remains.kept[memory.name]
             assert kept.keys() <= memory.here
-            for sequence in list(memory.slab.sequences):
+            for sequence in list(memory.slab.segments):
                 if sequence not in kept:
                     memory.forget(sequence)
             for sequence, tokens in kept.items():

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from lamina.memory.store import KvStore, StepTables
 from lamina.pipeline import Arrangement, Pipeline
-from lamina.protocol.wire import for_sequence, message_rows
+from lamina.protocol.wire import message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
+from lamina.segments import by_sequence, for_sequence, forked, grown
 from lamina.types import (
     Admission,
     AttentionSpec,
@@ -75,12 +76,18 @@ class Replica:
         self.segments: dict[int, list[Segment]] = {}
 
     def apply(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            if fork.parent in self.segments:
+                self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
         self.release(plan.released)
         for segment in plan.moved:
             self.segments[segment.sequence] = [segment]
         for admission in plan.admitted:
+            placed = by_sequence(admission.segments)
             for sequence in range(admission.sequence, admission.sequence + admission.count):
-                self.segments[sequence] = for_sequence(sequence, admission.segments)
+                self.segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
+        for segment in plan.grown:
+            self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
         assert self.segments.keys() >= plan.histories.keys()
 
     def release(self, sequences: list[int]) -> None:

@@ -1,0 +1,62 @@
+"""Which segments hold which tokens of a sequence. Pure.
+
+The segments of a sequence follow one another from token 0 on; the last has no end. Each function gives the same for one
+worker's segments of a sequence as for all of them, less those of the others: so a memory worker needs to know its own
+alone.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from lamina.types import Segment
+
+
+def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
+    """The same places for another completion of a request."""
+    return [dataclasses.replace(segment, sequence=sequence) for segment in segments]
+
+
+def by_sequence(segments: Iterable[Segment]) -> dict[int, list[Segment]]:
+    """The segments of each sequence, by ascending token."""
+    found: dict[int, list[Segment]] = {}
+    for segment in sorted(segments, key=lambda one: one.tokens[0]):
+        found.setdefault(segment.sequence, []).append(segment)
+    return found
+
+
+def forked(segments: Sequence[Segment], child: int, tokens: int) -> list[Segment]:
+    """The segments of ``child``, which shares the first ``tokens`` tokens: the last of them takes what it adds."""
+    return [
+        dataclasses.replace(segment, sequence=child, tokens=(start, None if stop is None or stop >= tokens else stop))
+        for segment in segments
+        for start, stop in [segment.tokens]
+        if start < tokens
+    ]
+
+
+def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
+    """The segments of a sequence once ``new`` takes all tokens from its first on. Growing twice changes nothing."""
+    first, _ = new.tokens
+    ended = [
+        dataclasses.replace(segment, tokens=(start, first)) if stop is None or stop > first else segment
+        for segment in segments
+        for start, stop in [segment.tokens]
+        if start < first
+    ]
+    return [*ended, new]
+
+
+def holding(segments: Sequence[Segment], position: int) -> Segment:
+    """The segment that holds the token at ``position``."""
+    return next(segment for segment in reversed(segments) if segment.tokens[0] <= position)
+
+
+def by_worker(segments: Iterable[Segment], start: int, stop: int) -> dict[str, int]:
+    """How many of tokens [start, stop) each worker holds; workers without any are left out."""
+    tokens: dict[str, int] = {}
+    for segment in segments:
+        first, last = segment.tokens
+        held = (stop if last is None else min(stop, last)) - max(start, first)
+        if held > 0:
+            tokens[segment.worker] = tokens.get(segment.worker, 0) + held
+    return tokens

@@ -1,0 +1,171 @@
+"""Sequences in any number of segments against attention over the whole history in float64.
+
+Segments end and begin at any token, several may be on one worker, forks share any prefix, and epochs end. Every worker
+holds the tokens of its segments and no others, so that nothing here passes because a worker has more than its share.
+"""
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.compute.exchange import StepExchange
+from lamina.memory import store
+from lamina.memory.cuts import MOST_PRODUCTS
+from lamina.segments import by_sequence, by_worker, forked, grown, holding
+from lamina.types import Admission, DecodeRows, DType, Fork, Overlap, SamplingParams, Segment, SequenceStep, StepPlan
+from tests.compute.test_exchange import ROWS, SPECS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
+
+NAMES = ("memory0", "memory1", "memory2")
+HEADS = (0, 4)
+NOBODY = DecodeRows([], [], [])
+places = st.sampled_from(NAMES)
+
+
+def segment(sequence: int, worker: str, first: int, last: int | None = None) -> Segment:
+    return Segment(sequence, worker, HEADS, (first, last))
+
+
+class Sequences:
+    """What the engine, the compute worker and an oracle know of sequences that run on three memory workers."""
+
+    def __init__(self, cluster: Connected, overlap: Overlap, seed: int) -> None:
+        self.cluster, self.overlap = cluster, overlap
+        self.random = np.random.default_rng(seed)
+        self.sinks = self.random.standard_normal(4).astype(np.float32)
+        self.segments: dict[int, list[Segment]] = {}
+        # By sequence and layer: k and v of every token. Forks share the rows themselves: their identities tell which
+        # tokens have a slot in common.
+        self.history: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {}
+        self.steps = self.turn = 0
+
+    def length(self, sequence: int) -> int:
+        return len(self.history[sequence][0])
+
+    def run(self, counts: dict[int, int], **deltas: list) -> None:
+        """One step; ``deltas`` as in a plan."""
+        for fork in deltas.get("forks", []):
+            self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
+            self.history[fork.child] = [rows[: fork.tokens] for rows in self.history[fork.parent]]
+        for sequence in deltas.get("released", []):
+            del self.segments[sequence], self.history[sequence]
+        for admission in deltas.get("admitted", []):
+            self.segments |= by_sequence(admission.segments)
+            self.history[admission.sequence] = [[] for _ in SPECS]
+        for new in deltas.get("grown", []):
+            self.segments[new.sequence] = grown(self.segments[new.sequence], new)
+        nothing: dict[str, Any] = {"forks": [], "released": [], "admitted": [], "grown": []}
+        steps = [SequenceStep(s, self.length(s), [0] * count, []) for s, count in counts.items() if count]
+        plan = StepPlan(self.steps, 0, self.turn, chunks=steps, decoding=NOBODY, **(nothing | deltas))
+        threads = [memory.serve(plan) for memory in self.cluster.memories.values()]
+        if steps:
+            self.attend(plan, steps)
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+        self.steps += 1
+        self.turn += len(SPECS) if steps else 0
+        self.check_slots()
+
+    def attend(self, plan: StepPlan, steps: list[SequenceStep]) -> None:
+        rows = sum(len(step.tokens) for step in steps)
+        exchange = StepExchange(plan, self.segments, self.cluster.mail, DType.FLOAT32, self.overlap, 1, rows)
+        for layer, spec in enumerate(SPECS):
+            shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
+            q, k, v = (self.random.standard_normal((rows, *shape)).astype(np.float32) for shape in shapes)
+            got = attend(self.cluster, exchange, layer, (q, k, v), self.sinks if spec.sinks else None)
+            row = 0
+            for step in steps:
+                part = slice(row, row + len(step.tokens))
+                row = part.stop
+                history = self.history[step.sequence]
+                history[layer] = [*history[layer], *((k[i].copy(), v[i].copy()) for i in range(part.start, part.stop))]
+                keys, values = (np.stack(rows) for rows in zip(*history[layer], strict=True))
+                out, lse = expected(spec, q[part], keys, values, step.start)
+                if spec.sinks:
+                    out = out / (1 + np.exp(self.sinks - lse))[..., None]
+                np.testing.assert_allclose(got[part], out, atol=1e-5)
+
+    def truncate(self, kept: dict[int, int]) -> None:
+        """An epoch ends: these sequences keep so many tokens, others are forgotten."""
+        for memory in self.cluster.memories.values():
+            memory.store.truncate(kept)
+        self.segments = {sequence: self.segments[sequence] for sequence in kept}
+        self.history = {one: [rows[: kept[one]] for rows in self.history[one]] for one in kept}
+        self.check_slots()
+
+    def check_slots(self) -> None:
+        """Every token has one slot, on the worker that its position says, shared by those that share the token."""
+        held: dict[str, set[int]] = {name: set() for name in NAMES}
+        for sequence, (rows, *_) in self.history.items():
+            for position, (k, _) in enumerate(rows):
+                held[holding(self.segments[sequence], position).worker].add(id(k))
+        assert {name: memory.store.slab.used for name, memory in self.cluster.memories.items()} == {
+            name: len(tokens) for name, tokens in held.items()
+        }
+        for sequence, segments in self.segments.items():
+            tokens = self.length(sequence)
+            assert sum(by_worker(segments, 0, tokens).values()) == tokens
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    data=st.data(),
+    overlap=overlaps,
+    most_products=st.sampled_from([1, MOST_PRODUCTS]),
+    seed=st.integers(0, 9),
+)
+def test_any_splits_forks_and_growth_equal_whole_attention(
+    data: st.DataObject, overlap: Overlap, most_products: int, seed: int
+) -> None:
+    with mock.patch.object(store, "MOST_PRODUCTS", most_products), connected(NAMES, overlap) as cluster:
+        under_test = Sequences(cluster, overlap, seed)
+        for sequence in range(2):
+            ends = data.draw(st.lists(st.integers(1, 14), max_size=4, unique=True).map(sorted), f"ends of {sequence}")
+            bounds = zip([0, *ends], [*ends, None], strict=True)
+            split = [segment(sequence, data.draw(places), first, last) for first, last in bounds]
+            admission = Admission(sequence, 1, 0, split, SamplingParams(), 0)
+            under_test.run({}, admitted=[admission])
+        for _ in range(data.draw(st.integers(1, 7), "steps")):
+            live = sorted(under_test.segments)
+            lengths = {sequence: under_test.length(sequence) for sequence in live}
+            event = data.draw(st.sampled_from(["none", "none", "fork", "end", "epoch"]), "event")
+            deltas: dict[str, list] = {}
+            child = max(live) + 1
+            parent = data.draw(st.sampled_from(live))
+            if event == "fork" and lengths[parent] and len(live) < 4:
+                tokens = data.draw(st.integers(1, lengths[parent]), "shared")
+                deltas["forks"] = [Fork(parent, child, tokens)]
+                live, lengths = [*live, child], {**lengths, child: tokens}
+            elif event == "end" and len(live) > 1:
+                deltas["released"] = [parent]
+                live = [sequence for sequence in live if sequence != parent]
+            elif event == "epoch":
+                under_test.truncate({sequence: data.draw(st.integers(0, lengths[sequence])) for sequence in live})
+                lengths = {sequence: under_test.length(sequence) for sequence in live}
+            growing = data.draw(st.lists(st.sampled_from(live), max_size=3, unique=True), "growing")
+            deltas["grown"] = [segment(one, data.draw(places), lengths[one]) for one in growing if lengths[one]]
+            most = ROWS // len(live)
+            counts = {one: data.draw(st.sampled_from([0, 1, 1, 1, 2, most]), "tokens") for one in live}
+            under_test.run(counts, **deltas)
+        under_test.run({}, released=sorted(under_test.segments))
+        assert all(memory.store.slab.used == memory.store.sequences == 0 for memory in cluster.memories.values())
+
+
+@pytest.mark.parametrize("overlap", [Overlap(), Overlap(q_first=True, mini_batches=2)])
+def test_rows_of_several_segments_on_one_worker_travel_once(overlap: Overlap) -> None:
+    split = [
+        segment(0, NAMES[place], first, last) for place, first, last in [(0, 0, 3), (1, 3, 5), (0, 5, 8), (0, 8, 9)]
+    ]
+    with connected(NAMES, overlap) as cluster:
+        under_test = Sequences(cluster, overlap, 0)
+        admission = Admission(0, 1, 0, [*split, segment(0, NAMES[1], 9)], SamplingParams(), 0)
+        under_test.run({0: 9}, admitted=[admission])
+        under_test.run({0: 4})
+        plan = StepPlan(9, 0, 0, [], [], [], [SequenceStep(0, 13, [0], [])], NOBODY)
+        shares = {name: memory.store.apply(plan).rows for name, memory in cluster.memories.items()}
+        assert {name: len(rows.queries) for name, rows in shares.items()} == {"memory0": 1, "memory1": 1, "memory2": 0}
+        assert [each.kv_start for _, each in shares["memory0"].further] == [5, 8]
