@@ -113,7 +113,7 @@ class Migrations:
     def _begin(self, migration: Migration) -> None:
         self._moving.add(migration.sequence)
         slots = self._store.slab.slots((migration.sequence, 0))[migration.start : migration.stop].copy()
-        specs = [cache.spec for cache in self._store.layers]
+        specs = self._store.attentions
         pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
         if migration.source == self._own:
             self._outgoing.append(_Outgoing(migration, slots, pieces))
@@ -144,7 +144,7 @@ class Migrations:
 
     def _lay_out(self, own: _Outgoing) -> None:
         layer, first, last = own.pieces[own.next]
-        self._store.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
+        self._store.device.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
         self._staged[own.migration.target].send([], migration_number(own.migration.number, own.next))
         own.next += 1
         if own.next == len(own.pieces):
@@ -152,7 +152,7 @@ class Migrations:
 
     def _fetch(self, coming: _Incoming) -> None:
         layer, first, last = coming.pieces[coming.next]
-        nbytes = (last - first) * self._store.layers[layer].spec.slab_bytes_per_token(self._store.element)
+        nbytes = (last - first) * self._store.attentions[layer].slab_bytes_per_token(self._store.element)
         keep = functools.partial(self._keep, coming, coming.next)
         self._puller.add_piece(Piece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
         coming.next += 1
@@ -161,7 +161,7 @@ class Migrations:
         if not coming.wanted:
             return
         layer, first, last = coming.pieces[number]
-        self._store.restore(layer, coming.slots[first:last], content)
+        self._store.device.restore(layer, coming.slots[first:last], content)
         self._taken[coming.migration.source].send([], migration_number(coming.migration.number, number))
         coming.left -= 1
         if coming.left == 0:

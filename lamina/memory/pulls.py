@@ -51,7 +51,7 @@ class Puller(Fetcher):
     def add(self, peer: str, start: int, layer: int, step: StepTables, on_done: Callable[[], None]) -> None:
         """Pull the K and V of attention ``layer`` of a step, which lie from ``start`` on in the arena of the compute
         worker that has announced them; ``on_done`` is called once all are kept."""
-        nbytes = self._store.layers[layer].spec.kv_bytes_per_token(self._store.dtype)
+        nbytes = self._store.attentions[layer].kv_bytes_per_token(self._store.dtype)
         pieces = list(pulled_pieces(step.rows.pulled, self.landing_nbytes // nbytes))
         left, first = len(pieces), 0
 

@@ -1,6 +1,5 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,15 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import PlacementError
-from lamina.kernels.attention import Scales, append, partial, partial_tasks
-from lamina.kernels.elements import STORAGE
-from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
-from lamina.memory.cuts import MOST_PRODUCTS, cuts
+from lamina.memory.device.base import Array, Floats
+from lamina.memory.device.select import make
 from lamina.memory.slab import Slab
 from lamina.protocol.wire import (
-    Array,
     MessageRows,
     Piece,
     SegmentKey,
@@ -30,41 +26,6 @@ from lamina.protocol.wire import (
 )
 from lamina.segments import by_sequence, forked, grown
 from lamina.types import AttentionSpec, DType, Fork, KvCacheDType, KvElement, Migration, Overlap, Segment, StepPlan
-
-Floats = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, with scales if they are codes, by slot."""
-
-    spec: AttentionSpec
-    k: Array
-    v: Array
-    scales: Scales | None
-
-    @classmethod
-    def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "LayerCache":
-        """A cache of ``capacity`` slots; memory is touched only when tokens arrive."""
-
-        def rows(size: int) -> Array:
-            stored = STORAGE[element]
-            nbytes = capacity * spec.kv_heads * size * stored.itemsize
-            return allocate(nbytes).view(stored).reshape(capacity, spec.kv_heads, size)
-
-        def scales() -> Floats:
-            return allocate(capacity * spec.kv_heads * 4).view(np.float32).reshape(capacity, spec.kv_heads)
-
-        return cls(spec, rows(spec.qk_dim), rows(spec.v_dim), (scales(), scales()) if element.scaled else None)
-
-    def views(self, content: memoryview, rows: int) -> Iterator[tuple[Array, Array]]:
-        """Every array and where ``rows`` of its rows lie in a piece's bytes: scales first, so that they are aligned."""
-        offset = 0
-        for array in (*(self.scales or ()), self.k, self.v):
-            shape = (rows, *array.shape[1:])
-            view = np.frombuffer(content, array.dtype, math.prod(shape), offset).reshape(shape)
-            offset += view.nbytes
-            yield array, view
 
 
 @dataclass(frozen=True)
@@ -110,10 +71,12 @@ class KvStore:
         threads: int,
         overlap: Overlap,
         kv_cache_dtype: KvCacheDType = "auto",
+        device: str = "cpu",
     ) -> None:
-        """Allocate ``capacity`` token slots for all ``attentions``; memory is touched only when tokens arrive.
+        """Allocate ``capacity`` token slots for all ``attentions`` on ``device`` (``memory.device.base.make``).
 
-        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds.
+        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. Raises
+        ConfigError if the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
@@ -123,7 +86,8 @@ class KvStore:
         self.slab = Slab[SegmentKey](capacity)
         self._kv_heads = max(spec.kv_heads for spec in attentions)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
-        self.layers = [LayerCache.allocate(spec, self.element, capacity) for spec in attentions]
+        self.attentions = tuple(attentions)
+        self.device = make(device, self.attentions, self.element, capacity, threads)
 
     @property
     def sequences(self) -> int:
@@ -301,19 +265,7 @@ class KvStore:
 
     def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
         """Store K and V of a token in each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
-        cache = self.layers[layer]
-        k, v = keys_values(content, cache.spec, self.dtype, 0, len(slots))
-        append(cache.k, cache.v, k, v, slots, self.threads, cache.scales)
-
-    def read(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        """Write what the slab holds of ``slots`` into ``content``, for ``restore`` on another worker."""
-        for array, view in self.layers[layer].views(content, len(slots)):
-            view[:] = array[slots]
-
-    def restore(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        """Store what ``read`` wrote, in these slots: the same bytes, so that moving codes does not round again."""
-        for array, view in self.layers[layer].views(content, len(slots)):
-            array[slots] = view
+        self.device.keep(layer, *keys_values(content, self.attentions[layer], self.dtype, 0, len(slots)), slots)
 
     def serve(
         self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats
@@ -324,41 +276,27 @@ class KvStore:
         piece. Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``); the request must not
         change before the end.
         """
-        cache, rows, piece, table = self.layers[layer], step.rows, step.pieces[number], step.tables[number]
+        spec, rows, piece, table = self.attentions[layer], step.rows, step.pieces[number], step.tables[number]
         if piece.keeps:
-            k, v = read_kept(request, cache.spec, self.dtype, rows, step.pieces)
-            append(cache.k, cache.v, k, v, step.slots, self.threads, cache.scales)
+            self.device.keep(layer, *read_kept(request, spec, self.dtype, rows, step.pieces), step.slots)
         if table is not None:
             part = slice(piece.start, piece.stop)
-            q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            yield from self._attend(cache, table, q, out[part], lse[part])
+            q = read_queries(request, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
+            yield from self.device.attend(layer, table, q, out[part], lse[part])
             for further in step.further[number]:
                 yield
-                yield from self._attend_further(cache, further, q, out[part], lse[part])
+                yield from self._attend_further(layer, further, q, out[part], lse[part])
         elif step.newest is not None:
-            q = read_queries(request, cache.spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
-            newest = partial(q, cache.k, cache.v, step.newest, cache.spec, self.threads, scales=cache.scales)
-            merge([out, newest[0]], [lse, newest[1]], None, out, lse, self.threads)
+            q = read_queries(request, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
+            more, sums = np.empty_like(out), np.empty_like(lse)
+            yield from self.device.attend(layer, step.newest, q, more, sums)
+            merge([out, more], [lse, sums], None, out, lse, self.threads)
 
-    def _attend(self, cache: LayerCache, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
-        """Write the attention of ``table``; yields between its cuts."""
-        for place, cut in enumerate(cuts(table, cache.spec, self.threads, MOST_PRODUCTS)):
-            if place:
-                yield
-            part = slice(cut.start, cut.stop)
-            arrays = q[part], cache.k, cache.v, cut.table, cache.spec, self.threads, out[part], lse[part]
-            if cut.tasks is None:
-                partial(*arrays, scales=cache.scales)
-            else:
-                partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=cache.scales)
-
-    def _attend_further(
-        self, cache: LayerCache, further: Further, q: Array, out: Floats, lse: Floats
-    ) -> Iterator[None]:
+    def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
         rows = further.rows
         more, sums = np.empty((len(rows), *out.shape[1:]), np.float32), np.empty((len(rows), lse.shape[1]), np.float32)
-        yield from self._attend(cache, further.table, q[rows], more, sums)
+        yield from self.device.attend(layer, further.table, q[rows], more, sums)
         merge([out[rows], more], [lse[rows], sums], None, more, sums, self.threads)
         out[rows], lse[rows] = more, sums
 

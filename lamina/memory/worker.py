@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
+from lamina.memory.device.base import Floats
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
-from lamina.memory.store import Floats, KvStore, StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.fence import Fence
@@ -230,9 +231,9 @@ class MemoryWorker:
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
         """Serve the piece, once it has been fetched if it does not lie in the slot."""
-        step, cache = lane.steps[0], self._store.layers[lane.layer]
+        step, spec = lane.steps[0], self._store.attentions[lane.layer]
         begin = lane.begin
-        lane.begin += piece_nbytes(cache.spec, self._store.dtype, step.rows, step.pieces[lane.piece])
+        lane.begin += piece_nbytes(spec, self._store.dtype, step.rows, step.pieces[lane.piece])
         if request.body is not None or begin == lane.begin:
             self._begin(lane)
             return
@@ -242,7 +243,7 @@ class MemoryWorker:
     def _begin(self, lane: Lane) -> None:
         """Serve the piece of a request that has arrived, or its first cut."""
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
-        spec = self._store.layers[lane.layer].spec
+        spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
             lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
@@ -286,7 +287,7 @@ class MemoryWorker:
             self._leave(door, door.request, lane.layer, step)
         lane.door = None
         peer = self._computes[self._pipeline.replica(number, turn + 1, rotates)]
-        ends = lane.layer == len(self._store.layers) - 1
+        ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
         lane.reply = Reply(peer, parts, turn, turn if ends else -1)
         self._answer(lane)
@@ -324,7 +325,7 @@ class MemoryWorker:
             return
         lane.piece = lane.begin = 0
         lane.layer += 1
-        if lane.layer == len(self._store.layers):
+        if lane.layer == len(self._store.attentions):
             lane.layer = 0
             lane.steps.popleft()
             self._read_control()  # compute workers are busy with the last slice: the best time to prepare a step

@@ -18,8 +18,8 @@ from lamina.compute.links import Mail
 from lamina.errors import DeadlineError, PlacementError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
-from lamina.memory import store
 from lamina.memory.cuts import MOST_PRODUCTS
+from lamina.memory.device import cpu
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
@@ -226,7 +226,7 @@ def test_steps_of_any_mix_equal_whole_attention(
     lengths = [0, 0]
     turn = 0
     sinks = random.standard_normal(4).astype(np.float32)
-    with mock.patch.object(store, "MOST_PRODUCTS", most_products), connected(names, overlap) as cluster:
+    with mock.patch.object(cpu, "MOST_PRODUCTS", most_products), connected(names, overlap) as cluster:
         for number, counts in enumerate(steps):
             taken = [SequenceStep(s, lengths[s], [0] * count, []) for s, count in enumerate(counts) if count]
             plan = StepPlan(number, 0, turn, [], [], admitted if number == 0 else [], taken, NOBODY)
@@ -298,7 +298,10 @@ def test_a_prompt_alone_is_answered_too() -> None:
         thread.join(TIMEOUT_S)
         store = cluster.memories["memory0"].store
         slots = store.slab.slots((0, 0))
-        assert all((layer.k[slots] == 1).all() for layer in store.layers)
+        for layer, spec in enumerate(SPECS):
+            held = bytearray(len(slots) * spec.kv_bytes_per_token(store.dtype))
+            store.device.read(layer, slots, memoryview(held))
+            assert (np.frombuffer(held, np.float32) == 1).all()
 
 
 @pytest.mark.parametrize("boundary", [2, 5, 6, 9])

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
-from lamina.memory import store
 from lamina.memory.cuts import MOST_PRODUCTS
+from lamina.memory.device import cpu
 from lamina.segments import by_sequence, by_worker, forked, grown, holding
 from lamina.types import Admission, DecodeRows, DType, Fork, Overlap, SamplingParams, Segment, SequenceStep, StepPlan
 from tests.compute.test_exchange import ROWS, SPECS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
@@ -121,7 +121,7 @@ class Sequences:
 def test_any_splits_forks_and_growth_equal_whole_attention(
     data: st.DataObject, overlap: Overlap, most_products: int, seed: int
 ) -> None:
-    with mock.patch.object(store, "MOST_PRODUCTS", most_products), connected(NAMES, overlap) as cluster:
+    with mock.patch.object(cpu, "MOST_PRODUCTS", most_products), connected(NAMES, overlap) as cluster:
         under_test = Sequences(cluster, overlap, seed)
         for sequence in range(2):
             ends = data.draw(st.lists(st.integers(1, 14), max_size=4, unique=True).map(sorted), f"ends of {sequence}")

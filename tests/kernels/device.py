@@ -24,7 +24,7 @@ def make_backend() -> Backend:
         from lamina.kernels.gpu.cuda import Cuda
 
         return Cuda(0)
-    from tests.kernels.interpreter import Interpreter
+    from lamina.kernels.gpu.interpreter import Interpreter
 
     return Interpreter()
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.kernels.attention import append
+from lamina.memory.device.select import make
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
-from lamina.memory.store import KvStore, LayerCache
+from lamina.memory.store import KvStore
 from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
 from lamina.transport.base import Endpoint
@@ -121,8 +121,8 @@ class Pool:
     def write(self, sequence: int, worker: str, start: int, stop: int) -> None:
         store = self.workers[worker].store
         slots = store.slab.slots((sequence, 0))[start:stop]
-        for layer, cache in enumerate(store.layers):
-            append(cache.k, cache.v, *self.content(sequence, layer, start, stop), slots, 1, cache.scales)
+        for layer in range(len(SPECS)):
+            store.device.keep(layer, *self.content(sequence, layer, start, stop), slots)
 
     @staticmethod
     def content(sequence: int, layer: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,14 +137,14 @@ class Pool:
         store = self.workers[worker].store
         slots = store.slab.slots((sequence, 0))
         assert len(slots) == tokens
-        for layer, cache in enumerate(store.layers):
-            wanted = LayerCache.allocate(cache.spec, store.element, tokens)
-            order = np.arange(tokens, dtype=np.int32)
-            append(wanted.k, wanted.v, *self.content(sequence, layer, 0, tokens), order, 1, wanted.scales)
-            np.testing.assert_array_equal(cache.k[slots], wanted.k)
-            np.testing.assert_array_equal(cache.v[slots], wanted.v)
-            for scales, wanted_scales in zip(cache.scales or (), wanted.scales or (), strict=True):
-                np.testing.assert_array_equal(scales[slots], wanted_scales)
+        wanted = make("cpu", SPECS, store.element, tokens, threads=1)
+        order = np.arange(tokens, dtype=np.int32)
+        for layer, spec in enumerate(SPECS):
+            wanted.keep(layer, *self.content(sequence, layer, 0, tokens), order)
+            held, expected = (bytearray(tokens * spec.slab_bytes_per_token(store.element)) for _ in range(2))
+            store.device.read(layer, slots, memoryview(held))
+            wanted.read(layer, order, memoryview(expected))
+            assert held == expected
 
     def settle(self) -> None:
         """Until nobody has anything to do."""

@@ -14,7 +14,8 @@ from lamina.compute.links import Mail
 from lamina.errors import DeadlineError
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
-from lamina.memory import cuts, store, worker
+from lamina.memory import cuts, worker
+from lamina.memory.device import cpu
 from lamina.memory.pulls import MOST_IN_A_ROW
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Transport
@@ -167,7 +168,7 @@ class Pair:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(store, "MOST_PRODUCTS", 1)
+    monkeypatch.setattr(cpu, "MOST_PRODUCTS", 1)
     monkeypatch.setattr(cuts, "_FEWEST_TOKENS", 64)
     monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
     made = Pair()

@@ -47,6 +47,10 @@ class Cuda:
             self._stagings.append(self._stagings.pop(0))
             self._stagings[-1].send(source, target[: len(source)])
 
+    def download(self, source: Any, target: npt.NDArray[Any]) -> None:
+        """Copy on the current stream, and wait."""
+        source.get(out=target)
+
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run on the current stream; compiles on first use.
 

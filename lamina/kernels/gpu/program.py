@@ -61,5 +61,8 @@ class Backend(Protocol):
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards."""
 
+    def download(self, source: Any, target: npt.NDArray[Any]) -> None:
+        """Copy to ``target``, C-contiguous and of the same shape and type, and wait for it."""
+
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run in stream order without waiting. Arguments are arrays or numbers, one for each of ``program.types``."""

@@ -28,6 +28,9 @@ class Interpreter:
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         target[: len(source)] = source
 
+    def download(self, source: Any, target: npt.NDArray[Any]) -> None:
+        target[...] = source
+
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         import triton.language as tl
 

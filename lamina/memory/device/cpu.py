@@ -1,0 +1,73 @@
+"""Slabs in host memory, and attention by native kernels. Runs without torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lamina.kernels.attention import Scales, append, partial, partial_tasks
+from lamina.kernels.elements import STORAGE
+from lamina.kernels.memory import allocate
+from lamina.kernels.segments import SegmentTable
+from lamina.memory.cuts import MOST_PRODUCTS, cuts
+from lamina.memory.device.base import Array, Floats, Slots, parts
+from lamina.types import AttentionSpec, KvElement
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, with scales if they are codes, by slot."""
+
+    k: Array
+    v: Array
+    scales: Scales | None
+
+    @classmethod
+    def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "_Slab":
+        def rows(size: int) -> Array:
+            stored = STORAGE[element]
+            nbytes = capacity * spec.kv_heads * size * stored.itemsize
+            return allocate(nbytes).view(stored).reshape(capacity, spec.kv_heads, size)
+
+        def scales() -> Floats:
+            return allocate(capacity * spec.kv_heads * 4).view(np.float32).reshape(capacity, spec.kv_heads)
+
+        return cls(rows(spec.qk_dim), rows(spec.v_dim), (scales(), scales()) if element.scaled else None)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Scales first, so that they are aligned in a piece's bytes."""
+        return (*(self.scales or ()), self.k, self.v)
+
+
+class Cpu:
+    """A ``Device``. Memory is touched only when tokens arrive."""
+
+    def __init__(self, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int, threads: int) -> None:
+        self._attentions = attentions
+        self._threads = threads
+        self._slabs = [_Slab.allocate(spec, element, capacity) for spec in attentions]
+
+    def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
+        slab = self._slabs[layer]
+        append(slab.k, slab.v, k, v, slots, self._threads, slab.scales)
+
+    def attend(self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        slab, spec = self._slabs[layer], self._attentions[layer]
+        for place, cut in enumerate(cuts(table, spec, self._threads, MOST_PRODUCTS)):
+            if place:
+                yield
+            part = slice(cut.start, cut.stop)
+            arrays = q[part], slab.k, slab.v, cut.table, spec, self._threads, out[part], lse[part]
+            if cut.tasks is None:
+                partial(*arrays, scales=slab.scales)
+            else:
+                partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
+
+    def read(self, layer: int, slots: Slots, content: memoryview) -> None:
+        for array, view in parts(content, len(slots), self._slabs[layer].arrays):
+            view[:] = array[slots]
+
+    def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
+        for array, view in parts(content, len(slots), self._slabs[layer].arrays):
+            array[slots] = view

@@ -1,0 +1,21 @@
+"""Makes a device by its name."""
+
+from collections.abc import Sequence
+
+from lamina.memory.device.base import Device
+from lamina.types import AttentionSpec, KvElement
+
+
+def make(name: str, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int, threads: int) -> Device:
+    """The device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs the code
+    for GPUs in Triton's interpreter.
+
+    Raises ConfigError if the device does not exist or a package is missing.
+    """
+    if name == "cpu":
+        from lamina.memory.device.cpu import Cpu
+
+        return Cpu(attentions, element, capacity, threads)
+    from lamina.memory.device.gpu import Gpu, backend
+
+    return Gpu(backend(name), attentions, element, capacity)
