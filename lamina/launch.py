@@ -71,5 +71,5 @@ def launch(
 
 def _names(text: str, role: Role) -> tuple[str, ...]:
     entries = pool.parse(text)
-    pool.check_available(role, entries, find_devices())
+    pool.assign(role, entries, find_devices())
     return tuple(f"{role}{index}" for index in range(sum(entry.count for entry in entries)))

@@ -4,18 +4,22 @@
 
     pool  = entry ("," entry)*
     entry = kind [":" count]          # count defaults to 1
-    kind  = "cpu" | "a100" | "rtx3090" | ...
+    kind  = "cpu" | "cuda" | "a100" | "rtx3090" | ...
+
+``cuda`` is any NVIDIA GPU. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
+tests.
 """
 
 import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lamina.errors import ConfigError
 from lamina.topology import Role
 
-CPU = "cpu"
+CPU, CUDA, EMULATED = "cpu", "cuda", "emulated"
 GPUS = {
     "p100": "NVIDIA P100",
     "v100": "NVIDIA V100",
@@ -70,6 +74,13 @@ class PoolEntry:
         return f"{self.kind}:{self.count}"
 
 
+class Assigned(NamedTuple):
+    """The kind of a worker, and its device: "cpu", "cuda:INDEX", or "emulated"."""
+
+    kind: str
+    device: str
+
+
 @dataclass(frozen=True)
 class Devices:
     """Resources of this machine: usable CPU cores, bytes of RAM, GPUs by the driver's names."""
@@ -96,7 +107,7 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    known = [CPU, *GPUS, *PLANNED] if known is None else list(known)
+    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED] if known is None else list(known)
     entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:
@@ -106,30 +117,40 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     return entries
 
 
-def check_available(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> None:
-    """Check that this machine and this version can run a pool. Workers run on CPUs only so far.
+def assign(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> tuple[Assigned, ...]:
+    """A device of this machine for each worker of a pool; no two share a GPU.
+
+    Compute workers run on CPUs only so far.
 
     Raises:
         ConfigError: naming the request, this machine's devices and a pool that works.
     """
     remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
-    for entry in pool:
-        if entry.kind == CPU:
+    assigned: list[Assigned] = []
+    free = dict(enumerate(devices.gpus))
+    for entry in sorted(pool, key=lambda entry: entry.kind == CUDA):  # those that take any GPU come last
+        if entry.kind in (CPU, EMULATED):
             if entry.count > (most := MOST_PER_CORE * devices.cores):
                 raise ConfigError(
                     f"{entry} asks for {entry.count} processes; this machine has {devices}, enough for {most} at most. "
                     f"{remedy}"
                 )
+            if entry.kind == EMULATED and role == "compute":
+                raise ConfigError(f"{entry}: only memory workers can be emulated so far. {remedy}")
+            assigned += [Assigned(entry.kind, entry.kind)] * entry.count
             continue
         if entry.kind in PLANNED:
-            raise ConfigError(
-                f"{entry}: {entry.kind} is for `lamina plan` only; workers run on {CPU} only so far. {remedy}"
-            )
+            raise ConfigError(f"{entry}: {entry.kind} is for `lamina plan` only; no worker runs on it. {remedy}")
         asked = f"{entry} asks for {entry.count} GPU{'s' if entry.count > 1 else ''}"
-        found = sum(_is_kind(name, entry.kind) for name in devices.gpus)
-        if found < entry.count:
+        found = [index for index, name in free.items() if entry.kind == CUDA or _is_kind(name, entry.kind)]
+        if len(found) < entry.count:
             raise ConfigError(f"{asked}; this machine has {devices}. {remedy}")
-        raise ConfigError(f"{asked}; this machine has {devices}, but this version runs workers on CPUs only. {remedy}")
+        if role == "compute":
+            raise ConfigError(f"{asked}, but this version runs compute workers on CPUs only. {remedy}")
+        for index in found[: entry.count]:
+            del free[index]
+            assigned.append(Assigned(entry.kind, f"cuda:{index}"))
+    return tuple(assigned)
 
 
 def _is_kind(device: str, kind: str) -> bool:
@@ -144,7 +165,7 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
         raise ConfigError(f"pool {text!r} contains {what}; {_GRAMMAR}")
     kind, count = match["kind"], (match["count"] or f":{default_count}")[1:].strip()
     if kind not in known:
-        names = ", ".join(known)
+        names = ", ".join(name for name in known if name != EMULATED)
         raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{_near(kind, known)} Known: {names}")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
         raise ConfigError(

@@ -176,17 +176,17 @@ def test_a_closed_port_is_told_at_once(tmp_path: Path) -> None:
 
 def test_more_workers_than_a_machine_can_start_are_refused() -> None:
     devices = pool.Devices(2, 24 << 30)
-    pool.check_available("memory", pool.parse("cpu:64"), devices)
+    pool.assign("memory", pool.parse("cpu:64"), devices)
     with pytest.raises(ConfigError, match=r"cpu:1000 asks for 1000 processes; this machine has .* enough for 64"):
-        pool.check_available("memory", pool.parse("cpu:1000"), devices)
+        pool.assign("memory", pool.parse("cpu:1000"), devices)
 
 
 def test_launch_and_plan_know_the_same_kinds() -> None:
     catalogue = hardware.load()
     devices = pool.Devices(2, 24 << 30)
     for kind in (*catalogue.kinds, *hardware.ALIASES):
-        with pytest.raises(ConfigError, match=r"no GPU|workers run on cpu only so far"):
-            pool.check_available("compute", pool.parse(kind), devices)
+        with pytest.raises(ConfigError, match=r"no GPU|no worker runs on it"):
+            pool.assign("compute", pool.parse(kind), devices)
     for kind in (pool.CPU, *pool.GPUS):
         try:
             catalogue.pool(kind, 1)

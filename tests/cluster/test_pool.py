@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.pool import GPUS, MAX_COUNT, Devices, PoolEntry, check_available, parse
+from lamina.cluster.pool import GPUS, MAX_COUNT, Assigned, Devices, PoolEntry, assign, parse
 from lamina.errors import ConfigError
 
 KINDS = ["cpu", *GPUS]
@@ -61,12 +61,24 @@ def test_a_bad_pool_says_what_is_wrong_and_what_to_type(text: str, said: str) ->
 
 
 def test_cpus_are_always_available() -> None:
-    check_available("memory", parse("cpu:16"), NO_GPU)
+    assert assign("memory", parse("cpu:16"), NO_GPU) == (Assigned("cpu", "cpu"),) * 16
+
+
+def test_each_worker_gets_a_gpu_of_its_own() -> None:
+    devices = Devices(cores=16, ram_bytes=2**37, gpus=("NVIDIA H20", "NVIDIA A100-SXM4-80GB", "NVIDIA H20"))
+    assert assign("memory", parse("cuda:1,h20:1,cpu:1,a100:1"), devices) == (
+        Assigned("h20", "cuda:0"),
+        Assigned("cpu", "cpu"),
+        Assigned("a100", "cuda:1"),
+        Assigned("cuda", "cuda:2"),
+    )
+    with pytest.raises(ConfigError, match=r"cuda:2 asks for 2 GPUs; this machine has 2 x NVIDIA H20, 1 x NVIDIA A100"):
+        assign("memory", parse("cuda:2,h20:2"), devices)
 
 
 def test_missing_gpus_are_refused_with_the_devices_that_exist() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_available("memory", parse("cpu:1,rtx3090:6"), NO_GPU)
+        assign("memory", parse("cpu:1,rtx3090:6"), NO_GPU)
     assert str(caught.value) == (
         "rtx3090:6 asks for 6 GPUs; this machine has no GPU (2 CPU cores, 23 GiB RAM). Use --memory cpu:2"
     )
@@ -75,12 +87,12 @@ def test_missing_gpus_are_refused_with_the_devices_that_exist() -> None:
 def test_too_few_gpus_are_refused_with_the_ones_found() -> None:
     devices = Devices(cores=1, ram_bytes=2**37, gpus=("NVIDIA A100-SXM4-80GB", "NVIDIA H20", "NVIDIA A100-SXM4-80GB"))
     with pytest.raises(ConfigError, match=r"a100:4 asks for 4 GPUs; this machine has 2 x NVIDIA A100-SXM4-80GB, 1 x"):
-        check_available("compute", parse("a100:4"), devices)
+        assign("compute", parse("a100:4"), devices)
 
 
 def test_gpus_that_exist_are_refused_for_what_this_version_lacks() -> None:
     devices = Devices(cores=16, ram_bytes=2**37, gpus=("NVIDIA H200",))
-    with pytest.raises(ConfigError, match=r"has 1 x NVIDIA H200 .* CPUs only. Use --compute cpu:1"):
-        check_available("compute", parse("h200:1"), devices)
+    with pytest.raises(ConfigError, match=r"h200:1 asks for 1 GPU, but .* CPUs only. Use --compute cpu:1"):
+        assign("compute", parse("h200:1"), devices)
     with pytest.raises(ConfigError, match=r"h20:1 asks for 1 GPU; this machine has 1 x NVIDIA H200 \([^)]*\). Use"):
-        check_available("compute", parse("h20:1"), devices)
+        assign("compute", parse("h20:1"), devices)
