@@ -357,8 +357,8 @@ class Engine:
         )
         self._recipients.apply(topology)
         for worker, kept in remains.kept.items():
-            self._tell([worker], EndEpoch(topology, remains.turns, kept))
-        self._tell(topology.computes, EndEpoch(topology, remains.turns))
+            self._tell([worker], EndEpoch(topology, kept))
+        self._tell(topology.computes, EndEpoch(topology))
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending
