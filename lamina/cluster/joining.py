@@ -84,7 +84,7 @@ def prepare_memory(
     capacity = min(most, nbytes // fabric.bytes_per_token)
     if capacity < 2:
         raise ConfigError(
-            f"{nbytes} bytes are free for the KV of {name}, and a token takes {fabric.bytes_per_token}; free some memory"
+            f"{nbytes} bytes are free for the KV of {name}, and a token takes {fabric.bytes_per_token}; free memory"
         )
     control.send([name], msgspec.structs.replace(fabric.memory_setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
@@ -98,9 +98,7 @@ def prepare_compute(control: ControlServer, fabric: Fabric, name: str) -> Conver
     loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
     ours = fabric.memory_setup
     if loaded[name].attentions != ours.attentions or loaded[name].dtype != ours.dtype:
-        raise ConfigError(
-            f"{name} has loaded another model from {fabric.compute_setup.model}: it was changed meanwhile"
-        )
+        raise ConfigError(f"{name} has loaded another model than the others: {fabric.compute_setup.model} has changed")
     return Member(name, "compute", CPU, hello[name].host)
 
 

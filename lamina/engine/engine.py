@@ -28,7 +28,6 @@ from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import (
     Change,
-    Changed,
     EndEpoch,
     EpochEnded,
     Failed,
@@ -199,9 +198,8 @@ class Engine:
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         joining = {} if self._pools is None else self._pools.joining
-        return EngineStats(
-            running, waiting, self._steps, self._moved, *counted, usage, dead, self._watch.silent, joining
-        )
+        silent = self._watch.silent
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, joining)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -398,8 +396,8 @@ class Engine:
         )
         self._recipients.apply(topology)
         for worker, kept in remains.kept.items():
-            self._tell([worker], EndEpoch(topology, remains.turns, kept))
-        self._tell(topology.computes, EndEpoch(topology, remains.turns))
+            self._tell([worker], EndEpoch(topology, kept))
+        self._tell(topology.computes, EndEpoch(topology))
 
     def _adopt(self, topology: Topology) -> None:
         """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""

@@ -168,12 +168,8 @@ class Joins:
             elif joiner.asked is not None and now > joiner.deadline:
                 asked = joiner.asked
                 late = ", ".join(name for name in asked.names if name not in joiner.answers)
-                self._fail(
-                    joiner,
-                    DeadlineError(
-                        f"{joiner.name} cannot join: no {asked.kind.__name__} from {late} within {asked.timeout_s:.0f} s"
-                    ),
-                )
+                what = f"no {asked.kind.__name__} from {late} within {asked.timeout_s:.0f} s"
+                self._fail(joiner, DeadlineError(f"{joiner.name} cannot join: {what}"))
 
     @property
     def linked(self) -> Joiner | None:

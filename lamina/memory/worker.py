@@ -125,14 +125,9 @@ class MemoryWorker:
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
+        others = self._others(connect.memories)
         self._migrations = Migrations(
-            store,
-            self._puller,
-            links.arena,
-            links.plan,
-            self._others(connect.memories),
-            links.outbox,
-            self._tell_migrated,
+            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
         )
         self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes)]

@@ -177,7 +177,7 @@ class Scheduler:
         for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
             completions = group.alive if group.forked else group.completions[:1]
             kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
-        return Remains([own.turn for own in self._lanes], kept, dropped, recomputed)
+        return Remains(kept, dropped, recomputed)
 
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""

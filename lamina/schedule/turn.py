@@ -29,7 +29,7 @@ class Turn:
             ...  # send it
 
     If workers are lost, ``apply`` tells what remains, and no step is planned until ``begin_epoch``. If workers join, or
-    leave after they were drained, ``change``; where that changes the replicas, ``pause`` first until no step is in flight.
+    leave after they were drained, ``change``; if that changes the replicas, ``pause`` first until no step is in flight.
 
     Attributes:
         scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and

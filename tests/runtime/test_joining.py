@@ -63,7 +63,7 @@ class Broken(Killable):
     """Workers that are started later exit at once."""
 
     def command(self, name: str, module: str) -> list[str]:
-        return ["/bin/false"] if name != "memory0" and name != "compute0" else super().command(name, module)
+        return ["/bin/false"] if name not in {"memory0", "compute0"} else super().command(name, module)
 
 
 def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
