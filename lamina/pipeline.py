@@ -11,6 +11,7 @@ that one new slice begins at every tick, no replica has two at a time or is ever
 exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 
@@ -61,11 +62,14 @@ class Pipeline:
         return self.replicas == 1 or self.moves or bool(self.choices)
 
     def with_replicas(self, replicas: int) -> "Pipeline":
-        """This pipeline on fewer replicas. Lanes keep their numbers, as slots and doorbells do: some may not be used.
+        """This pipeline on another number of replicas. Lanes keep their numbers; with fewer replicas, some may not be
+        used.
 
         Fixed arrangements keep their lanes per replica, as far as they were a choice; rotational ones need one lane
         more than replicas.
         """
+        if replicas == self.replicas:
+            return self
         choices = [
             Arrangement(replicas + 1, rotates=True)
             if one.rotates
@@ -73,8 +77,12 @@ class Pipeline:
             for one in self.choices
             if replicas > 1 or not one.rotates
         ]
-        lanes = replicas + 1 if self.rotates else self.lanes
+        lanes = replicas + 1 if self.rotates else max(self.lanes, self.lanes // self.replicas * replicas)
         return Pipeline(lanes, replicas, self.rotates, tuple(dict.fromkeys(choices)))
+
+    def without_rotation(self) -> "Pipeline":
+        """This pipeline, without the choices in which lanes rotate."""
+        return dataclasses.replace(self, choices=tuple(one for one in self.choices if not one.rotates))
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
         """The replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the default."""

@@ -1,7 +1,8 @@
-"""Who takes part in a cluster: members, replicas and lanes, from one epoch to the next. Pure and immutable.
+"""Who takes part in a cluster: members, replicas and lanes. Pure and immutable.
 
-Engine, workers and simulator learn of a change by ``apply(topology)``; each change makes the next epoch. Messages of an
-earlier epoch are never taken for messages of a later one: see ``protocol.fence``.
+A member that is lost ends the epoch: engine, workers and simulator ``apply`` the topology of the next one. Messages of
+an earlier epoch are never taken for messages of a later one: see ``protocol.fence``. Members that join, and those that
+leave after they have been drained, change the topology within an epoch: no message on its way has to be dropped.
 """
 
 from collections.abc import Collection
@@ -15,7 +16,10 @@ Role = Literal["compute", "memory"]
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A period with the same members: number ``number``, from 1, of the engine's ``incarnation``."""
+    """A period in which no member is lost: number ``number``, from 1, of the engine's ``incarnation``.
+
+    Links count messages from the number on: an engine that takes over workers must go on from their last one.
+    """
 
     incarnation: int
     number: int
@@ -40,7 +44,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The members of one epoch. The compute workers, in order, are the replicas of ``pipeline``."""
+    """The members. The compute workers, in order, are the replicas of ``pipeline``."""
 
     epoch: Epoch
     members: tuple[Member, ...]
@@ -74,3 +78,18 @@ class Topology(msgspec.Struct, frozen=True):
         replicas = sum(member.role == "compute" for member in members)
         pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
         return Topology(self.epoch.next, members, pipeline)
+
+    def joined(self, member: Member, pipeline: Pipeline) -> "Topology":
+        """With another member, in the same epoch. ``pipeline``: for the replicas that there are then."""
+        if member.name in self.names:
+            raise ValueError(f"{member.name} is a member already")
+        return Topology(self.epoch, (*self.members, member), pipeline)
+
+    def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
+        """Without a member that does nothing any more, in the same epoch. ``pipeline``: for the replicas left.
+
+        Raises ValueError if a role would have no member.
+        """
+        if role := self.lacks([leaver]):
+            raise ValueError(f"no {role} worker is left without {leaver}")
+        return Topology(self.epoch, tuple(member for member in self.members if member.name != leaver), pipeline)

@@ -6,12 +6,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lamina.cluster.gather import Gather, OnProgress, Workers
+from lamina.cluster.gather import (
+    CONNECT_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    START_TIMEOUT_S,
+    Gather,
+    OnProgress,
+    Workers,
+    converse,
+)
+from lamina.cluster.joining import Fabric
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Choice, Offer, Transport, candidates
+from lamina.protocol.choice import Choice, Transport, candidates
 from lamina.protocol.control import ControlServer
 from lamina.protocol.leases import SPARE_LINKS, messages
 from lamina.protocol.messages import (
@@ -21,7 +30,6 @@ from lamina.protocol.messages import (
     Hello,
     MemorySetup,
     ModelLoaded,
-    Register,
     Registered,
     SlabReady,
 )
@@ -29,10 +37,6 @@ from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.transport.endpoint import spin_s
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, TransportName
-
-START_TIMEOUT_S = 120.0
-LOAD_TIMEOUT_S = 1800.0
-CONNECT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class ClusterPlan:
     compute_setup: ComputeSetup
     memory_threads: int
     kv_bytes_per_worker: Callable[[], int]  # called once the weights are loaded
+    kv_bytes_of_joiner: Callable[[int, int], int]  # see ``Fabric.kv_bytes``
     limits: Limits  # of the scheduler; they also bound the slots that a worker can use
     pipeline: Pipeline
     transport: TransportName
@@ -67,6 +72,7 @@ class Cluster:
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
     epoch: Epoch = FIRST
     kv_cache_dtype: KvCacheDType = "auto"
+    fabric: Fabric | None = None  # without it, no worker can join
 
     @property
     def topology(self) -> Topology:
@@ -96,10 +102,11 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
         loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
     )
     control.send(plan.memories, setup)
+    fabric = _fabric(plan, loaded, setup, {hello.host for hello in greetings.values()})
     gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
-    links = _connect(control, gather, plan, loaded, set(hosts.values()), epoch)
+    _connect(control, gather, plan, fabric, epoch)
     return Cluster(
         plan.computes,
         dict.fromkeys(plan.memories, capacity),
@@ -107,10 +114,11 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
         loaded.dtype,
         loaded.parameters,
         plan.pipeline,
-        links,
+        fabric.links,
         hosts,
         epoch,
         kv_dtype,
+        fabric,
     )
 
 
@@ -127,13 +135,11 @@ def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
             f"the model has {slices} slices, too few for {plan.pipeline.replicas} compute workers to take turns in "
             f"every step; give at most {slices} compute workers, or --pipelining fixed"
         )
-    choices = tuple(one for one in plan.pipeline.choices if not one.rotates)
-    return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, choices=choices))
+    return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
 def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
-    element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
-    per_token = sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
+    per_token = _bytes_per_token(plan, loaded)
     nbytes = plan.kv_bytes_per_worker()
     capacity = nbytes // per_token
     if capacity < 2:
@@ -144,31 +150,43 @@ def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return min(capacity, plan.limits.max_sequences * plan.limits.max_model_len)
 
 
-def _connect(
-    control: ControlServer, gather: Gather, plan: ClusterPlan, loaded: ModelLoaded, hosts: set[str], epoch: Epoch
-) -> dict[tuple[str, str], Choice]:
-    context_nbytes = loaded.context_nbytes if plan.pipeline.moves else 0
-    sizes = messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes)
+def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
+    element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
+    return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
+
+
+def _fabric(plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
+    transports = candidates(plan.transport, hosts)
+    may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
+    context_nbytes = loaded.context_nbytes if may_move else 0
+    return Fabric(
+        compute_setup=plan.compute_setup,
+        memory_setup=setup,
+        bytes_per_token=_bytes_per_token(plan, loaded),
+        kv_bytes=plan.kv_bytes_of_joiner,
+        sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),
+        spare=0 if Transport.RDMA in transports else SPARE_LINKS,
+        transports=transports,
+        wanted=plan.transport,
+        spins_s=spin_s(plan.cores.values()),
+        tls=plan.tls,
+    )
+
+
+def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
-    transports = list(candidates(plan.transport, hosts))
-    spare = 0 if Transport.RDMA in transports else SPARE_LINKS
-    spins_s = spin_s(plan.cores.values())
-    offers: dict[str, Offer] = {}
-    for group, arena in (
-        (computes, sizes.compute_arena(len(computes), len(memories), spare)),
-        (memories, sizes.memory_arena(len(computes), len(memories), spare)),
-    ):
-        control.send(group, Register(arena, transports, spins_s, plan.tls))
+    roles: dict[str, Role] = dict.fromkeys(computes, "compute") | dict.fromkeys(memories, "memory")
+    for group, role in ((computes, roles[computes[0]]), (memories, roles[memories[0]])):
+        control.send(group, fabric.register(role, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
-        offers |= {name: message.offer for name, message in registered.items()}
-    slots = dict.fromkeys(itertools.product(computes, memories), (sizes.reply, sizes.request))
-    if plan.pipeline.moves:
-        slots |= dict.fromkeys(itertools.combinations(computes, 2), (sizes.context, sizes.context))
-    links = link(control, gather, plan.transport, offers, slots)
-    if len(memories) > 1:
-        between = dict.fromkeys(itertools.combinations(memories, 2), (0, 0))
-        links |= link(control, gather, plan.transport, offers, between, links)
+        fabric.offers.update({name: message.offer for name, message in registered.items()})
+    pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}
+    slots = {pair: each for pair, each in pairs.items() if each is not None}
+    between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
+    used = {pair: each for pair, each in slots.items() if pair not in between}
+    fabric.links.update(converse(gather, link(control, plan.transport, fabric.offers, used)))
+    if between:  # these prefer transports that are used already
+        fabric.links.update(converse(gather, link(control, plan.transport, fabric.offers, between, fabric.links)))
     control.send(everyone, Connect(computes, memories, plan.pipeline, epoch))
     gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
-    return links

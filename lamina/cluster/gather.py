@@ -1,12 +1,13 @@
 """Collects the workers' answers while a cluster is brought up, and turns their failures into exceptions."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from lamina import errors
 from lamina.errors import DeadlineError, TransportError, WorkerError
-from lamina.protocol.control import ControlServer
+from lamina.protocol.control import Bootstrap, ControlServer
 from lamina.protocol.messages import (
     Connected,
     Failed,
@@ -19,17 +20,54 @@ from lamina.protocol.messages import (
     SlabReady,
     ToEngine,
 )
+from lamina.topology import Role
 
 POLL_S = 0.2
+START_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 1800.0
+CONNECT_TIMEOUT_S = 60.0
 
 OnProgress = Callable[[str, LoadProgress], None]
 """Called with a worker's name and its progress."""
 
 MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Granted, Linked, Connected)
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer of this kind is expected from each of these workers within ``timeout_s``."""
+
+    kind: type[ToEngine]
+    names: Sequence[str]
+    timeout_s: float
+
+
+Conversation = Generator[Ask, dict[str, Any], ResultT]
+"""Talks with workers: sends something, yields whose answers it needs, and is sent them by the worker's name.
+
+``converse`` waits for them. An engine that serves goes on serving meanwhile: see ``engine.joins``.
+"""
+
+
+def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
+    """Run a conversation to its end and return its result. Raises what it raises, and what ``Gather.all`` does."""
+    answers: dict[str, Any] | None = None
+    while True:
+        try:
+            asked = next(conversation) if answers is None else conversation.send(answers)
+        except StopIteration as done:
+            result: ResultT = done.value
+            return result
+        answers = gather.all(asked.kind, asked.names, asked.timeout_s)  # type: ignore[type-var]
 
 
 class Workers(Protocol):
     """Handle on the worker processes, wherever they run."""
+
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        """Start another worker, as those of its role that were started before."""
+        ...
 
     def ended(self) -> Mapping[str, str]:
         """Workers that have exited, with the known reason."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping
 
-from lamina.cluster.gather import Gather
+from lamina.cluster.gather import Ask, Conversation
 from lamina.errors import TransportError
 from lamina.protocol.choice import Choice, Offer, Transport, choose
 from lamina.protocol.control import ControlServer
@@ -20,12 +20,11 @@ Pair = tuple[str, str]
 
 def link(
     control: ControlServer,
-    gather: Gather,
     wanted: TransportName,
     offers: Mapping[str, Offer],
     slots: Mapping[Pair, tuple[int, int]],
     linked_before: Mapping[Pair, Choice] | None = None,
-) -> dict[Pair, Choice]:
+) -> Conversation[dict[Pair, Choice]]:
     """Link every pair of ``slots``: bytes of the slots that each of the two has for the other's messages.
 
     A pair whose test fails tries the next transport, if ``wanted`` permits several.
@@ -34,7 +33,7 @@ def link(
 
     Raises TransportError naming the pair and every obstacle if no transport is left.
     """
-    leases = _leases(control, gather, slots)
+    leases = yield from _leases(control, slots)
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}
     failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in slots}
@@ -48,7 +47,7 @@ def link(
         for name in workers:
             ways = _ways(name, {pair: chosen[pair] for pair in pending}, offers, leases)
             control.send([name], Link(round_, ways, len(workers)))
-        linked = gather.all(Linked, workers, LINK_TIMEOUT_S * len(workers))
+        linked = yield Ask(Linked, workers, LINK_TIMEOUT_S * len(workers))
         failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
         for pair, reason in failed.items():
             failures[pair][chosen[pair].transport] = reason
@@ -60,16 +59,18 @@ def link(
 
 
 def _leases(
-    control: ControlServer, gather: Gather, slots: Mapping[Pair, tuple[int, int]]
-) -> dict[tuple[str, str], Lease]:
-    """What each worker leases its peers, by (owner of the arena, peer)."""
+    control: ControlServer, slots: Mapping[Pair, tuple[int, int]]
+) -> Conversation[dict[tuple[str, str], Lease]]:
+    """What each worker leases its peers, by (owner of the arena, peer). Raises TransportError if one has no room."""
     wanted: dict[str, dict[str, int]] = {}
     for (near, far), (at_near, at_far) in slots.items():
         wanted.setdefault(near, {})[far] = at_near
         wanted.setdefault(far, {})[near] = at_far
     for name, peers in wanted.items():
         control.send([name], Grant(peers))
-    granted = gather.all(Granted, list(wanted), LINK_TIMEOUT_S)
+    granted: dict[str, Granted] = yield Ask(Granted, list(wanted), LINK_TIMEOUT_S)
+    if obstacles := [one.obstacle for one in granted.values() if one.obstacle]:
+        raise TransportError("; ".join(obstacles))
     return {(owner, peer): lease for owner, each in granted.items() for peer, lease in each.leases.items()}
 
 

@@ -49,6 +49,23 @@ def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> 
     return wanted
 
 
+def kv_bytes_of_joiner(config: EngineConfig, free_bytes: int, largest: int, promised: int) -> int:
+    """Bytes of KV for another memory worker: as many as the ``largest`` of the others has, if they are free.
+
+    ``promised``: bytes that those have and have not used. Raises ConfigError.
+    """
+    left = max(0, free_bytes - promised)
+    wanted = config.kv_cache_memory_bytes
+    if wanted is None:
+        return min(largest, int(left * KV_SHARE))
+    if wanted > left:
+        raise ConfigError(
+            f"another memory worker needs kv_cache_memory_bytes, {wanted} bytes; {free_bytes} are free, of which the "
+            f"others may still use {promised}. Free some memory, or add fewer workers"
+        )
+    return wanted
+
+
 Cores = frozenset[int]
 
 
@@ -135,6 +152,7 @@ def cluster_plan(
         compute_setup=setup,
         memory_threads=_threads(config, memory_cores),
         kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
+        kv_bytes_of_joiner=lambda largest, promised: kv_bytes_of_joiner(config, free_bytes(), largest, promised),
         limits=bounds,
         pipeline=order,
         transport=config.transport,

@@ -71,6 +71,15 @@ class Mail:
             missing.clear()
             arrived.clear()
 
+    def change(self, topology: Topology, new: Mapping[str, Channel]) -> None:
+        """The members are those of ``topology`` from now on, with these channels to the new ones. No message from or to
+        one that has left is on its way."""
+        kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
+        self.channels = {**kept, **new}
+        for _ in range(len(self.missing), topology.pipeline.lanes):
+            self.missing.append(set())
+            self._arrived.append({})
+
     def expect(self, lane: int, peers: Collection[str] | None) -> None:
         """The lane needs a message of each of these peers to go on; None: it has nothing to do."""
         if peers is None:

@@ -31,9 +31,14 @@ from lamina.protocol.fetching import Fetcher
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
+    Change,
+    Changed,
     ComputeSetup,
     Connected,
     EndEpoch,
+    Forget,
+    Grant,
+    Link,
     LoadProgress,
     ModelLoaded,
     Release,
@@ -44,6 +49,7 @@ from lamina.protocol.messages import (
     Traced,
     Working,
 )
+from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
@@ -131,6 +137,8 @@ class ComputeWorker:
         self._lanes = [Lane(number) for number in range(lanes)]
         self._mail = mail
         self._wait = wait
+        self._links = links
+        self._newcomers = Newcomers(control, links)
         self._threads, self._overlap = setup.threads, setup.overlap
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
@@ -145,6 +153,7 @@ class ComputeWorker:
         while self._running:
             try:
                 self._serve_once()
+                self._newcomers.look()
             except PeerLostError as error:
                 self._fence.lose(error)
         if self._timeline.enabled:
@@ -186,6 +195,23 @@ class ComputeWorker:
         number = names.index(self._replica.names[self._replica.number])
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
         self._fence.begin(topology)
+
+    def _change(self, message: Change) -> None:
+        """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
+        topology, own = message.topology, self._control.name
+        self._links.change(topology)
+        peers = [member.name for member in topology.members if member.name != own]
+        for member in topology.members:
+            if member.role == "memory" and not self._links.has(member.name):
+                self._fence.miss(member.name)
+        new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
+        self._mail.change(topology, {name: self._links.channel(name) for name in new})
+        self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
+        names = topology.computes
+        self._replica = dataclasses.replace(
+            self._replica, number=names.index(own), names=names, pipeline=topology.pipeline
+        )
+        self._control.send(Changed(message.number))
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
@@ -270,11 +296,12 @@ class ComputeWorker:
             return
         peers = self._missing(active)
         try:
+            linking = self._newcomers.pending
             if not peers and not self._mail.is_waiting:
-                self._handle(self._control.receive(IDLE_SLICE_S))
+                self._handle(self._control.receive(LINKING_SLICE_S if linking else IDLE_SLICE_S))
                 return
             begun = self._timeline.now()
-            lane = self._receive(peers, WAITING_SLICE_S)
+            lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S)
             if lane is not None:
                 self._timeline.add("wait", lane.number, begun)
         except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
@@ -289,6 +316,10 @@ class ComputeWorker:
                 self._take_in(message.plan)
         elif isinstance(message, EndEpoch):
             self._end_epoch(message)
+        elif isinstance(message, Change):
+            self._change(message)
+        elif isinstance(message, Grant | Link | Forget):
+            self._newcomers.take(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
         else:
@@ -381,8 +412,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
-    others = [name for name in names if name != control.name] if connect.pipeline.moves else []
-    channels = {name: links.channel(name) for name in (*connect.memories, *others)}
+    channels = {name: links.channel(name) for name in (*connect.memories, *names) if links.has(name)}
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
     worker = ComputeWorker(control, setup, replica, links, connect.pipeline.lanes, mail, links.settle(), connect.epoch)

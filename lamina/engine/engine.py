@@ -8,23 +8,26 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
 from lamina.engine.epochs import Ending
+from lamina.engine.pools import Pools, Resize
 from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnUpdate
 from lamina.engine.watch import POLL_S, Watch
-from lamina.errors import EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
+from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
 from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import (
+    Change,
     EndEpoch,
     EpochEnded,
     Failed,
@@ -44,6 +47,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
+from lamina.topology import Role, Topology
 from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
@@ -96,6 +100,12 @@ class Engine:
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         self._watch = Watch(control, workers, self._turn, self.topology)
+        self._changes = 0  # of the topology within epochs
+        self._pools = (
+            None
+            if cluster.fabric is None
+            else Pools(control, workers, cluster.fabric, self.topology, self._turn, self._adopt, self._unused)
+        )
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
         self._recoveries = self._recomputed = 0
         self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
@@ -157,6 +167,27 @@ class Engine:
             self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
+    def grow(self, role: Role, count: int = 1) -> "Future[list[str]]":
+        """Add workers to a pool while requests run. The future has their names once they take part, or the reason why
+        one does not. Raises ConfigError if so many cannot take part, EngineDeadError if the engine has stopped."""
+        pools = self._pools
+        if pools is None:
+            raise ConfigError("workers cannot join this cluster: it was not made by launch")
+        resize = Resize()
+
+        def command() -> None:
+            try:
+                pools.check_growth(self.topology, role, count)
+                pools.grow(role, count, resize)
+            except LaminaError as error:
+                resize.fail(error)
+
+        with self._lock:
+            self._require_alive()
+            self._commands.append(command)
+        self._control.wake()
+        return resize.future
+
     def stats(self) -> EngineStats:
         """Counters as of now."""
         with self._lock:
@@ -166,7 +197,9 @@ class Engine:
             known = running = 0
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
-        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, self._watch.silent)
+        joining = {} if self._pools is None else self._pools.joining
+        silent = self._watch.silent
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, joining)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -216,6 +249,8 @@ class Engine:
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
+        if self._pools is not None:
+            self._pools.turn(self.topology, self._ending is None)
         now = time.monotonic()
         for plan in self._turn.plan(now):
             self._send(plan, now)
@@ -230,6 +265,8 @@ class Engine:
         self._check_workers()
 
     def _take(self, worker: str, message: ToEngine) -> None:
+        if self._pools is not None and self._pools.take(worker, message):
+            return  # it is about a worker that joins
         if worker not in self.topology.names:
             return  # it was lost after it sent this
         if isinstance(message, StepDone):
@@ -334,6 +371,8 @@ class Engine:
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
         for worker in lost:
             self._workers.end(worker)
+        if self._pools is not None:
+            self._pools.interrupt(next(iter(lost)))
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
@@ -357,8 +396,24 @@ class Engine:
         )
         self._recipients.apply(topology)
         for worker, kept in remains.kept.items():
-            self._tell([worker], EndEpoch(topology, remains.turns, kept))
-        self._tell(topology.computes, EndEpoch(topology, remains.turns))
+            self._tell([worker], EndEpoch(topology, kept))
+        self._tell(topology.computes, EndEpoch(topology))
+
+    def _adopt(self, topology: Topology) -> None:
+        """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
+        self.topology = topology
+        self._control.apply(topology)
+        self._watch.apply(topology)
+        self._turn.change(topology)
+        self._recipients.change(topology)
+        fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
+        self._usage = {name: self._usage.get(name, usage) for name, usage in fresh.items()}
+        self._changes += 1
+        self._tell(sorted(topology.names), Change(self._changes, topology))
+
+    def _unused(self) -> int:
+        """Token slots of memory workers that hold nothing."""
+        return sum(usage.capacity - usage.used for usage in self._usage.values())
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending
@@ -372,7 +427,8 @@ class Engine:
 
     def _end(self) -> None:
         """End all requests with an error, then the workers. A failure of one part does not stop the others."""
-        for part in (self._end_requests, self._end_workers, self._workers.close, self._control.close):
+        joins = () if self._pools is None else (self._pools.close,)
+        for part in (self._end_requests, *joins, self._end_workers, self._workers.close, self._control.close):
             try:
                 part()
             except BaseException:

@@ -69,20 +69,23 @@ class Migrations:
         ``on_done`` is called with the number of every migration whose last piece has arrived here.
         """
         self._store, self._puller, self._plan, self._on_done = store, puller, plan, on_done
-        self._own = store.worker
-        self._staged = {
-            name: outbox(name, Slot(0, 0, theirs.doorbell + ARRIVED)) for name, (_, theirs) in leases.items()
-        }
-        self._taken = {
-            name: outbox(name, Slot(0, 0, theirs.doorbell + FETCHED)) for name, (_, theirs) in leases.items()
-        }
-        self._bells = {name: (own.doorbell + ARRIVED, own.doorbell + FETCHED) for name, (own, _) in leases.items()}
+        self._own, self._outbox = store.worker, outbox
         self._staging = [
-            arena.view(plan.staging(number), plan.landing_nbytes) for number in range(STAGING_SLOTS if leases else 0)
+            arena.view(plan.staging(number), plan.landing_nbytes)
+            for number in range(STAGING_SLOTS if plan.stages else 0)
         ]
+        self.change(leases)
         self._outgoing: list[_Outgoing] = []
         self._incoming: list[_Incoming] = []
         self._moving: set[int] = set()
+
+    def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
+        """The other memory workers from now on, with the leases as at first. None moves from or to one that is left
+        out."""
+        doorbells = {name: theirs.doorbell for name, (_, theirs) in leases.items()}
+        self._staged = {name: self._outbox(name, Slot(0, 0, bell + ARRIVED)) for name, bell in doorbells.items()}
+        self._taken = {name: self._outbox(name, Slot(0, 0, bell + FETCHED)) for name, bell in doorbells.items()}
+        self._bells = {name: (own.doorbell + ARRIVED, own.doorbell + FETCHED) for name, (own, _) in leases.items()}
 
     @property
     def active(self) -> bool:

@@ -9,7 +9,7 @@ arrives before its plan. Slab changes happen in the order in which the engine se
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,14 +22,19 @@ from lamina.memory.store import KvStore, StepTables
 from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.fence import Fence
-from lamina.protocol.leases import SLOTS
+from lamina.protocol.leases import SLOTS, Lease
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
     USAGE_S,
+    Change,
+    Changed,
     Connect,
     Connected,
     EndEpoch,
+    Forget,
+    Grant,
+    Link,
     MemorySetup,
     Migrated,
     Release,
@@ -41,6 +46,7 @@ from lamina.protocol.messages import (
     Traced,
     Working,
 )
+from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import piece_nbytes
@@ -120,10 +126,11 @@ class MemoryWorker:
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
-        others = {name: links.leases(name) for name in connect.memories if name != links.name}
+        others = self._others(connect.memories)
         self._migrations = Migrations(
             store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
         )
+        self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes)]
         self._doors = self._closed_doors()
         self._timeline = timeline
@@ -140,6 +147,7 @@ class MemoryWorker:
         while self._running:
             try:
                 self._serve_once()
+                self._newcomers.look()
             except PeerLostError as error:
                 self._fence.lose(error)
             self._tell_usage()
@@ -161,6 +169,7 @@ class MemoryWorker:
         ready = pulled = None
         try:
             timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
+            timeout_s = min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
             timeout_s = timeout_s if begun is None else 0.0
             ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
         except DeadlineError:
@@ -193,6 +202,27 @@ class MemoryWorker:
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin(topology)
+
+    def _change(self, message: Change) -> None:
+        """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
+        topology = message.topology
+        self._links.change(topology)
+        for peer in topology.names - {self._links.name}:
+            if not self._links.has(peer):
+                self._fence.miss(peer)
+        kept = {name: channel for name, channel in self._channels.items() if name in topology.computes}
+        new = [name for name in topology.computes if name not in kept and self._links.has(name)]
+        self._channels = kept | {name: self._links.channel(name) for name in new}
+        self._doors = [door for door in self._doors if door.channel.name in kept]
+        self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
+        self._migrations.change(self._others(topology.capacities))
+        self._pipeline, self._computes = topology.pipeline, topology.computes
+        self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
+        self._control.send(Changed(message.number))
+
+    def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
+        """The leases of this worker and of the other memory workers to each other."""
+        return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
         """All slots for requests, without one. The door used last comes last."""
@@ -346,6 +376,10 @@ class MemoryWorker:
             self._migrations.apply(message.plan)
             if not tables.rows.empty:
                 self._lanes[message.plan.lane].steps.append(tables)
+        elif isinstance(message, Change):
+            self._change(message)
+        elif isinstance(message, Grant | Link | Forget):
+            self._newcomers.take(message)
         elif isinstance(message, Release):
             self._store.release(message.sequences)
             self._migrations.release(message.sequences)

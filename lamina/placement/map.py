@@ -32,12 +32,17 @@ class Placement:
         self._roomiest: dict[str | None, tuple[int, str]] = {}  # by excluded worker, until something changes
 
     def apply(self, topology: Topology) -> None:
-        """Only the memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
+        """The memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
         for worker in self.capacities.keys() - topology.capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
             for figures in (self.capacities, self.returning, self.sequences, self._watermarks):
                 del figures[worker]
+        for worker, capacity in topology.capacities.items():
+            if worker not in self.capacities:
+                self.capacities[worker] = capacity
+                self.reserved[worker] = self.returning[worker] = self.sequences[worker] = 0
+                self._watermarks[worker] = int(WATERMARK * capacity)
         self.largest = max(self.capacities.values())
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
         self._roomiest.clear()

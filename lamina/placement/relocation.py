@@ -89,8 +89,8 @@ class Relocations:
         self._begun.clear()
 
     def apply(self, topology: Topology) -> None:
-        """Only the memory workers of ``topology`` hold KV from now on; no request may be placed on another."""
-        self._residents = {worker: groups for worker, groups in self._residents.items() if worker in topology.names}
+        """The memory workers of ``topology`` hold KV from now on; no request may be placed on another."""
+        self._residents = {worker: self._residents.get(worker, {}) for worker in topology.capacities}
 
     def ended(self, group: Group) -> None:
         """A request has ended, and ``leave`` will be called once no step runs it."""

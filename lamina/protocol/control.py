@@ -125,10 +125,10 @@ class ControlServer:
             except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
                 raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
             undo.pop_all()
-        self.bootstraps: Mapping[str, Bootstrap] = {
-            name: self._issue(name, f"tcp://{host}:{port}", public, parent_pid or os.getpid()) for name in workers
-        }
+        self._address, self._engine_key, self._parent_pid = f"tcp://{host}:{port}", public, parent_pid or os.getpid()
+        self.bootstraps: Mapping[str, Bootstrap] = {name: self._issue(name) for name in workers}
         self._members = set(workers)
+        self._joining = set[str]()
         self._encoder = msgspec.msgpack.Encoder()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -137,16 +137,32 @@ class ControlServer:
         self._closed = False
         self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
 
-    def _issue(self, name: str, address: str, engine_key: bytes, parent_pid: int) -> Bootstrap:
+    def _issue(self, name: str) -> Bootstrap:
         public, private = self._secret.curve_keys(name)
         self._keys.workers[public] = name
-        return Bootstrap(name, address, engine_key, public, private, self._secret.data_plane, parent_pid)
+        data_secret = self._secret.data_plane
+        return Bootstrap(name, self._address, self._engine_key, public, private, data_secret, self._parent_pid)
+
+    def admit(self, name: str) -> Bootstrap:
+        """Let another worker connect, under a name that was never used. It is pinged and heard until ``dismiss`` or, as
+        a member, until ``apply`` leaves it out. Raises TransportError if this process may not open enough files."""
+        _require_descriptors(len(self._members | self._joining) + 1)
+        bootstrap = self._issue(name)
+        self._joining.add(name)
+        return bootstrap
+
+    def dismiss(self, name: str) -> None:
+        """Neither ping nor hear a worker any more."""
+        self.liveness.forget(name)
+        self._joining.discard(name)
+        self._members.discard(name)
 
     def apply(self, topology: Topology) -> None:
-        """Only members of ``topology`` are pinged and heard from now on."""
+        """Of members, only those of ``topology`` are pinged and heard from now on."""
         for worker in self._members - topology.names:
             self.liveness.forget(worker)
-        self._members &= topology.names
+        self._members = set(topology.names)
+        self._joining -= self._members
 
     def send(self, workers: Sequence[str], message: ToWorker) -> None:
         """Send one message to several workers; encoded once.
@@ -196,7 +212,7 @@ class ControlServer:
             if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
                 self._refusals.add("NAME", "a message arrived under a name that does not match its key")
                 continue
-            if worker not in self._members:
+            if worker not in self._members and worker not in self._joining:
                 continue  # it was lost, and is not believed any more
             self.liveness.heard(worker)
             if not identity.bytes.endswith(HEARTBEAT):
@@ -205,7 +221,7 @@ class ControlServer:
         return came
 
     def _ping(self) -> None:
-        for worker in filter(self.liveness.is_quiet, self._members):
+        for worker in filter(self.liveness.is_quiet, (*self._members, *self._joining)):
             with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: liveness notices its silence
                 self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
 

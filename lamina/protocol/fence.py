@@ -35,9 +35,22 @@ class Fence:
         return not self._lost and not self._missing
 
     def lose(self, error: PeerLostError) -> None:
-        """A peer is lost: cut the link to it and tell the engine. Steps stop until the epoch ends."""
-        self._lost = True
+        """A peer is lost: cut the link to it and tell the engine. Steps stop until the epoch ends.
+
+        One that has not become a member yet is only disconnected: the engine sees its process end.
+        """
+        if error.peer not in self._links.peers:
+            self._links.disconnect(error.peer)
+            return
         self._links.cut(error.peer)
+        self._stop(error)
+
+    def miss(self, peer: str) -> None:
+        """There is no link to a peer that has become a member: tell the engine. Steps stop until the epoch ends."""
+        self._stop(PeerLostError(peer, "it was lost while it joined"))
+
+    def _stop(self, error: PeerLostError) -> None:
+        self._lost = True
         self._control.send(PeerLost(error.peer, str(error)))
 
     def begin(self, topology: Topology) -> None:

@@ -50,6 +50,17 @@ class Member:
     address: str
 
 
+@dataclass
+class _Round:
+    """Proofs that are awaited: ``waiting`` has the transport of each peer whose proof has not arrived."""
+
+    number: int
+    waiting: dict[str, Transport]
+    failures: dict[str, str]
+    patience_s: float
+    deadline: float
+
+
 @dataclass(frozen=True)
 class _Link:
     endpoint: Endpoint
@@ -116,13 +127,22 @@ class Links:
         self._endpoints = dict(endpoints)
         self._links: dict[str, _Link] = {}
         self._members = set[str]()  # the peers that were linked, without those that do not take part any more
+        self._left = set[str]()  # peers without a link whose processes may still run: their leases stay
+        self._round: _Round | None = None
         self._closed = False
 
     def grant(self, grant: Grant) -> Granted:
-        """Lease each of these peers a part of the arena. Raises TransportError if it has too little room."""
-        for name, slot_nbytes in grant.slots.items():
-            self._leases[name] = self._books.lease(slot_nbytes)
-        return Granted({name: self._leases[name] for name in grant.slots})
+        """Lease each of these peers a part of the arena; if it has too little room, none of them."""
+        granted: dict[str, Lease] = {}
+        try:
+            for name, slot_nbytes in grant.slots.items():
+                granted[name] = self._books.lease(slot_nbytes)
+        except TransportError as error:
+            for lease in granted.values():
+                self._books.release(lease)
+            return Granted({}, f"{self.name}: {error}")
+        self._leases |= granted
+        return Granted(granted)
 
     def release(self, name: str) -> None:
         """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
@@ -135,33 +155,51 @@ class Links:
 
     def link(self, link: Link) -> Linked:
         """Connect to these peers, replacing earlier links to them, and exchange proofs with each."""
+        self.begin(link)
+        while (linked := self.linked(PROOF_TIMEOUT_S)) is None:
+            pass
+        return linked
+
+    def begin(self, link: Link) -> None:
+        """Connect to these peers, replacing earlier links to them, and send each a proof. ``linked`` awaits theirs."""
         failures: dict[str, str] = {}
         for name in link.peers:
             self.disconnect(name)
         for name, way in link.peers.items():
-            endpoint = self._endpoints[way.transport]
             try:
+                if (endpoint := self._endpoints.get(way.transport)) is None:
+                    raise TransportError(f"{self.name} has closed its {way.transport} endpoint, which no link used")
                 peer = endpoint.connect(way.descriptor, CONNECT_TIMEOUT_S)
                 self._links[name] = _Link(endpoint, peer, way.lease)
                 self.outbox(name, _place(way.lease)).send([_proof(link.round, way.transport)], link.round)
             except TransportError as error:
                 failures[name] = str(error)
         waiting = {name: way.transport for name, way in link.peers.items() if name not in failures}
-        return Linked(failures | self._await_proofs(waiting, link))
-
-    def _await_proofs(self, waiting: dict[str, Transport], link: Link) -> dict[str, str]:
-        """Why the proofs of some peers did not arrive."""
-        places = {name: _place(self._leases[name]) for name in waiting}
-        failures: dict[str, str] = {}
-        round_ = link.round
         # Every peer may first time out on all the others.
         patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (link.workers - 2)
-        wait, deadline = self._wait(), time.monotonic() + patience_s
+        self._round = _Round(link.round, waiting, failures, patience_s, time.monotonic() + patience_s)
+
+    @property
+    def is_linking(self) -> bool:
+        """True from ``begin`` until ``linked`` has answered."""
+        return self._round is not None
+
+    def linked(self, timeout_s: float) -> Linked | None:
+        """Wait for the proofs of the peers given to ``begin``; None if some may still come after ``timeout_s``.
+
+        Raises PeerLostError for a peer that is not one of them.
+        """
+        current = self._round
+        if current is None:
+            return None
+        waiting, failures, wait = current.waiting, current.failures, self._wait()
+        places = {name: _place(self._leases[name]) for name in waiting}
+        until = time.monotonic() + timeout_s
         while waiting:
             names = list(waiting)
             try:
-                targets = [(places[name].doorbell, round_) for name in names]
-                name = names[wait(targets, deadline - time.monotonic())]
+                targets = [(places[name].doorbell, current.number) for name in names]
+                name = names[wait(targets, min(until, current.deadline) - time.monotonic())]
             except PeerLostError as error:
                 if error.peer not in waiting:
                     raise
@@ -170,12 +208,16 @@ class Links:
                 failures[error.peer] = str(error)
                 continue
             except DeadlineError:
-                late = f"{self.name} did not see its write within {patience_s:g} s"
-                return failures | {name: f"{name} connected, but {late}" for name in names}
-            expected = _proof(round_, waiting.pop(name))
+                if time.monotonic() < current.deadline:
+                    return None
+                late = f"{self.name} did not see its write within {current.patience_s:g} s"
+                failures |= {name: f"{name} connected, but {late}" for name in names}
+                break
+            expected = _proof(current.number, waiting.pop(name))
             if bytes(self.arena.view(places[name].offset, len(expected))) != expected:
                 failures[name] = f"the write of {name} reached {self.name} with other bytes"
-        return failures
+        self._round = None
+        return Linked(failures)
 
     def settle(self) -> Wait:
         """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``."""
@@ -203,10 +245,24 @@ class Links:
 
     def apply(self, topology: Topology) -> None:
         """Only members of ``topology`` take part from now on: end the links to all others and their leases."""
-        for name in self._members - topology.names:
+        for name in (self._members | self._leases.keys()) - topology.names - self._left:
             self.cut(name)
             self.release(name)  # the engine has ended its process
         self._members &= topology.names
+
+    def change(self, topology: Topology) -> None:
+        """Peers that are linked and in ``topology`` become members; links to members that are not in it end."""
+        for name in self._members - topology.names:
+            self.disconnect(name)
+            self._left.add(name)
+        self._members = topology.names & self._links.keys()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The processes of these peers have ended: end what they have here, if anything."""
+        for name in names:
+            self._left.discard(name)
+            if name in self._leases:
+                self.release(name)
 
     def cut(self, name: str) -> None:
         """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
@@ -248,6 +304,8 @@ class Links:
     def disconnect(self, name: str) -> None:
         """End all use of the link to a peer, if it is linked; its death no longer ends waits."""
         self._forget_channel(name)
+        if self._round is not None and self._round.waiting.pop(name, None):
+            self._round.failures[name] = f"{name} has been disconnected"
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)
 

@@ -82,7 +82,7 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: all links are up, and this is what they are for; answered by Connected.
 
     A worker's number is its index in ``computes`` or ``memories``, which name all workers of a pool. ``epoch`` is the
-    first.
+    current one.
     """
 
     computes: list[str]
@@ -105,14 +105,29 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
     Answered by EpochEnded. All plans sent before it have been applied; of what their steps did, only this remains:
 
     Attributes:
-        turns: by lane: the turn of its next attention. No doorbell of a lane was rung with a later one's number.
         kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences. A
             compute worker forgets all: plans tell it again what it needs.
     """
 
     topology: Topology
-    turns: list[int]
     kept: dict[int, int] = {}
+
+
+class Change(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: these are the members from now on, and the epoch goes on; answered by Changed.
+
+    New members are linked already. Those that are not named any more do nothing, but may still run: the worker ends its
+    links to them, and keeps their leases until ``Forget``. Replicas only change while no step is in flight.
+    """
+
+    number: int
+    topology: Topology
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: the processes of these have ended; end links to them, if any, and their leases."""
+
+    workers: list[str]
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -162,9 +177,10 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the leases, by peer."""
+    """Worker to engine: the leases, by peer; ``obstacle``: why there are none."""
 
     leases: dict[str, Lease]
+    obstacle: str = ""
 
 
 class Linked(msgspec.Struct, tag=True, frozen=True):
@@ -239,6 +255,12 @@ class EpochEnded(msgspec.Struct, tag=True, frozen=True):
     missing: list[str]
 
 
+class Changed(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: it has applied Change ``number``, and sends nothing to those that have left."""
+
+    number: int
+
+
 class PeerLost(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: it has no link to ``peer`` any more. Its steps stop until the epoch ends."""
 
@@ -261,7 +283,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     traceback: str
 
 
-ToWorker = ComputeSetup | MemorySetup | Register | Grant | Link | Connect | Step | Release | EndEpoch | Stop
+ToWorker = (
+    ComputeSetup | MemorySetup | Register | Grant | Link | Connect | Step | Release | EndEpoch | Change | Forget | Stop
+)
 ToEngine = (
     Hello
     | LoadProgress
@@ -276,6 +300,7 @@ ToEngine = (
     | Working
     | Migrated
     | EpochEnded
+    | Changed
     | PeerLost
     | Traced
     | Failed

@@ -2,6 +2,7 @@
 
 import bisect
 import math
+from collections.abc import Collection
 
 from lamina.pipeline import Arrangement, Pipeline
 
@@ -105,6 +106,12 @@ class LaneChooser:
     def note_attention(self, worker: str, seconds: float) -> None:
         """Record that a memory worker has spent ``seconds`` in total on attention."""
         self._attention[worker] = self._completed, seconds
+
+    def apply(self, workers: Collection[str]) -> None:
+        """These are the memory workers from now on."""
+        for figures in (self._attention, self._attention_before, self._attention_per_step):
+            for worker in figures.keys() - set(workers):
+                del figures[worker]  # type: ignore[attr-defined]
 
     @property
     def due(self) -> bool:

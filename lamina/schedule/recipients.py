@@ -69,6 +69,12 @@ class Recipients:
         self._admissions = {one: self._admissions[one] for one in self._homes}
         self._knowing = {one: set(homes) for one, homes in self._homes.items()}
 
+    def change(self, topology: Topology) -> None:
+        """The members are those of ``topology`` from now on, within the epoch. Those that left hold no KV any more."""
+        self._computes, self._pipeline = topology.computes, topology.pipeline
+        self._untold = {worker: untold for worker, untold in self._untold.items() if worker in topology.names}
+        self._knowing = {one: workers & topology.names for one, workers in self._knowing.items()}
+
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
         """The workers to send something to, and what: the next plan, whole or the part that concerns them.
 

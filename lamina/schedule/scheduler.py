@@ -1,8 +1,8 @@
 """Continuous batching: which tokens of which sequences run in the next step of a lane.
 
-A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort``, ``drop``
-and ``use_lanes``, in the order they are called. It holds no clock, socket or tensor, so a simulator can drive it as the
-engine does.
+A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort``, ``drop``,
+``use_lanes``, ``apply`` and ``change``, in the order they are called. It holds no clock, socket or tensor, so a
+simulator can drive it as the engine does.
 
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
@@ -160,12 +160,24 @@ class Scheduler:
         self._move()
         return self._remains(len(dropped), recomputed)
 
+    def change(self, topology: Topology) -> None:
+        """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
+
+        If the replicas have changed, ``use_lanes`` was called and no step is in flight: requests are dealt out again.
+        """
+        self.placement.apply(topology)
+        self._relocations.apply(topology)
+        self._admissions.apply(topology)
+        for lane in range(len(self._lanes), topology.pipeline.lanes):
+            self._lanes.append(Lane(allowance=self.limits.max_num_batched_tokens))
+            self._resting.add(lane)
+
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
         for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
             completions = group.alive if group.forked else group.completions[:1]
             kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
-        return Remains([own.turn for own in self._lanes], kept, dropped, recomputed)
+        return Remains(kept, dropped, recomputed)
 
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""

@@ -28,7 +28,8 @@ class Turn:
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``apply`` tells what remains, and no step is planned until ``begin_epoch``.
+    If workers are lost, ``apply`` tells what remains, and no step is planned until ``begin_epoch``. If workers join, or
+    leave after they were drained, ``change``; if that changes the replicas, ``pause`` first until no step is in flight.
 
     Attributes:
         scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
@@ -53,6 +54,7 @@ class Turn:
         self.in_flight: dict[int, StepPlan] = {}
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun
+        self._paused = False
         self._depth = DEPTH if plan_ahead else 1
         self._answers = Answers()
         self._chooser = chooser(pipeline)
@@ -67,15 +69,35 @@ class Turn:
         self._ended = True
         self.in_flight.clear()
         self._answers = Answers()
+        self._follow(topology)
+        return self.scheduler.apply(topology)
+
+    def _follow(self, topology: Topology) -> None:
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
             self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
-        return self.scheduler.apply(topology)
+        elif self._chooser is not None:
+            self._chooser.apply(topology.capacities)
+
+    def pause(self) -> None:
+        """Plan no step until ``change``: those in flight complete."""
+        self._paused = True
+
+    def change(self, topology: Topology) -> None:
+        """The members are those of ``topology`` from now on, within the epoch. Those that leave hold no KV any more.
+
+        Raises ValueError if the replicas change while a step is in flight.
+        """
+        if self.in_flight and topology.pipeline != self._pipeline:
+            raise ValueError(f"the replicas cannot change: {len(self.in_flight)} steps are in flight")
+        self._paused = False
+        self._follow(topology)
+        self.scheduler.change(topology)
 
     def begin_epoch(self) -> None:
         """All members are ready for the next epoch: steps are planned again."""
-        self._ended = False
+        self._ended = self._paused = False
 
     def in_order(self, answer: StepDone) -> list[StepDone]:
         """The answers that ``complete`` may have now that this one has come: none while one before it is missing, or
@@ -110,7 +132,7 @@ class Turn:
 
         ``now``: seconds of any monotonic clock.
         """
-        if self._ended:
+        if self._ended or self._paused:
             return
         if self._chooser is not None and self._chooser.due:
             chosen = self._chooser.choose(self._sequences, now)

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from lamina.cluster.gather import Gather
+from lamina.cluster.gather import Gather, converse
 from lamina.cluster.linking import link
 from lamina.errors import TransportError
 from lamina.protocol.choice import Choice, Offer, Transport
@@ -49,7 +49,8 @@ class FakeWorkers:
         return {name: Linked(self._failures.get((round_, name), {})) for name in names}
 
     def link(self, wanted: Any) -> dict[tuple[str, str], Choice]:
-        return link(cast(ControlServer, self), cast(Gather, self), wanted, OFFERS, dict.fromkeys(PAIRS, (640, 320)))
+        linking = link(cast(ControlServer, self), wanted, OFFERS, dict.fromkeys(PAIRS, (640, 320)))
+        return converse(cast(Gather, self), linking)
 
 
 def test_every_worker_is_told_how_to_reach_its_peers() -> None:

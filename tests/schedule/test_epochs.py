@@ -1,4 +1,5 @@
-"""Epochs that end at any point of a schedule: only what had not completed is lost, and no token is drawn twice."""
+"""Workers that are lost and that join at any point of a schedule: only what had not completed is lost, and no token is
+drawn twice."""
 
 import itertools
 
@@ -10,7 +11,7 @@ from lamina.pipeline import Pipeline
 from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Member, Topology
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
-from tests.schedule.test_scheduler import MANY, Cluster, requests
+from tests.schedule.test_scheduler import MANY, Cluster, MemoryModel, requests
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -22,6 +23,7 @@ class Losing(Cluster):
         super().__init__(requests, memories, lanes, depth, limits)
         workers = [Member("compute0", "compute", "cpu", ""), Member("compute1", "compute", "cpu", "")]
         workers += [Member(memory.name, "memory", "cpu", "", 60) for memory in self.memories]
+        self._numbers = itertools.count()
         self.topology = Topology(FIRST, tuple(workers), Pipeline(lanes, 2) if lanes > 1 else Pipeline(2, 2))
 
     def end_epoch(self, number: int) -> None:
@@ -31,7 +33,6 @@ class Losing(Cluster):
         self.topology = self.topology.without(lost or computes[1:])
         self._in_flight = [[] for _ in self._in_flight]
         remains = self.scheduler.apply(self.topology)
-        assert remains.turns == self._turns
         self.memories = [memory for memory in self.memories if memory.name not in lost]
         for memory in self.memories:
             kept = remains.kept[memory.name]
@@ -44,6 +45,13 @@ class Losing(Cluster):
                 shared = 0 if sequence in self._firsts else self.requests[index][0]
                 assert tokens == max(self._computed.get(sequence, 0), shared)
                 memory.slab.truncate(sequence, tokens)
+
+    def join(self, capacity: int) -> None:
+        """Another memory worker takes part from now on."""
+        name = f"later{next(self._numbers)}"
+        self.memories.append(MemoryModel(name, capacity))
+        self.topology = self.topology.joined(Member(name, "memory", "cpu", "", capacity), self.topology.pipeline)
+        self.scheduler.change(self.topology)
 
     @property
     def _firsts(self) -> set[int]:
@@ -59,9 +67,10 @@ class Losing(Cluster):
     limits=st.sampled_from([LIMITS, MANY]),
     migration_turns=st.integers(1, 6),
     ends=st.dictionaries(st.integers(0, 30), st.integers(0, 2), max_size=6),
+    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 70), max_size=4),
     drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=3),
 )
-def test_whenever_epochs_end_every_request_does_with_the_same_tokens(
+def test_whenever_workers_join_and_are_lost_every_request_ends_with_the_same_tokens(
     requests: list,
     memories: int,
     lanes: int,
@@ -69,6 +78,7 @@ def test_whenever_epochs_end_every_request_does_with_the_same_tokens(
     limits: Limits,
     migration_turns: int,
     ends: dict[int, int],
+    joins: dict[int, int],
     drops: dict[int, int],
 ) -> None:
     cluster = Losing(requests, memories, lanes, depth, limits)
@@ -81,6 +91,8 @@ def test_whenever_epochs_end_every_request_does_with_the_same_tokens(
             cluster.drop(drops[turn])
         if turn in ends:
             cluster.end_epoch(ends[turn])
+        if turn in joins:
+            cluster.join(joins[turn])
         for lane in range(lanes):
             if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
                 cluster.complete(lane)

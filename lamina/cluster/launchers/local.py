@@ -12,6 +12,7 @@ import msgspec
 
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
+from lamina.topology import Role
 
 STOP_TIMEOUT_S = 5.0
 
@@ -29,6 +30,7 @@ def allocation_variables() -> dict[str, str]:
 
 
 COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
+MODULES: Mapping[Role, str] = {"compute": COMPUTE, "memory": MEMORY}
 
 
 class LocalWorkers:
@@ -39,12 +41,16 @@ class LocalWorkers:
         self._exits = selectors.DefaultSelector()  # of a descriptor of each process that has not been seen to exit
         self._ended: dict[str, str] = {}
         self._closing = False
+        self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
+        self._shared_cores = False
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
         """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too.
 
         Its keys go through a pipe, not the command line.
         """
+        self._cores[module] = self._cores.get(module, frozenset()) | cores
+        self._shared_cores = shared_cores
         environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if shared_cores:
             environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
@@ -65,6 +71,11 @@ class LocalWorkers:
                 os.sched_setaffinity(0, own)
             self._exits.register(os.pidfd_open(self._processes[name].pid), selectors.EVENT_READ, name)
             ours.write(msgspec.msgpack.encode(bootstrap))
+
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        """Start another worker, on all cores of those of its role that were started before."""
+        module = MODULES[role]
+        self.spawn(name, module, bootstrap, self._cores[module], self._shared_cores)
 
     def command(self, name: str, module: str) -> list[str]:
         """The command of a worker, which must run it in the started process itself. -P: no modules from the cwd."""

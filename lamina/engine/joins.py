@@ -1,0 +1,207 @@
+"""Workers on their way into a cluster that serves: started, prepared and linked without holding up a step."""
+
+import enum
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.cluster.gather import Ask, Conversation, Workers, failure, silence
+from lamina.cluster.joining import Fabric, enter, prepare_compute, prepare_memory
+from lamina.errors import DeadlineError, LaminaError, TransportError, WorkerError
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import Failed, ToEngine
+from lamina.topology import Member, Role, Topology
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arrive
+
+
+class Stage(enum.Enum):
+    """How far a joiner is. Of all joiners, one at a time is linked, and enters before the next one is linked."""
+
+    PREPARING = enum.auto()
+    PREPARED = enum.auto()
+    LINKING = enum.auto()
+    LINKED = enum.auto()
+
+
+@dataclass(eq=False)
+class Joiner:
+    """A worker that was started.
+
+    Attributes:
+        on_failed: called with the reason, and whether another attempt may succeed, if it does not enter.
+        conversation: in progress, with the answers that it has ``asked`` for by ``deadline``, so far.
+        member: what it is once it has been prepared.
+        exited_at: when its process was seen to have ended.
+    """
+
+    name: str
+    role: Role
+    started_at: float
+    conversation: Conversation[Any]
+    on_failed: Callable[[LaminaError, bool], None]
+    stage: Stage = Stage.PREPARING
+    asked: Ask | None = None
+    answers: dict[str, ToEngine] = field(default_factory=dict)
+    deadline: float = 0.0
+    member: Member | None = None
+    exited_at: float | None = None
+
+
+class Joins:
+    """All joiners. The engine's thread owns it.
+
+    A worker that is lost interrupts the linking of a joiner, which is then ended: it may be linked with the lost one,
+    and it is started again within a second, unless it has to load weights.
+    """
+
+    def __init__(
+        self, control: ControlServer, workers: Workers, fabric: Fabric, topology: Topology, promised: Callable[[], int]
+    ) -> None:
+        """``promised``: bytes of KV that memory workers may still come to use."""
+        self._control, self._workers, self._fabric, self._promised = control, workers, fabric, promised
+        self._joiners: dict[str, Joiner] = {}
+        self._numbers = {
+            "compute": itertools.count(len(topology.computes)),
+            "memory": itertools.count(len(topology.capacities)),
+        }
+        self._stale: tuple[type[ToEngine], set[str]] | None = None  # answers to a conversation that was given up
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """How far each joiner is."""
+        return {joiner.name: joiner.stage.name.lower() for joiner in list(self._joiners.values())}
+
+    def count(self, role: Role) -> int:
+        """Joiners of this role."""
+        return sum(joiner.role == role for joiner in self._joiners.values())
+
+    def start(self, role: Role, on_failed: Callable[[LaminaError, bool], None]) -> str:
+        """Start another worker, under a new name, which is returned. Raises LaminaError if it cannot be started."""
+        name = f"{role}{next(self._numbers[role])}"
+        bootstrap = self._control.admit(name)
+        try:
+            self._workers.start(name, role, bootstrap)
+        except OSError as error:
+            self._control.dismiss(name)
+            raise WorkerError(name, f"its process cannot be started: {error}") from error
+        if role == "memory":
+            conversation = prepare_memory(self._control, self._fabric, name, self._promised)
+        else:
+            conversation = prepare_compute(self._control, self._fabric, name)
+        joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
+        self._joiners[name] = joiner
+        self._advance(joiner, None)
+        return name
+
+    def take(self, worker: str, message: ToEngine) -> bool:
+        """Take what a worker says of joining; False if it is about something else."""
+        if self._stale is not None and isinstance(message, self._stale[0]) and worker in self._stale[1]:
+            self._stale[1].remove(worker)
+            self._stale = self._stale if self._stale[1] else None
+            return True
+        for joiner in list(self._joiners.values()):
+            asked = joiner.asked
+            if asked is not None and worker in asked.names and isinstance(message, asked.kind):
+                joiner.answers[worker] = message
+                if joiner.answers.keys() >= set(asked.names):
+                    self._advance(joiner, joiner.answers)
+                return True
+        if (own := self._joiners.get(worker)) is None:
+            return False
+        if isinstance(message, Failed):
+            self._fail(own, failure(worker, message))
+        return True
+
+    def _advance(self, joiner: Joiner, answers: dict[str, Any] | None) -> None:
+        joiner.asked, joiner.answers = None, {}
+        try:
+            joiner.asked = next(joiner.conversation) if answers is None else joiner.conversation.send(answers)
+            joiner.deadline = self._control.liveness.awake_s + joiner.asked.timeout_s
+        except StopIteration as done:
+            if joiner.stage is Stage.PREPARING:
+                joiner.stage, joiner.member = Stage.PREPARED, done.value
+            else:
+                joiner.stage = Stage.LINKED
+        except LaminaError as error:
+            self._fail(joiner, error)
+
+    def turn(self, topology: Topology, joined: Callable[[Member], Topology] | None) -> None:
+        """Look for joiners that have failed, and link the next one.
+
+        ``joined``: the topology with another member; None: none may be linked now.
+        """
+        if not self._joiners:
+            return
+        self._look_for_failures()
+        if self._stale is not None:
+            self._stale = (self._stale[0], left) if (left := self._stale[1] & topology.names) else None
+        if joined is None or self._stale is not None or self._current is not None:
+            return
+        for joiner in self._joiners.values():
+            if joiner.stage is Stage.PREPARED and joiner.member is not None:
+                joiner.stage = Stage.LINKING
+                joiner.conversation = enter(self._control, self._fabric, joined(joiner.member), joiner.member)
+                self._advance(joiner, None)
+                return
+
+    @property
+    def _current(self) -> Joiner | None:
+        """The joiner that is being linked, or was and has not entered."""
+        late = (Stage.LINKING, Stage.LINKED)
+        return next((joiner for joiner in self._joiners.values() if joiner.stage in late), None)
+
+    def _look_for_failures(self) -> None:
+        now, ended, silent = self._control.liveness.awake_s, self._workers.ended(), self._control.liveness.lost()
+        for joiner in list(self._joiners.values()):
+            if joiner.name in ended:
+                joiner.exited_at = now if joiner.exited_at is None else joiner.exited_at
+                if now - joiner.exited_at >= LAST_WORDS_S:
+                    self._fail(joiner, WorkerError(joiner.name, ended[joiner.name]))
+            elif joiner.name in silent:
+                self._fail(joiner, silence({joiner.name: silent[joiner.name]}))
+            elif joiner.asked is not None and now > joiner.deadline:
+                asked = joiner.asked
+                late = ", ".join(name for name in asked.names if name not in joiner.answers)
+                what = f"no {asked.kind.__name__} from {late} within {asked.timeout_s:.0f} s"
+                self._fail(joiner, DeadlineError(f"{joiner.name} cannot join: {what}"))
+
+    @property
+    def linked(self) -> Joiner | None:
+        """The joiner that may enter now."""
+        current = self._current
+        return current if current is not None and current.stage is Stage.LINKED else None
+
+    def entered(self, joiner: Joiner) -> None:
+        """It has become a member."""
+        del self._joiners[joiner.name]
+        log.info("%s joins %.2f s after it was started", joiner.name, time.monotonic() - joiner.started_at)
+
+    def interrupt(self, lost: str) -> None:
+        """A member is lost: give up the joiner that is being linked, if one is."""
+        if (current := self._current) is not None:
+            self._fail(current, TransportError(f"{current.name} was joining when {lost} was lost"), again=True)
+
+    def _fail(self, joiner: Joiner, error: LaminaError, again: bool = False) -> None:
+        del self._joiners[joiner.name]
+        joiner.conversation.close()
+        self._control.dismiss(joiner.name)
+        if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
+            self._stale = joiner.asked.kind, left
+        try:
+            self._workers.end(joiner.name)
+        except TransportError as stuck:
+            log.warning("%s", stuck)
+        joiner.on_failed(error, again)
+
+    def close(self) -> None:
+        """Forget all joiners: the engine ends."""
+        for joiner in list(self._joiners.values()):
+            joiner.conversation.close()
+            joiner.on_failed(TransportError("the engine has stopped"), False)
+        self._joiners.clear()
