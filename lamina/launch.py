@@ -5,6 +5,8 @@ import os
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from lamina.cluster import pool, sizing
 from lamina.cluster.bringup import bring_up
 from lamina.cluster.devices import find_devices, free_memory
@@ -42,7 +44,7 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    computes, memories = _names(config.compute, "compute"), _names(config.memory, "memory")
+    computes, memories = tuple(_assigned(config.compute, "compute")), _assigned(config.memory, "memory")
     tokenizer = Tokenizer(model)
     available = frozenset(os.sched_getaffinity(0))
     receivers = [] if on_trace is None else [on_trace]
@@ -57,7 +59,10 @@ def launch(
     try:
         for names, module in ((computes, COMPUTE), (memories, MEMORY)):
             for name in names:
-                workers.spawn(name, module, control.bootstraps[name], plan.cores[name], plan.shared_cores)
+                bootstrap = control.bootstraps[name]
+                if name in memories:
+                    bootstrap = msgspec.structs.replace(bootstrap, device=memories[name].device)
+                workers.spawn(name, module, bootstrap, plan.cores[name], plan.shared_cores)
         cluster = bring_up(control, workers, plan, on_progress or (lambda worker, progress: None))
     except BaseException:
         control.close()
@@ -69,7 +74,7 @@ def launch(
     return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
 
 
-def _names(text: str, role: Role) -> tuple[str, ...]:
-    entries = pool.parse(text)
-    pool.assign(role, entries, find_devices())
-    return tuple(f"{role}{index}" for index in range(sum(entry.count for entry in entries)))
+def _assigned(text: str, role: Role) -> dict[str, pool.Assigned]:
+    """The workers of a pool, by name, with their devices."""
+    workers = pool.assign(role, pool.parse(text), find_devices())
+    return {f"{role}{index}": assigned for index, assigned in enumerate(workers)}

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lamina.cluster.gather import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
@@ -17,7 +19,7 @@ from lamina.cluster.gather import (
 )
 from lamina.cluster.joining import Fabric
 from lamina.cluster.linking import link
-from lamina.cluster.pool import CPU
+from lamina.cluster.pool import CPU, Assigned
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Choice, Transport, candidates
@@ -44,10 +46,11 @@ class ClusterPlan:
     """The workers and their settings, decided before any worker starts, except what depends on the model."""
 
     computes: tuple[str, ...]
-    memories: tuple[str, ...]
+    memories: Mapping[str, Assigned]
     compute_setup: ComputeSetup
     memory_threads: int
-    kv_bytes_per_worker: Callable[[], int]  # called once the weights are loaded
+    kv_bytes_per_worker: Callable[[], int]  # in the host's memory; called once the weights are loaded
+    kv_bytes_on_gpu: Callable[[int], int]  # given those free on it
     kv_bytes_of_joiner: Callable[[int, int], int]  # see ``Fabric.kv_bytes``
     limits: Limits  # of the scheduler; they also bound the slots that a worker can use
     pipeline: Pipeline
@@ -72,6 +75,7 @@ class Cluster:
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
     epoch: Epoch = FIRST
     kv_cache_dtype: KvCacheDType = "auto"
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
     fabric: Fabric | None = None  # without it, no worker can join
 
     @property
@@ -79,7 +83,7 @@ class Cluster:
         """The members at the start."""
 
         def member(name: str, role: Role) -> Member:
-            return Member(name, role, CPU, self.hosts.get(name, ""), self.capacities.get(name, 0))
+            return Member(name, role, self.kinds.get(name, CPU), self.hosts.get(name, ""), self.capacities.get(name, 0))
 
         computes = [member(name, "compute") for name in self.computes]
         return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
@@ -96,12 +100,13 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     plan = _with_turns(plan, len(loaded.attentions) + 1)
-    capacity = _capacity(plan, loaded)
-    asked, kv_dtype = plan.compute_setup, plan.kv_cache_dtype
+    capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in plan.memories})
+    asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
-        loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
+        loaded.attentions, loaded.dtype, most, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
     )
-    control.send(plan.memories, setup)
+    for name, capacity in capacities.items():
+        control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     fabric = _fabric(plan, loaded, setup, {hello.host for hello in greetings.values()})
     gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
@@ -109,7 +114,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
         plan.computes,
-        dict.fromkeys(plan.memories, capacity),
+        capacities,
         tuple(loaded.attentions),
         loaded.dtype,
         loaded.parameters,
@@ -118,6 +123,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
         hosts,
         epoch,
         kv_dtype,
+        {name: assigned.kind for name, assigned in plan.memories.items()},
         fabric,
     )
 
@@ -138,16 +144,24 @@ def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
-def _capacity(plan: ClusterPlan, loaded: ModelLoaded) -> int:
+def _capacities(plan: ClusterPlan, loaded: ModelLoaded, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Token slots of each memory worker, from the bytes free on its GPU; 0: it uses the host's memory.
+
+    Raises ConfigError for fewer than 2 slots.
+    """
     per_token = _bytes_per_token(plan, loaded)
-    nbytes = plan.kv_bytes_per_worker()
-    capacity = nbytes // per_token
-    if capacity < 2:
-        raise ConfigError(
-            f"each memory worker has {nbytes} bytes for KV; a request needs at least 2 tokens of {per_token} bytes. "
-            f"Give more with kv_cache_memory_bytes"
-        )
-    return min(capacity, plan.limits.max_sequences * plan.limits.max_model_len)
+    on_host = 0 if all(gpu_bytes.values()) else plan.kv_bytes_per_worker()
+    most = plan.limits.max_sequences * plan.limits.max_model_len
+    capacities = {}
+    for name, free in gpu_bytes.items():
+        nbytes = plan.kv_bytes_on_gpu(free) if free else on_host
+        capacities[name] = min(most, nbytes // per_token)
+        if capacities[name] < 2:
+            raise ConfigError(
+                f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {per_token} bytes. "
+                f"Give more with kv_cache_memory_bytes"
+            )
+    return capacities
 
 
 def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:

@@ -1,8 +1,9 @@
 """Derives limits, cores, threads, lanes and bytes of KV from a configuration and a machine. Pure functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lamina.cluster.bringup import ClusterPlan
+from lamina.cluster.pool import Assigned
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
@@ -12,6 +13,7 @@ from lamina.schedule.limits import Limits
 from lamina.types import DType, Overlap
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
+GPU_SHARE = 0.9  # of the free memory of a GPU, for KV; the rest is for page tables, messages and CUDA itself
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 
@@ -47,6 +49,17 @@ def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> 
             f"{free_bytes} bytes are free beside the weights. Give less, or leave it out"
         )
     return wanted
+
+
+def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int) -> int:
+    """Bytes of KV for a memory worker on a GPU with ``free_bytes`` free. Raises ConfigError."""
+    wanted = config.kv_cache_memory_bytes
+    if wanted is not None and wanted > free_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {wanted} for each memory worker; {free_bytes} bytes are free on its GPU. Give "
+            "less, or leave it out"
+        )
+    return int(free_bytes * GPU_SHARE) if wanted is None else wanted
 
 
 def kv_bytes_of_joiner(config: EngineConfig, free_bytes: int, largest: int, promised: int) -> int:
@@ -123,7 +136,7 @@ def cluster_plan(
     model: ModelDirectory,
     eos_token_ids: Sequence[int],
     computes: tuple[str, ...],
-    memories: tuple[str, ...],
+    memories: Mapping[str, Assigned],
     available: Cores,
     free_bytes: Callable[[], int],
     trace: bool,
@@ -148,6 +161,7 @@ def cluster_plan(
     return ClusterPlan(
         computes=computes,
         memories=memories,
+        kv_bytes_on_gpu=lambda free: kv_bytes_on_gpu(config, free),
         cores=dict(zip((*computes, *memories), (*compute_cores, *memory_cores), strict=True)),
         compute_setup=setup,
         memory_threads=_threads(config, memory_cores),

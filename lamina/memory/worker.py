@@ -16,6 +16,7 @@ import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.device.base import Floats
+from lamina.memory.device.select import free_bytes
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import KvStore, StepTables
@@ -406,7 +407,14 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, MemorySetup)
     store = KvStore(
-        control.name, setup.attentions, setup.dtype, setup.capacity, setup.threads, setup.overlap, setup.kv_cache_dtype
+        control.name,
+        setup.attentions,
+        setup.dtype,
+        setup.capacity,
+        setup.threads,
+        setup.overlap,
+        setup.kv_cache_dtype,
+        control.device,
     )
     control.send(SlabReady())
     links, connect = set_up_links(control, resources)
@@ -417,7 +425,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
 
 def main() -> None:
     """Body of the process."""
-    run_worker(build)
+    run_worker(build, free_bytes)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     secret_key: bytes
     data_secret: bytes
     parent_pid: int
+    device: str = "cpu"
+    """What the worker runs on: "cpu", "cuda:INDEX", or "emulated"."""
 
     def __repr__(self) -> str:
         return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
@@ -281,6 +283,7 @@ class ControlClient:
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self.name = bootstrap.name
+        self.device = bootstrap.device
         self.data_secret = bootstrap.data_secret
         self._context = zmq.Context()
         self._socket = self._connect(bootstrap, b"")

@@ -141,9 +141,10 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: started, on this ``host`` (see ``transport.shm``)."""
+    """Worker to engine: started, on this ``host`` (see ``transport.shm``), with so many bytes free on its GPU."""
 
     host: str
+    gpu_bytes: int = 0
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

@@ -32,9 +32,10 @@ What the worker has to give back at its end goes onto the stack, which is closed
 """
 
 
-def run_worker(build: Build) -> None:
+def run_worker(build: Build, gpu_bytes: Callable[[str], int] = lambda device: 0) -> None:
     """Body of a worker process: read the bootstrap from standard input, build the worker, serve.
 
+    ``gpu_bytes``: bytes free on a device, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
     """
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
@@ -44,7 +45,7 @@ def run_worker(build: Build) -> None:
         control = ControlClient(bootstrap)
         resources.callback(control.close)
         try:
-            control.send(Hello(host()))
+            control.send(Hello(host(), gpu_bytes(bootstrap.device)))
             build(control, resources).run()
         except Exception as error:
             # Sent before the links close, so that a peer's complaint about that cannot arrive first.

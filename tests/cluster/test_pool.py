@@ -50,7 +50,7 @@ def test_a_count_left_out_is_one() -> None:
         ("cpu:" + "9" * 5000, "give a whole number from 1 to 1024"),
         ("cpu:1,cpu:2", "names cpu 2 times; write cpu:3 once"),
         ("rtx309:6", "unknown kind 'rtx309'; did you mean rtx3090"),
-        ("toaster:1", "unknown kind 'toaster'. Known: cpu, p100"),
+        ("toaster:1", "unknown kind 'toaster'. Known: cpu, cuda, p100"),
         ("cpu 2", "contains 'cpu 2'"),
     ],
 )

@@ -77,6 +77,21 @@ def _version(package: str) -> str | None:
         return None
 
 
+def free_bytes(index: int) -> int:
+    """Bytes of memory of GPU ``index`` that nobody uses; 0 if it does not exist."""
+    import pynvml
+
+    gpus = find_gpus() or ()
+    if index >= len(gpus):
+        return 0
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def find_gpus() -> tuple[Gpu, ...] | None:
     """The GPUs that this process may use, in the order of their PCI bus addresses; None without a driver."""
     import pynvml  # takes 20 ms, and most processes do not need it

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lamina.kernels.gpu.device import free_bytes as free_on_gpu
 from lamina.memory.device.base import Device
 from lamina.types import AttentionSpec, KvElement
 
@@ -19,3 +20,9 @@ def make(name: str, attentions: Sequence[AttentionSpec], element: KvElement, cap
     from lamina.memory.device.gpu import Gpu, backend
 
     return Gpu(backend(name), attentions, element, capacity)
+
+
+def free_bytes(name: str) -> int:
+    """Bytes free on the device ``name`` if it is a GPU that this process may use; 0 otherwise."""
+    kind, _, index = name.partition(":")
+    return free_on_gpu(int(index)) if kind == "cuda" and index.isdecimal() else 0
