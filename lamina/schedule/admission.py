@@ -5,8 +5,12 @@ behind it pass it together, every ``PAUSE`` steps: prompts admitted one by one, 
 badly, and where requests end often the one set aside has room by then. Once it has waited for ``PATIENCE`` steps, the
 room of one memory worker and the seats that it needs are reserved for it, and sequences move away from there if that
 helps: it is admitted at the latest when all that ran there by then has ended. Meanwhile others are admitted elsewhere.
+
+Order alone is not fair while all seats are taken for long: every ``SHARE`` steps, a client with more seats gives way to
+a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,9 +20,11 @@ from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
 from lamina.topology import Topology
+from lamina.types import Client
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
+SHARE = 8
 MOST_ASIDE = 32  # requests set aside: all are tried again when something is released
 
 
@@ -45,6 +51,7 @@ class Admissions:
         self._kept: _Kept | None = None
         self._passed = 0  # the step at which all that fit had last passed
         self._steps = 0
+        self._shared = 0  # the step at which seats were last compared
         self._exhausted = False  # no waiting request fits, and nothing has changed since
 
     def __len__(self) -> int:
@@ -71,6 +78,30 @@ class Admissions:
         self._aside = {group: self._steps, **self._aside}
         self._kept = None  # room is kept for the first one alone
         self._exhausted = False
+
+    def share(self, seats: Seats) -> list[Client]:
+        """Every ``SHARE`` steps, let the waiting request whose client has fewest seats go ahead of all others.
+
+        Only if other clients have more seats than their share. Returns those of which one must give up seats for it.
+        """
+        if not len(self) or self._steps < self._shared + SHARE:
+            return []
+        self._shared = self._steps
+
+        def shares(group: Group) -> tuple[int, ...]:
+            return tuple(taken + len(group.completions) for taken in seats.of(group.request.client))
+
+        first = min(itertools.chain(self._aside, self._waiting.firsts()), key=shares)
+        holders = seats.holders(first.request.client, len(first.completions))
+        if not holders or not self._placement.fitting(first.to_run, len(first.completions)):
+            return []
+        if first in self._aside:
+            del self._aside[first]
+        else:
+            self._waiting.remove(first)
+        self._aside = {first: self._steps, **self._aside}
+        self._exhausted = False
+        return holders if seats.total + len(first.completions) > self._max_sequences else []
 
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
@@ -104,8 +135,8 @@ class Admissions:
 
     @property
     def _is_overdue(self) -> bool:
-        """True if room is to be sought for the first one set aside, for the first time or again."""
-        since = next(iter(self._aside.values())) if self._kept is None else self._kept.since
+        """True if room is to be sought for the one longest set aside, for the first time or again."""
+        since = min(self._aside.values()) if self._kept is None else self._kept.since
         return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
@@ -158,7 +189,8 @@ class Admissions:
                 return False
             self._waiting.pop()
             self._aside[group] = self._steps
-        if group is next(iter(self._aside)) and self._is_overdue:
+        longest = min(self._aside, key=self._aside.__getitem__) if self._kept is None else self._kept.group
+        if group is longest and self._is_overdue:
             self._keep_room(group)
         return self._may_pass
 
