@@ -24,7 +24,7 @@ from lamina.types import Client
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
-SHARE = 8
+SHARE = 2
 MOST_ASIDE = 32  # requests set aside: all are tried again when something is released
 
 
