@@ -221,7 +221,7 @@ class Admissions:
     def _keep_room(self, group: Group) -> None:
         """Reserve the room of one worker for this request; move sequences away from there if that helps."""
         kept = None if self._kept is None else self._kept.worker
-        source = self._relocations.make_room(group.to_run, kept)
+        source = self._relocations.start_move(group.to_run, kept)
         self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
 
     def _keep_no_more(self, group: Group) -> None:
