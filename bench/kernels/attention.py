@@ -39,7 +39,7 @@ from lamina.kernels.attention import Array, Scales, append, partial
 from lamina.kernels.memory import allocate, read, read_rows
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
-from lamina.memory.store import LayerCache
+from lamina.memory.device.cpu import KvArrays
 from lamina.types import AttentionSpec, KvElement
 
 READ_BYTES = 256 * 1024 * 1024  # larger than any cache, and so it also empties them between calls
@@ -111,7 +111,7 @@ class Requests:
 
     def as_codes(self, element: KvElement) -> "Requests":
         """The same with K and V as codes."""
-        codes, kept = copy.copy(self), LayerCache.allocate(self.spec, element, len(self.k))
+        codes, kept = copy.copy(self), KvArrays.allocate(self.spec, element, len(self.k))
         append(kept.k, kept.v, self.k, self.v, np.arange(len(self.k), dtype=np.int32), scales=kept.scales)
         codes.k, codes.v, codes.scales = kept.k, kept.v, kept.scales
         codes.nbytes = len(self.k) * self.spec.slab_bytes_per_token(element)

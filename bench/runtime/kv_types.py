@@ -1,11 +1,12 @@
-"""What rounding K and V costs: perplexity and logit error of a model by the type in which its KV is kept.
+"""Accuracy cost of narrow KV: perplexity and logit error of a model by the element type of its KV cache.
 
     python -m bench.runtime.kv_types [--windows 16] [--threads 1]
 
-Runs the bundled model in float32 over windows of held-out text: files of Python's standard library that it has not
-read. Its attention is that of memory workers: K and V of every token are appended to a slab of the given type, and
-every token attends to what the slab holds, itself included, as if the text had been decoded token by token. (Prompts
-lose less: a chunk attends to itself before it is rounded.) Errors are against a slab of float32.
+Runs the bundled model in float32 over windows of held-out text: files of Python's standard library that it was not
+trained on. Its attention is that of memory workers: K and V of every token are appended to a slab of the given type,
+and every token attends to what the slab holds, itself included, as if the text had been decoded token by token.
+(Prompts lose less: the tokens of a chunk attend to each other's K and V before these are rounded.) Errors are against a
+slab of float32.
 """
 
 import argparse
@@ -21,9 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from lamina.kernels.attention import append, partial
 from lamina.kernels.segments import SegmentTable
-from lamina.memory.store import LayerCache
+from lamina.memory.device.select import make
 from lamina.models.directory import BUNDLED, find
 from lamina.models.tokenizer import Tokenizer
 from lamina.types import AttentionSpec, KvElement
@@ -41,11 +41,13 @@ def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torc
         q, k, v = (each[0].transpose(0, 1).contiguous().numpy() for each in (query, key, value))  # [T, heads, size]
         count = len(q)
         spec = AttentionSpec(0, q.shape[1], k.shape[1], q.shape[2], v.shape[2], scaling)
-        cache, slots = LayerCache.allocate(spec, element, count), np.arange(count, dtype=np.int32)
-        append(cache.k, cache.v, k, v, slots, threads, cache.scales)
+        device, slots = make("cpu", [spec], element, count, threads), np.arange(count, dtype=np.int32)
+        device.keep(0, k, v, slots)
         ends, zero = np.array([0, count], np.int32), np.zeros(1, np.int32)
         table = SegmentTable(ends, zero, ends.astype(np.int64), zero, slots)
-        out, _lse = partial(q, cache.k, cache.v, table, spec, threads, scales=cache.scales)
+        out, lse = np.empty((count, spec.query_heads, spec.v_dim), np.float32), np.empty(q.shape[:2], np.float32)
+        for _ in device.attend(0, table, q, out, lse):
+            pass
         return torch.from_numpy(out)[None], None
 
     return attend
@@ -54,7 +56,7 @@ def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torc
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=16, help=f"of {CONTEXT} tokens")
+    parser.add_argument("--windows", type=int, default=16, help=f"number of windows of {CONTEXT} tokens")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -84,8 +86,8 @@ def main() -> None:
     config = models[KvElement.FLOAT32].config
     spec = AttentionSpec(0, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 1)
     tokens = len(ids) * (CONTEXT - 1)
-    table = Table(title=f"{tokens} held-out tokens; logits have a deviation of {deviation:.2f}")
-    for heading in ("KV", "bytes per token", "perplexity", "mean logit error", "largest", "same first token"):
+    table = Table(title=f"{tokens} held-out tokens; standard deviation of the logits {deviation:.2f}")
+    for heading in ("KV", "bytes per token", "perplexity", "mean logit error", "max logit error", "top-1 agreement"):
         table.add_column(heading, justify="left" if heading == "KV" else "right")
     for element in ELEMENTS:
         nbytes = config.num_hidden_layers * spec.slab_bytes_per_token(element)

@@ -42,6 +42,16 @@ def run_all(
 
 @pytest.mark.parametrize("family", sweep(SERVED, ["llama", "deepseek_v3"]))  # test_switches.py runs gpt_oss
 def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    check_greedy(family, tmp_path, memory="cpu:2")
+
+
+@pytest.mark.parametrize("family", sweep(SERVED, ["gpt_oss"]))
+def test_the_code_for_gpus_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    check_greedy(family, tmp_path, memory="emulated:1,cpu:1", tokens=4)
+
+
+def check_greedy(family: str, tmp_path: Path, memory: str, tokens: int = TOKENS) -> None:
     reference = write_prepared(served(family), tmp_path)
     draw = random.Random(family)
     prompts = [
@@ -50,19 +60,20 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(tmp_path),
         compute="cpu:1",
-        memory="cpu:2",
+        memory=memory,
         dtype=DType.FLOAT32,
         max_num_seqs=4,
         max_num_batched_tokens=24,
+        kv_cache_memory_bytes=4 << 20,
     )
     engine = launch(config)
     try:
-        outputs = run_all(engine, prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+        outputs = run_all(engine, prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
         stats = engine.stats()
     finally:
         engine.close()
     got = [output.outputs[0].token_ids for output in outputs]
-    assert got == [greedy(reference, prompt, TOKENS) for prompt in prompts]
+    assert got == [greedy(reference, prompt, tokens) for prompt in prompts]
     assert {segment.worker for output in outputs for segment in output.placement} == {"memory0", "memory1"}
     assert all(memory.sequences <= 4 for memory in stats.memory.values())
 

@@ -15,7 +15,7 @@ from lamina.types import AttentionSpec, KvElement
 
 
 @dataclass(frozen=True)
-class _Slab:
+class KvArrays:
     """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, with scales if they are codes, by slot."""
 
     k: Array
@@ -23,7 +23,7 @@ class _Slab:
     scales: Scales | None
 
     @classmethod
-    def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "_Slab":
+    def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "KvArrays":
         def rows(size: int) -> Array:
             stored = STORAGE[element]
             nbytes = capacity * spec.kv_heads * size * stored.itemsize
@@ -46,7 +46,7 @@ class Cpu:
     def __init__(self, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int, threads: int) -> None:
         self._attentions = attentions
         self._threads = threads
-        self._slabs = [_Slab.allocate(spec, element, capacity) for spec in attentions]
+        self._slabs = [KvArrays.allocate(spec, element, capacity) for spec in attentions]
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         slab = self._slabs[layer]
