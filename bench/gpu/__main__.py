@@ -120,7 +120,7 @@ def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:
 
 def resident(warps: int, registers: int, shared_bytes: int, capability: int) -> int:
     """Programs that a multiprocessor runs at once. Registers come in eights; shared memory takes 1 KiB more of each."""
-    threads = 2048 if capability in (80, 90) else 1536
+    threads = 2048 if capability in (80, 90, 100) else 1536
     by_shared = (SHARED_BYTES[capability] + 1) * 1024 // (shared_bytes + 1024)
     return min(threads // (32 * warps), REGISTERS // (32 * warps * -(-registers // 8) * 8), by_shared)
 

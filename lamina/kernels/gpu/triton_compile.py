@@ -1,4 +1,4 @@
-"""Compiles programs ahead of time to machine code of one compute capability; needs Triton, but no GPU."""
+"""Compiles programs ahead of time to machine code of one kind of GPU; needs Triton, but no GPU."""
 
 import importlib
 import re
@@ -49,6 +49,40 @@ def compile_program(program: Program, capability: int) -> Binary:
     Raises:
         RuntimeError: the program needs Triton's scratch memory, which is not provided, or Triton interprets kernels.
     """
+    source, passed = _source(program)
+    options = {"num_warps": program.warps, "num_stages": program.stages, "enable_fp_fusion": True}
+    options |= {"maxnreg": program.registers} if program.registers else {}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+        raise RuntimeError(f"{program} needs scratch memory in Triton {triton.__version__}, which is not supported")
+    ptx = compiled.asm["ptx"]
+    entry = ptx[ptx.index(".entry") :]
+    parameters = entry[: entry.index(")")].count(".param")
+    return Binary(
+        compiled.metadata.name,
+        compiled.asm["cubin"],
+        ptx,
+        compiled.metadata.num_warps,
+        compiled.metadata.shared,
+        parameters - passed,
+    )
+
+
+def compile_for_amd(program: Program, architecture: str) -> bytes:
+    """Machine code (an ELF file) for AMD GPUs of an architecture such as gfx942. It has never run on one.
+
+    Raises RuntimeError if Triton interprets kernels.
+    """
+    threads = 64 if architecture.startswith("gfx9") else 32  # of a wavefront: CDNA, and RDNA
+    options = {"num_warps": program.warps, "num_stages": min(program.stages, 2)}
+    code: bytes = triton.compile(
+        _source(program)[0], target=GPUTarget("hip", architecture, threads), options=options
+    ).asm["hsaco"]
+    return code
+
+
+def _source(program: Program) -> tuple[ASTSource, int]:
+    """A program's source for Triton's compiler, and how many arguments it takes."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted in this process; unset it to compile")
     kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)
@@ -65,22 +99,7 @@ def compile_program(program: Program, capability: int) -> Binary:
             if types.get(name, "").startswith("*")
         },
     )
-    options = {"num_warps": program.warps, "num_stages": program.stages, "enable_fp_fusion": True}
-    options |= {"maxnreg": program.registers} if program.registers else {}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
-        raise RuntimeError(f"{program} needs scratch memory in Triton {triton.__version__}, which is not supported")
-    ptx = compiled.asm["ptx"]
-    entry = ptx[ptx.index(".entry") :]
-    parameters = entry[: entry.index(")")].count(".param")
-    return Binary(
-        compiled.metadata.name,
-        compiled.asm["cubin"],
-        ptx,
-        compiled.metadata.num_warps,
-        compiled.metadata.shared,
-        parameters - len(passed),
-    )
+    return source, len(passed)
 
 
 def resources(binary: Binary) -> Resources:
