@@ -443,6 +443,7 @@ def _measure(file: Path) -> None:
     from lamina.plan import hardware
     from lamina.plan.store import ProfileStore
     from lamina.profiling import measure, profile
+    from lamina.profiling.disturbance import Watch
 
     store = ProfileStore(file.with_suffix(".sqlite"))
     if store.file == file:
@@ -451,6 +452,9 @@ def _measure(file: Path) -> None:
         if existing.exists():
             raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
     check_writable("--measure", file)
+    if (before := Watch.sample()).disturbed:
+        print_text(f"Warning: {before}; what is measured now is too slow. Better wait.\n", style="yellow")
+    watch = Watch()
     compute, _ = profile.halves()
     with profile.on_cores(compute):
         values = measure.entry()
@@ -459,6 +463,12 @@ def _measure(file: Path) -> None:
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
+    if (disturbance := watch.so_far()).disturbed:
+        print_text(
+            f"Warning: {disturbance} meanwhile, so all figures are too slow by an unknown factor. Remove {file} and "
+            f"{store.file}, and repeat this on an idle machine.\n",
+            style="yellow",
+        )
     print_text(
         f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
         "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"
