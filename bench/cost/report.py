@@ -16,6 +16,7 @@ if not __package__:  # run as a script: import from the repository's root, not f
     sys.path[0] = str(Path(__file__).parents[2])
 
 from bench.cost import published
+from bench.cost.bursts import burst
 from bench.cost.lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
 from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shipping
 from bench.cost.page import Section, html
@@ -49,6 +50,7 @@ def sections(catalogue: hardware.Catalogue) -> list[Section]:
         shipping(infinite, catalogue),
         iteration_time(papers["loongserve"], catalogue),
         mnemosyne(papers["mnemosyne"], catalogue),
+        burst(papers["kernelflume"], catalogue),
     ]
 
 

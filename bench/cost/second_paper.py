@@ -21,9 +21,7 @@ def served(trace: Mapping[str, Any]) -> workload.Workload:
     """Means of a trace: lengths do not vary, for the paper gives no more."""
     prompt, output = trace["prompt"], trace["output"]
     live, longest = prompt + output / 2, round(prompt + output)
-    return workload.Workload(
-        name=trace["name"], prompt=prompt, output=output, live=live, reserved=prompt + output, longest=longest
-    )
+    return workload.Workload(name=trace["name"], prompt=prompt, output=output, live=live, longest=longest)
 
 
 def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
@@ -36,7 +34,7 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         layout = Layout(h100, pair["h100"], h20, pair["h20"])
         for trace in published["traces"]:
             offloaded = _best(layout, shape, served(trace))
-            alone = _best_alone(cost_model(shape, h100), pair["baseline_h100"], workload.paged(served(trace)))
+            alone = _best_alone(cost_model(shape, h100), pair["baseline_h100"], served(trace))
             hourly = pair["baseline_h100"] * RENTS.usd_per_hour(h100)
             gain = offloaded.tokens_s / alone.tokens_s - 1
             gains[shape.name, trace["name"]] = gain
