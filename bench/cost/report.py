@@ -19,6 +19,7 @@ from bench.cost import published
 from bench.cost.bursts import burst
 from bench.cost.lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
 from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shipping
+from bench.cost.mechanisms import mechanisms
 from bench.cost.page import Section, html
 from bench.cost.second_paper import equal_cost
 from lamina.plan import hardware
@@ -50,6 +51,7 @@ def sections(catalogue: hardware.Catalogue) -> list[Section]:
         shipping(infinite, catalogue),
         iteration_time(papers["loongserve"], catalogue),
         mnemosyne(papers["mnemosyne"], catalogue),
+        mechanisms(papers["mechanisms"], catalogue),
         burst(papers["kernelflume"], catalogue),
     ]
 

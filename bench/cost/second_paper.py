@@ -55,9 +55,8 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
             )
     low, high = (value / 100 for value in published["gain_percent"])
     why = (
-        "The baseline has no overhead here: vLLM's host time, and all-reduces over four devices rather "
-        "than two, are part of "
-        "what was measured; short contexts leave the pair's fewer H100s as the bottleneck."
+        "The baseline pays for kernels and all-reduces here, but not for vLLM's host time, which is part of what was "
+        "measured; short contexts leave the pair's fewer H100s as the bottleneck."
     )
     percent = [100 * gain for gain in gains.values()]
     section.compare(

@@ -158,7 +158,10 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         )
     return ModelShape(
         name=name,
-        **sizes,
+        layers=sizes["layers"],
+        hidden=hidden,
+        query_heads=heads,
+        vocabulary=sizes["vocabulary"],
         intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
         kv_heads=kv_heads,
         head_size=head_size,
