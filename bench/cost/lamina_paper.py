@@ -390,9 +390,7 @@ def _throughput_by_batch(axis: Any, name: str, model: CostModel, layout: Layout,
     axis.legend()
 
 
-SHAREGPT = workload.Workload(
-    name="ShareGPT", prompt=161.31, output=337.99, live=161.31 + 337.99 / 2, reserved=499.3, longest=2048
-)
+SHAREGPT = workload.Workload(name="ShareGPT", prompt=161.31, output=337.99, live=161.31 + 337.99 / 2, longest=2048)
 """Means of ShareGPT as the vLLM paper gives them; the Lamina paper gives none. From memory, not confirmed."""
 
 

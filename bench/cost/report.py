@@ -16,8 +16,10 @@ if not __package__:  # run as a script: import from the repository's root, not f
     sys.path[0] = str(Path(__file__).parents[2])
 
 from bench.cost import published
+from bench.cost.bursts import burst
 from bench.cost.lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
 from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shipping
+from bench.cost.mechanisms import mechanisms
 from bench.cost.page import Section, html
 from bench.cost.second_paper import equal_cost
 from lamina.plan import hardware
@@ -49,6 +51,8 @@ def sections(catalogue: hardware.Catalogue) -> list[Section]:
         shipping(infinite, catalogue),
         iteration_time(papers["loongserve"], catalogue),
         mnemosyne(papers["mnemosyne"], catalogue),
+        mechanisms(papers["mechanisms"], catalogue),
+        burst(papers["kernelflume"], catalogue),
     ]
 
 

@@ -3,20 +3,27 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lamina.errors import ConfigError
+from lamina.types import KvCacheDType
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lamina.plan.cost import CostModel
     from lamina.plan.hardware import Catalogue, Hardware
+    from lamina.plan.models import ModelShape
     from lamina.plan.planner import Plan, Planner, Pools
+    from lamina.plan.prices import Prices
     from lamina.plan.serving import Slo
     from lamina.plan.store import ProfileStore
+
+    _Pool = list[tuple[Hardware, int]]
 
 MOST_COMPUTE, MOST_MEMORY = 8, 16
 """Most workers of a kind given without a count."""
@@ -76,7 +83,17 @@ def plan(
         typer.Option(help="The market that prices everything: aws, gcp, runpod, paper, own, or a TOML file."),
     ] = "own",
     hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware of your own.")] = None,
+    kv_cache_dtype: Annotated[
+        KvCacheDType, typer.Option(help="Element type of cached K and V, of every way; auto is the model's own.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print all plans of the Pareto front as JSON.")] = False,
+    map_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--map",
+            help="Do not plan: show over prompts and outputs where two kinds cost less than one; draw it in an SVG.",
+        ),
+    ] = None,
     validate: Annotated[
         Path | None, typer.Option(help="Do not plan: print the cost model's errors against a CSV of measurements.")
     ] = None,
@@ -96,6 +113,7 @@ def plan(
         _measure(measure)
         return
     from lamina.plan import hardware as catalogue_of
+    from lamina.plan import models
     from lamina.plan.store import ProfileStore
 
     catalogue = catalogue_of.load(hardware)
@@ -113,18 +131,25 @@ def plan(
     if trace is not None and (prompt is not None or output is not None):
         raise ConfigError("--trace and --prompt or --output both set the lengths of requests; give only one of them")
     profile = ProfileStore.beside(hardware)
+    shape = replace(models.find(model), kv_cache_dtype=kv_cache_dtype)
     if context is not None:
-        planner, candidates = _planner(model, compute, memory, context, catalogue, prices, profile)
+        planner, candidates = _planner(shape, compute, memory, context, catalogue, prices, profile)
         planner.goals = _goals(slo_tbt, slo_ttft, budget)
         _print(planner, candidates, model, as_json)
         return
     slo = _slo(slo_tbt, slo_ttft, budget)
+    if map_file is not None:
+        if trace is not None or prompt is not None or output is not None or as_json:
+            raise ConfigError("--map has a grid of lengths; leave out --trace, --prompt, --output and --json")
+        _map(shape, compute, memory, catalogue, prices, profile, slo, map_file)
+        return
     lengths = DEFAULT_PROMPT if prompt is None else prompt, DEFAULT_OUTPUT if output is None else output
-    _requests(model, compute, memory, trace, lengths, catalogue, prices, profile, slo, as_json)
+    _requests(model, shape, compute, memory, trace, lengths, catalogue, prices, profile, slo, as_json)
 
 
 def _requests(
     model: str,
+    shape: "ModelShape",
     compute: str,
     memory: str,
     trace: Path | None,
@@ -137,23 +162,52 @@ def _requests(
 ) -> None:
     """Plan for whole requests: prompts and decoding."""
     from lamina.cli import ways as table
-    from lamina.plan import models, workload
-    from lamina.plan.cost import CostModel, Fits
-    from lamina.plan.prices import load
+    from lamina.plan import workload
     from lamina.plan.serving import Server, ways
     from lamina.simulate.trial import Course
 
-    shape = models.find(model)
     requests = workload.read_trace(trace) if trace else []
     served = workload.of_requests(trace.name, requests) if trace else workload.of_lengths(*lengths)
-    pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
+    pools, costs, market = _priced(shape, compute, memory, catalogue, prices, profile)
+    server = Server(shape, served, costs, market, slo)
+    course = Course(shape, served, requests, market, slo, profile)
+    table.show(server, course, list(ways(shape, *pools)), model, trace, as_json)
+
+
+def _map(
+    shape: "ModelShape",
+    compute: str,
+    memory: str,
+    catalogue: "Catalogue",
+    prices: str,
+    profile: "ProfileStore | None",
+    slo: "Slo",
+    picture: Path,
+) -> None:
+    from lamina.cli import plan_map
+
+    pools, costs, market = _priced(shape, compute, memory, catalogue, prices, profile)
+    plan_map.show(shape, pools, costs, market, slo, picture)
+
+
+def _priced(
+    shape: "ModelShape",
+    compute: str,
+    memory: str,
+    catalogue: "Catalogue",
+    prices: str,
+    profile: "ProfileStore | None",
+) -> "tuple[tuple[_Pool, _Pool], dict[str, CostModel], Prices]":
+    """Both pools with the most of each kind, their cost models, and a market that prices them."""
+    from lamina.plan.cost import CostModel, Fits
+    from lamina.plan.prices import load
+
+    pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY)
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
     market = load(prices)
     for kind in costs:
         market.require(kind)
-    server = Server(shape, served, costs, market, slo)
-    course = Course(shape, served, requests, market, slo, profile)
-    table.show(server, course, list(ways(shape, *pools)), model, trace, as_json)
+    return pools, costs, market
 
 
 def _slo(slo_tbt: str | None, slo_ttft: str | None, budget: float | None) -> "Slo":
@@ -166,7 +220,7 @@ def _slo(slo_tbt: str | None, slo_ttft: str | None, budget: float | None) -> "Sl
 
 
 def _planner(
-    model: str,
+    shape: "ModelShape",
     compute: str,
     memory: str,
     context: int,
@@ -175,18 +229,11 @@ def _planner(
     profile: "ProfileStore | None",
 ) -> "tuple[Planner, list[Pools]]":
     """A planner of decoding alone for these pools, and every layout they allow."""
-    from lamina.plan import models, workload
-    from lamina.plan.cost import CostModel, Fits
+    from lamina.plan import workload
     from lamina.plan.planner import Goals, Planner, layouts
-    from lamina.plan.prices import load
 
-    shape = models.find(model)
     served = workload.of_context(context)
-    pools = [catalogue.pool(text, most) for text, most in ((compute, MOST_COMPUTE), (memory, MOST_MEMORY))]
-    costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
-    market = load(prices)
-    for kind in costs:
-        market.require(kind)
+    pools, costs, market = _priced(shape, compute, memory, catalogue, prices, profile)
     return Planner(shape, served, costs, market, Goals()), list(layouts(shape, *pools))
 
 
@@ -242,7 +289,7 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
             f"  Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
             "two pools cost more for each token:\n"
         )
-    print_text(f"  {launch_line(best, model)}\n")
+    print_text(f"  {launch_line(best, planner.shape, model)}\n")
     if missing := _not_launched(best):
         print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
     print_text(
@@ -260,8 +307,10 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
         print_text(f"  {line}\n", style="dim")
 
 
-def launch_line(plan: "Plan", model: str) -> str:
+def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     """The `lamina launch` command that starts these pools."""
+    from lamina.cli.ways import kv_option
+
     compute, memory = _typed_kinds(plan)
     pools = plan.pools
     pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
@@ -269,6 +318,7 @@ def launch_line(plan: "Plan", model: str) -> str:
         f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
         f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
         + _batch_options(plan)
+        + kv_option(shape)
     )
 
 
@@ -363,15 +413,15 @@ def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) 
         "workload": {name: value for name, value in vars(planner.workload).items() if name != "sample"},
         "prices": planner.prices.describe(planner.models),
         "recommended": {
-            **_plan_dict(best, model),
+            **_plan_dict(best, planner.shape, model),
             "alone": vars(against) if against else None,
             "beyond": beyond(planner, best),
         },
-        "front": [_plan_dict(one, model) for one in front],
+        "front": [_plan_dict(one, planner.shape, model) for one in front],
     }
 
 
-def _plan_dict(plan: "Plan", model: str) -> dict[str, Any]:
+def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
     pools = plan.pools
     values = {name: value for name, value in vars(plan).items() if name not in ("pools", "bottleneck", "limit")}
     return {
@@ -386,7 +436,7 @@ def _plan_dict(plan: "Plan", model: str) -> dict[str, Any]:
         **values,
         "bottleneck": plan.bottleneck.value,
         "limit": plan.limit.value,
-        "launch": launch_line(plan, model),
+        "launch": launch_line(plan, shape, model),
     }
 
 
@@ -443,6 +493,7 @@ def _measure(file: Path) -> None:
     from lamina.plan import hardware
     from lamina.plan.store import ProfileStore
     from lamina.profiling import measure, profile
+    from lamina.profiling.disturbance import Watch
 
     store = ProfileStore(file.with_suffix(".sqlite"))
     if store.file == file:
@@ -451,6 +502,9 @@ def _measure(file: Path) -> None:
         if existing.exists():
             raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
     check_writable("--measure", file)
+    if (before := Watch.sample()).disturbed:
+        print_text(f"Warning: {before}; what is measured now is too slow. Better wait.\n", style="yellow")
+    watch = Watch()
     compute, _ = profile.halves()
     with profile.on_cores(compute):
         values = measure.entry()
@@ -459,6 +513,12 @@ def _measure(file: Path) -> None:
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
+    if (disturbance := watch.so_far()).disturbed:
+        print_text(
+            f"Warning: {disturbance} meanwhile, so all figures are too slow by an unknown factor. Remove {file} and "
+            f"{store.file}, and repeat this on an idle machine.\n",
+            style="yellow",
+        )
     print_text(
         f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
         "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import typer
 
 from lamina.cli import options
 from lamina.errors import ConfigError, LaminaError
+from lamina.types import KvCacheDType
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,6 +60,9 @@ def simulate(
         list[str] | None, typer.Option(help="Slow a worker down, such as compute:0@60s:2x. Repeatable.")
     ] = None,
     hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware of your own.")] = None,
+    kv_cache_dtype: Annotated[
+        KvCacheDType, typer.Option(help="Element type of cached K and V, of every system; auto is the model's own.")
+    ] = "auto",
     prices: Annotated[str | None, typer.Option(help=PRICES_HELP)] = None,
     requests: Annotated[
         Path | None, typer.Option(help="Write metrics of every request to a .csv or .parquet file.")
@@ -88,7 +93,7 @@ def simulate(
     kind, workers = _pool("--compute", compute, catalogue)
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory else (None, 0)
     deployment = sim.Deployment(
-        model=models.find(model),
+        model=replace(models.find(model), kv_cache_dtype=kv_cache_dtype),
         compute=kind,
         compute_workers=workers,
         memory=memory_kind,

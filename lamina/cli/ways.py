@@ -1,6 +1,7 @@
 """The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ from lamina.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lamina.plan.models import ModelShape
     from lamina.plan.serving import Server, Way
     from lamina.simulate.trial import Course, Trial
 
@@ -43,7 +45,8 @@ def show(
                 runs += 1
                 on_progress(runs)
 
-            if (trial := course.most(one, count)) is not None:
+            cheapest = min((trial.usd_per_request for trial in trials), default=math.inf)
+            if (trial := course.most(one, cheapest, count)) is not None:
                 trials.append(trial)
             runs = (number + 1) * ROUNDS
             on_progress(runs)
@@ -101,7 +104,7 @@ def _print(
         print_text(f"  {line}\n")
     if trace is not None:
         print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
-    for line in [*launching(trials[0], model), *notes]:
+    for line in [*launching(trials[0], server.shape, model), *notes]:
         print_text(f"  {line}\n", style="dim")
 
 
@@ -150,11 +153,16 @@ def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
     else:
         lines.append(
             f"The best offloading, {offloaded.way.describe()}, costs "
-            f"{offloaded.usd_per_request / best.usd_per_request - 1:+.0%} per request: prompts take "
+            f"{_compared(offloaded.usd_per_request / best.usd_per_request)} per request: prompts take "
             f"{offloaded.capacity.prompt_share:.0%} of its compute pool's time, and its memory workers, "
             f"{offloaded.result.pools[-1].busy:.0%} busy, do not compute them."
         )
     return lines
+
+
+def _compared(ratio: float) -> str:
+    """A ratio of costs in words."""
+    return f"{ratio - 1:+.0%}" if ratio < 2 else f"{ratio:.1f} times as much"
 
 
 def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
@@ -170,11 +178,11 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
         f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
         f"--trace {shlex.quote(str(trace))} --draw {trial.requests} --seed {SEED} "
-        f"--rate-scale {course.rate_scale(trial.requests_s)} --prices {course.prices}"
+        f"--rate-scale {course.rate_scale(trial.requests_s)} --prices {course.prices}" + kv_option(deployment.model)
     )
 
 
-def launching(trial: "Trial", model: str) -> list[str]:
+def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     """The `lamina launch` command of a way, or what keeps Lamina from serving it yet."""
     from lamina.cluster.pool import CPU
     from lamina.plan.serving import Kind
@@ -191,7 +199,13 @@ def launching(trial: "Trial", model: str) -> list[str]:
         f"lamina launch --model {shlex.quote(model)} --compute {way.compute.kind}:{way.compute_workers} "
         f"--memory {way.memory.kind}:{way.memory_workers} --lanes {way.lanes} "
         f"--pipelining {'rotational' if way.rotates else 'fixed'} --max-num-batched-tokens {way.chunk}"
+        + kv_option(shape)
     ]
+
+
+def kv_option(shape: "ModelShape") -> str:
+    """The option of ``lamina launch`` and ``lamina simulate`` for the KV type of a plan."""
+    return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
 
 
 def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
@@ -213,11 +227,12 @@ def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
 
 
 def _given_up(chosen: "Sequence[Any]", trials: "Sequence[Trial]") -> list[str]:
-    from lamina.simulate.trial import LEAST
+    from lamina.simulate.trial import WORSE
 
     kept = [trial.capacity for trial in trials]
     return [
-        f"Given up: {one.way.describe()}: misses an SLO when simulated at {LEAST * one.requests_s:.2f} requests/s."
+        f"Given up: {one.way.describe()}: within the SLOs, a request costs more than {WORSE:g} times that of the "
+        "cheapest way, or no load keeps them."
         for one in chosen
         if not any(one is other for other in kept)
     ]
@@ -258,7 +273,7 @@ def _as_dict(
                 "usd_per_million_out": trial.usd_per_million_out,
                 "simulated": trial.result.summary(),
                 "simulate": simulate_line(course, trial, model, trace) if trace else None,
-                "launch": launching(trial, model),
+                "launch": launching(trial, server.shape, model),
             }
             for trial in trials
         ],

@@ -10,7 +10,6 @@ from lamina.errors import ConfigError
 from lamina.plan import homogeneous
 from lamina.plan.cost import MEMORY_SHARE_USABLE
 from lamina.plan.planner import TENSOR_PARALLEL, Goals, Partition, Plan, Planner, Pools
-from lamina.plan.workload import paged
 
 SAME_COST = 0.02
 """Plans whose cost differs by less than this share count as equally cheap; the smaller one is recommended."""
@@ -102,7 +101,7 @@ def alone(planner: Planner, plan: Plan) -> Alone | None:
         for degree in TENSOR_PARALLEL:
             if planner.shape.kv_heads % degree or not hourly:
                 continue
-            if group := homogeneous.evaluate(model, degree, paged(planner.workload), planner.goals.tbt_s):
+            if group := homogeneous.evaluate(model, degree, planner.workload, planner.goals.tbt_s):
                 groups = max(1, round(plan.usd_per_hour / hourly / degree))
                 count = groups * degree
                 found.append(Alone(kind.kind, count, degree, groups * group.tokens_s, count * hourly))
@@ -173,7 +172,7 @@ def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
         else "hardware with more memory"
     )
     return ConfigError(
-        f"{workload.name} needs {workload.reserved:.0f} tokens of KV per sequence; a {kind} holds {room[kind]}, and "
+        f"{workload.name} needs {workload.live:.0f} tokens of KV per sequence; a {kind} holds {room[kind]}, and "
         f"the pool has at most {most}. A sequence is kept on one worker, or its {shape.kv_heads} KV heads are divided "
         f"evenly over several; to hold one sequence per lane give {remedy}"
     )
@@ -181,10 +180,10 @@ def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
 
 def _workers(planner: Planner, fitting: Sequence[Pools], kind: str) -> float:
     """Fewest memory workers of a kind that hold one sequence per lane; infinite if no number of them does."""
-    each, reserved = planner.models[kind].kv_tokens, planner.workload.reserved
+    each, live = planner.models[kind].kv_tokens, planner.workload.live
     lanes, heads = min(pools.lanes for pools in fitting), planner.shape.kv_heads
-    whole = math.ceil(lanes / (each // reserved)) if each >= reserved else math.inf
-    by_heads = (n for n in range(2, heads + 1) if heads % n == 0 and n * each >= lanes * reserved)
+    whole = math.ceil(lanes / (each // live)) if each >= live else math.inf
+    by_heads = (n for n in range(2, heads + 1) if heads % n == 0 and n * each >= lanes * live)
     return min(whole, *by_heads, math.inf)
 
 

@@ -36,6 +36,10 @@ NETWORK_SHARE = 0.914
 MEMORY_SHARE_USABLE = 0.9
 """Share of a device's memory for weights or KV; the rest holds activations, arenas and the driver's data."""
 
+CODES_ON_CPU = 0.6
+"""Bytes of int8 or fp8 codes and scales that attention on a CPU reads per second, over those of bfloat16: it converts
+them (``bench.kernels.attention --only codes``). GPUs are taken to read both at one rate; no GPU was measured."""
+
 T = TypeVar("T")
 Gemm = Callable[[ModelShape, int], tuple[float, float]]
 
@@ -304,11 +308,12 @@ class CostModel:
             heads_share: share of the KV heads that the device holds.
         """
         shape, rows = self.shape, np.asarray(rows, dtype=np.float64)
-        read = np.asarray(kv_tokens, dtype=np.float64) * heads_share * self._kv_bytes
+        tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
+        read = tokens * self._kv_bytes
         runtime = self.fits.runtime
         if runtime.attend is None or runtime.kv_bytes_s is None:
             return self.fits.decode.seconds(self.hardware, read, rows * shape.kv_heads * heads_share)
-        flops = read / (2 * shape.dtype.itemsize) * 4 * shape.group
+        flops = tokens * 4 * shape.query_heads * shape.head_size
         busy = np.maximum(
             read / runtime.kv_bytes_s, flops / (self.fits.prefill.share * self.hardware.flops[shape.dtype])
         )
@@ -391,9 +396,10 @@ class CostModel:
         return int(self.usable_bytes / self.shape.kv_bytes_per_token)
 
     @property
-    def _kv_bytes(self) -> int:
-        """Bytes of one token's keys and values of one layer."""
-        return 2 * self.shape.kv_heads * self.shape.head_size * self.shape.dtype.itemsize
+    def _kv_bytes(self) -> float:
+        """Bytes of one token's cached keys and values of one layer; more where codes are read at a lower rate."""
+        slower = self.shape.kv_element.scaled and self.fits.runtime.attend is not None
+        return self.shape.kv_bytes_per_token / self.shape.layers / (CODES_ON_CPU if slower else 1.0)
 
     def _row_bytes(self, rows: Floats) -> Floats:
         return rows * self.shape.hidden * self.shape.dtype.itemsize

@@ -31,7 +31,7 @@ class Homogeneous:
 def capacity(model: CostModel, devices: int, workload: Workload) -> int:
     """Sequences whose KV fits beside the weights of one tensor-parallel group; 0 if the weights do not fit."""
     free = devices * model.usable_bytes - model.shape.weight_bytes
-    return max(0, math.floor(free / (workload.reserved * model.shape.kv_bytes_per_token)))
+    return max(0, math.floor(free / (workload.live * model.shape.kv_bytes_per_token)))
 
 
 def step_seconds(model: CostModel, devices: int, batch: int, live: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models.directory import CONFIG, max_model_len, read_json
-from lamina.types import DType
+from lamina.types import DType, KvCacheDType, KvElement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class ModelShape:
         hidden: d. intermediate: width of the feed-forward network. gated: whether that has a third matrix.
         layers: L. query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
         head_size: of q, k and v. max_tokens: the longest sequence, or None where the config does not say.
+        kv_cache_dtype: element type of cached K and V; messages and weights have ``dtype``.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelShape:
     tied_embeddings: bool = False
     dtype: DType = DType.BFLOAT16
     max_tokens: int | None = None
+    kv_cache_dtype: KvCacheDType = "auto"
 
     @property
     def group(self) -> int:
@@ -58,8 +60,13 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.kv_heads * self.head_size * self.layers * self.dtype.itemsize
+        """Bytes of cached keys and values of one token in all layers, with the scales of codes."""
+        return 2 * self.kv_heads * self.kv_element.row_nbytes(self.head_size) * self.layers
+
+    @property
+    def kv_element(self) -> KvElement:
+        """How K and V are cached."""
+        return KvElement.of(self.kv_cache_dtype, self.dtype)
 
 
 def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> ModelShape:
@@ -151,7 +158,10 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         )
     return ModelShape(
         name=name,
-        **sizes,
+        layers=sizes["layers"],
+        hidden=hidden,
+        query_heads=heads,
+        vocabulary=sizes["vocabulary"],
         intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
         kv_heads=kv_heads,
         head_size=head_size,

@@ -206,10 +206,10 @@ class Planner:
 
     def _sequences(self, pools: Pools) -> int:
         """Sequences whose KV fits in the memory pool; partitioned by requests, each lies on one worker as a whole."""
-        each, reserved = self.models[pools.memory.kind].kv_tokens, self.workload.reserved
+        each, live = self.models[pools.memory.kind].kv_tokens, self.workload.live
         if pools.partition is Partition.HEAD:
-            return int(each * pools.memory_workers / reserved)
-        return int(each / reserved) * pools.memory_workers
+            return int(each * pools.memory_workers / live)
+        return int(each / live) * pools.memory_workers
 
     def _terms(self, pools: Pools, rows: Floats) -> Floats:
         """``[4, rows]`` seconds: compute, memory, network and one lane's path, in the order of Bottleneck."""

@@ -8,8 +8,8 @@ step without and with a chunk,
 
     requests per second = batches b / (O ((1 - f) T0 + f T1))
 
-at the largest b for which KV has room, f <= 1, and T1, which is what the 99th percentile sees, is within the SLO on
-TBT. This is a capacity: queues cost more, which ``lamina.simulate.trial`` measures for the best few.
+at the largest b for which KV has room, f <= 1, and the 99th percentiles of a step and of a prompt without a queue are
+within the SLOs. This is a capacity: queues cost more, which ``lamina.simulate.trial`` measures for the best few.
 """
 
 import enum
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lamina.placement.map import AHEAD, WATERMARK
 from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.hardware import Hardware
@@ -26,7 +27,7 @@ from lamina.plan.homogeneous import batches, capacity
 from lamina.plan.models import ModelShape
 from lamina.plan.planner import MOST_ROWS, TENSOR_PARALLEL, Partition, Pools, layouts
 from lamina.plan.prices import Prices
-from lamina.plan.workload import Workload, paged
+from lamina.plan.workload import Workload
 
 MARGIN = 0.9
 """Share of the SLO on TBT that a step of the mean batch may take: batches and lengths vary."""
@@ -34,7 +35,7 @@ MARGIN = 0.9
 PERCENTILE = 0.99
 """Of the times between tokens, for which the SLO is."""
 
-CHUNKS = (256, 512, 1024, 2048, 4096)
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 """Rows of a step (max_num_batched_tokens) to try: more prompts at once, or shorter steps."""
 
 _EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
@@ -198,8 +199,8 @@ class Server:
         self.prices = prices
         self.slo = slo
         self._passes: dict[tuple[str, int], Floats] = {}
-        self._whole: dict[tuple[str, int], float] = {}
-        self._prompts: dict[tuple[str, int, int], tuple[float, float]] = {}
+        self._whole: dict[tuple[str, int], tuple[float, float]] = {}
+        self._prompts: dict[tuple[str, int, int], _PromptToken] = {}
 
     def evaluate(self, way: Way) -> Capacity | None:
         """The capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
@@ -238,12 +239,14 @@ class Server:
         assert way.memory is not None
         compute, memory = self.models[way.compute.kind], self.models[way.memory.kind]
         workers, lanes = way.memory_workers, way.lanes
-        most = int(memory.kv_tokens / self.workload.reserved) * workers // lanes
+        # Requests are admitted with room for the tokens that they have, and slots left for all to grow.
+        most = int((1 - WATERMARK) * memory.kv_tokens / (self.workload.live + AHEAD)) * workers // lanes
         rows = self._rows(most, way.chunk)
         if not len(rows):
             return None
         chunk, share = self._chunks(rows, way.chunk)
-        own_s, prefix_s = self._prompt_token_s(way.compute, way.memory, way)
+        prompt = self._prompt_token_s(way.compute, way.memory, way)
+        own_s = prompt.own_s
         layers = self.shape.layers
         dense = self._pass(compute, way.tensor_parallel, rows)
         busiest = np.ceil(rows / workers)
@@ -256,7 +259,7 @@ class Server:
         # Lanes that share replicas keep one pace: a lane behind one with a chunk waits for it at every slice.
         together, replicas = (lanes, way.replicas) if way.rotates else (lanes // way.replicas, 1)
 
-        def pace(tokens: Floats, having: int) -> Floats:
+        def pace(tokens: Floats, having: int, prefix_s: float = prompt.prefix_s) -> Floats:
             """Seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``."""
             added = self._pass(compute, way.tensor_parallel, rows + tokens) + tokens * own_s - dense
             first = min(having, 1)
@@ -267,37 +270,40 @@ class Server:
             wire = np.maximum(
                 (together * here + having * kept_here) / replicas, lanes * there + having * kept_there / workers
             )
-            return np.asarray(np.maximum.reduce([path, load, lanes * attention, wire]))
+            reading = lanes * attention + having * tokens * prefix_s / workers
+            return np.asarray(np.maximum.reduce([path, load, reading, wire]))
 
         plain, likely = pace(chunk, 0), np.minimum(share, 1.0)
         average, longest, below = np.zeros_like(rows), plain, np.zeros_like(rows)
         for having in range(together + 1):
-            longest = np.where(below < PERCENTILE, pace(way.chunk - rows, having) if having else plain, longest)
+            late = pace(way.chunk - rows, having, prompt.late_prefix_s) if having else plain
+            longest = np.where(below < PERCENTILE, late, longest)
             odds = math.comb(together, having) * likely**having * (1 - likely) ** (together - having)
             average += odds * (pace(chunk, having) if having else plain)
             below = below + odds
         added = self._pass(compute, way.tensor_parallel, rows + chunk) + chunk * own_s - dense
         prompts = share * added / (dense + share * added)
         busy = together / replicas * (dense + share * added) / average
-        memory_busy = lanes * (attention + share * chunk * prefix_s / workers) / average
+        memory_busy = lanes * (attention + share * chunk * prompt.prefix_s / workers) / average
         return self._best(way, rows * lanes, chunk, share, plain, longest, average, prompts, busy, memory_busy)
 
     def _one_pool(self, way: Way) -> Capacity | None:
         model, degree = self.models[way.compute.kind], way.tensor_parallel
-        rows = self._rows(capacity(model, degree, paged(self.workload)), way.chunk)
+        rows = self._rows(capacity(model, degree, self.workload), way.chunk)
         if not len(rows):
             return None
         chunk, share = self._chunks(rows, way.chunk)
-        prompt_token_s, _ = self._prompt_token_s(way.compute, way.compute, way)
+        prompt = self._prompt_token_s(way.compute, way.compute, way)
         plain = self._group_step(model, degree, rows)
         attention = plain - self._pass(model, degree, rows)
 
-        def with_chunk(tokens: Floats) -> Floats:
-            return np.asarray(self._pass(model, degree, rows + tokens) + attention + tokens * prompt_token_s)
+        def with_chunk(tokens: Floats, token_s: float = prompt.own_s) -> Floats:
+            return np.asarray(self._pass(model, degree, rows + tokens) + attention + tokens * token_s)
 
         average = (1 - share) * plain + share * with_chunk(chunk)
         prompts = share * (with_chunk(chunk) - plain) / average
-        longest = with_chunk(way.chunk - rows)
+        late = with_chunk(way.chunk - rows, prompt.late_own_s)
+        longest = np.where(share < 1 - PERCENTILE, plain, late)
         ones = np.ones_like(rows)
         return self._best(way, rows * way.replicas, chunk, share, plain, longest, average, prompts, ones, ones)
 
@@ -305,15 +311,15 @@ class Server:
         assert way.memory is not None
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
         prefill, decode = self.models[way.compute.kind], self.models[way.memory.kind]
-        prompt_s = self._whole_prompt_s(prefill, degree)
-        rows = self._rows(capacity(decode, degree, paged(self.workload)), 2 * MOST_ROWS)
+        prompt_s, late_prompt_s = self._whole_prompt_s(prefill, degree)
+        rows = self._rows(capacity(decode, degree, self.workload), 2 * MOST_ROWS)
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
         within = steps <= MARGIN * self.slo.tbt_s
         rates = np.where(within, groups * rows / (self.workload.output * steps), 0.0)
         best = int(rates.argmax())
-        if not rates[best] or prompt_s > self.slo.ttft_s:
+        if not rates[best] or late_prompt_s > self.slo.ttft_s:
             return None
         limit = way.replicas / prompt_s
         rate = min(limit, float(rates[best]))
@@ -347,7 +353,8 @@ class Server:
         memory_busy: Floats,
     ) -> Capacity | None:
         """The batch of the highest rate within the SLOs."""
-        first_token = np.ceil(self.workload.prompt / chunk) * longest
+        late_prompt = float(np.quantile(self._prompt_sample(), PERCENTILE))
+        first_token = np.ceil(late_prompt / chunk) * longest
         allowed = (share <= 1) & (longest <= MARGIN * self.slo.tbt_s) & (first_token <= self.slo.ttft_s)
         rates = np.where(allowed, sequences / (self.workload.output * average), 0.0)
         best = int(rates.argmax())
@@ -387,22 +394,21 @@ class Server:
             self._passes[key] = model.decode_seconds(_EVERY_ROW, degree)
         return np.interp(rows, _EVERY_ROW, self._passes[key])
 
-    def _whole_prompt_s(self, model: CostModel, degree: int) -> float:
-        """Seconds of a prompt of the workload in one step, on average."""
+    def _whole_prompt_s(self, model: CostModel, degree: int) -> tuple[float, float]:
+        """Seconds of a prompt of the workload in one step: mean, and ``PERCENTILE``."""
         key = (model.hardware.kind, degree)
         if key not in self._whole:
             prompts, layers = np.array(self._prompt_sample(), dtype=np.float64), self.shape.layers
             attention = model.chunk_attention_seconds(prompts, 0, degree)
-            ends = float(model.ends_seconds(1, degree))
-            self._whole[key] = float((layers * (model.slice_seconds(prompts, degree) + attention)).mean()) + ends
+            seconds = layers * (model.slice_seconds(prompts, degree) + attention) + float(model.ends_seconds(1, degree))
+            self._whole[key] = float(seconds.mean()), float(np.quantile(seconds, PERCENTILE))
         return self._whole[key]
 
     def _prompt_sample(self) -> list[int]:
         return [request.prompt for request in self.workload.sample] or [max(1, round(self.workload.prompt))]
 
-    def _prompt_token_s(self, compute: Hardware, memory: Hardware, way: Way) -> tuple[float, float]:
-        """Seconds of attention per prompt token, of all layers: on the compute workers, and to earlier chunks on the
-        memory worker that holds them. With one pool, the first has both."""
+    def _prompt_token_s(self, compute: Hardware, memory: Hardware, way: Way) -> "_PromptToken":
+        """Attention of prompts on these kinds. With one pool, the compute workers have all of it."""
         offloaded = way.kind is Kind.OFFLOADED
         key = (f"{compute.kind},{memory.kind},{offloaded}", way.tensor_parallel, way.chunk)
         if key not in self._prompts:
@@ -411,11 +417,33 @@ class Server:
             ends = np.concatenate([np.append(np.arange(way.chunk, prompt, way.chunk), prompt) for prompt in prompts])
             sizes, model = ends - starts, self.models[compute.kind]
             before = np.zeros_like(starts) if offloaded else starts
-            own = float(model.chunk_attention_seconds(sizes, before, way.tensor_parallel).sum())
-            prefix = float(self.models[memory.kind].prefix_attention_seconds(sizes, starts).sum()) if offloaded else 0.0
-            per_token = self.shape.layers / sum(prompts)
-            self._prompts[key] = per_token * own, per_token * prefix
+            own = self.shape.layers * model.chunk_attention_seconds(sizes, before, way.tensor_parallel)
+            prefix = np.zeros_like(own)
+            if offloaded:
+                prefix = self.shape.layers * self.models[memory.kind].prefix_attention_seconds(sizes, starts)
+            late = int(np.argsort(own + prefix)[min(len(own) - 1, int(PERCENTILE * len(own)))])
+            self._prompts[key] = _PromptToken(
+                own_s=float(own.sum()) / sum(prompts),
+                prefix_s=float(prefix.sum()) / sum(prompts),
+                late_own_s=float(own[late] / sizes[late]),
+                late_prefix_s=float(prefix[late] / sizes[late]),
+            )
         return self._prompts[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PromptToken:
+    """Seconds of attention per prompt token, of all layers.
+
+    Attributes:
+        own_s, prefix_s: on the compute workers, and to earlier chunks on the memory worker that holds them; means.
+        late_own_s, late_prefix_s: of the chunk at ``PERCENTILE``: one late in a long prompt.
+    """
+
+    own_s: float
+    prefix_s: float
+    late_own_s: float
+    late_prefix_s: float
 
 
 def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:

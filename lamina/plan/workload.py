@@ -36,8 +36,8 @@ class Workload:
     Attributes:
         name: for display.
         prompt, output: per request.
-        live: cached tokens of a sequence, averaged over decode steps, so that a long output counts for every step.
-        reserved: token slots that a decoding sequence occupies: its whole length, as the scheduler admits it.
+        live: cached tokens of a sequence, averaged over decode steps, so that a long output counts for every step; KV
+            is allocated as it grows, so this is also what a sequence occupies.
         longest: the longest request, prompt and output together.
         sample: requests to draw from, in the order of their arrival; empty where only means are known.
     """
@@ -46,7 +46,6 @@ class Workload:
     prompt: float
     output: float
     live: float
-    reserved: float
     longest: int
     sample: tuple[TracedRequest, ...] = field(default=(), repr=False)
 
@@ -55,7 +54,7 @@ def of_context(tokens: int) -> Workload:
     """Sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
     if tokens < 1:
         raise ConfigError(f"the context is {tokens} tokens; give at least 1")
-    return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, reserved=tokens, longest=tokens)
+    return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, longest=tokens)
 
 
 def of_trace(file: Path) -> Workload:
@@ -73,7 +72,6 @@ def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
         prompt=float(prompts.mean()),
         output=float(outputs.mean()),
         live=float((outputs * (prompts + outputs / 2)).sum() / steps),
-        reserved=float((outputs * (prompts + outputs)).sum() / steps),
         longest=int((prompts + outputs).max()),
         sample=tuple(requests[:: max(1, len(requests) // SAMPLE)]),
     )
@@ -88,14 +86,8 @@ def of_lengths(prompt: int, output: int) -> Workload:
         prompt=prompt,
         output=output,
         live=prompt + output / 2,
-        reserved=prompt + output,
         longest=prompt + output,
     )
-
-
-def paged(served: Workload) -> Workload:
-    """The same requests with KV allocated as it grows: a sequence occupies its cached tokens, not its whole length."""
-    return replace(served, reserved=served.live)
 
 
 def read_trace(file: Path) -> list[TracedRequest]:

@@ -27,6 +27,7 @@ from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
 from lamina.plan.gemm import Floats
 from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, Sample
+from lamina.profiling.disturbance import Disturbance, Watch
 from lamina.types import DType
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ OVERLAPPED = ((16, 256), (32, 64), (32, 256))
 """(sequences, prompt tokens) of the runs with two lanes."""
 
 DRAWN = 32
+SOURCE = "this machine"
 TIMEOUT_S = 300.0
 
 
@@ -57,12 +59,15 @@ def halves() -> tuple[list[int], list[int]]:
     return cores[:half], cores[-half:]
 
 
-def measure(kind: str, store: ProfileStore) -> None:
+def measure(kind: str, store: ProfileStore) -> Disturbance:
     """Measure slices and the runtime and write the fits ``slices`` and ``runtime`` of ``kind``. Takes about a minute.
+
+    Returns what other processes did meanwhile; if they disturbed the measurement, the fits' source says so.
 
     Raises:
         LaminaError: the runtime failed.
     """
+    watch = Watch()
     with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place:
         paths = [random_llama(Path(place) / str(width), width, LAYERS) for width in WIDTHS]
         shapes = [models.find(str(path)) for path in paths]
@@ -74,19 +79,23 @@ def measure(kind: str, store: ProfileStore) -> None:
             for shape, own in zip(shapes, times, strict=True)
             for rows, seconds in zip(ROWS, own, strict=True)
         ]
-        store.write(_fit("slices", kind, asdict(curve), samples), samples)
+        slices = _fit("slices", kind, asdict(curve), samples), samples
         alone, overlapped = (decode(paths[0], batches, n) for batches, n in ((BATCHES, 1), (OVERLAPPED, 2)))
     runtime, attention = fit_runtime(shapes[0], curve, alone, overlapped), _attend(shapes[0], alone)
     samples = [
         Sample("attention", round(run.batch * run.live), 1, run.attention_s, attention.seconds(shapes[0], run))
         for run in alone
     ]
-    store.write(_fit("runtime", kind, asdict(runtime), samples), samples)
+    disturbance = watch.so_far()
+    source = f"{SOURCE}, while {disturbance}" if disturbance.disturbed else SOURCE
+    for fit, own in (slices, (_fit("runtime", kind, asdict(runtime), samples), samples)):
+        store.write(replace(fit, source=source), own)
+    return disturbance
 
 
 def _fit(name: str, kind: str, parameters: Mapping[str, Any], samples: Sequence[Sample]) -> Fit:
     errors = np.abs([sample.error for sample in samples])
-    return Fit(name, kind, "this machine", parameters, float(np.median(errors)), float(np.quantile(errors, 0.95)))
+    return Fit(name, kind, SOURCE, parameters, float(np.median(errors)), float(np.quantile(errors, 0.95)))
 
 
 def random_llama(place: Path, hidden: int, layers: int) -> Path:

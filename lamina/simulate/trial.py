@@ -27,8 +27,8 @@ SUSTAINED = 0.94
 """Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
 a few minutes does not show in its percentiles."""
 
-LEAST = 0.4
-"""Ways that hold less than this share of the closed form's rate are given up: others in the table serve more."""
+WORSE = 3.0
+"""Ways whose requests cost more than so many times those of the cheapest simulated so far are given up."""
 
 ROUNDS = 8
 SEED = 1
@@ -144,10 +144,14 @@ class Course:
             and (math.isnan(gaps) or gaps <= self._slo.tbt_s)
         )
 
-    def most(self, capacity: Capacity, on_run: Callable[[], None] = lambda: None) -> Trial | None:
-        """The highest rate that holds; None if not even LEAST of the closed form's does."""
+    def most(
+        self, capacity: Capacity, cheapest_usd: float = math.inf, on_run: Callable[[], None] = lambda: None
+    ) -> Trial | None:
+        """The highest rate that holds; None if none does at which a request costs less than WORSE times
+        ``cheapest_usd``."""
         requests = int(min(MOST, max(FEWEST, TURNOVERS * capacity.batch)))
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
+        useless = capacity.usd_per_hour / 3600 / (WORSE * cheapest_usd)
         kept: Result | None = None
         for _ in range(ROUNDS):
             result = self.run(capacity, rate, requests)
@@ -156,9 +160,12 @@ class Course:
                 low, kept = rate, result
             else:
                 high = rate
-            if (low and high <= low * (1 + TOLERANCE)) or high < LEAST * capacity.requests_s:
+            if (low and high <= low * (1 + TOLERANCE)) or high < useless:
                 break
-            rate = min(math.sqrt(low * high), low * STEP) if low else high / STEP
+            if low:
+                rate = min(math.sqrt(low * high), low * STEP)
+            else:
+                rate = high / (STEP if high > 0.5 * capacity.requests_s else 2)
         if kept is None:
             return None
         return Trial(capacity=capacity, requests_s=low, result=kept, requests=requests, workload=self._workload)

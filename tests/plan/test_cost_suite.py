@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.cost import report, second_paper
+from bench.cost import published, report, second_paper
+from bench.cost.bursts import Elastic
 from lamina.cli import app, cost_report
 from lamina.errors import LaminaError, UserError
 
@@ -31,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_the_command_writes_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
-    assert (tmp_path / "lamina-cost.html").read_text().count("<h2>") == 10
+    assert (tmp_path / "lamina-cost.html").read_text().count("<h2>") == 12
 
 
 def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
 def test_one_file_that_loads_nothing(made: Made) -> None:
     page, numbers = made
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|url\((?!#)', page)
-    assert page.count("<svg") >= 9 and page.count("<h2>") == len(numbers) == 10
+    assert page.count("<svg") >= 9 and page.count("<h2>") == len(numbers) == 12
     identifiers = re.findall(r'\bid="([^"]+)"', page)
     assert len(set(identifiers)) == len(identifiers)
     # Text takes the page's colour, light or dark: none of it is black.
@@ -100,6 +101,29 @@ def test_as_many_h20_as_the_paper_takes_where_its_sequences_are_short(made: Made
 def test_the_creditor_helps_until_its_room_is_used(made: Made) -> None:
     rows = {row["what"]: row["ours"] for row in section(made[1], "debtor")["Both together"]}
     assert 1.1 < rows["best over nothing moved"] < 1.6
+
+
+def test_mechanisms_are_beside_ours_or_say_what_they_need(made: Made) -> None:
+    page, numbers = made
+    rows = {row["what"]: row["ours"] for row in section(numbers, "Mechanisms")["What the cost model covers"]}
+    one, many = (rows[f"longest context, Llama-2-7B, {count} x TP1"] for count in (1, 16))
+    assert many == 16 * one
+    missing = published.load()["mechanisms"]["missing"]
+    assert all(row["needs"] and row["figure"] in page for row in missing) and len(missing) > 10
+
+
+def test_bursts_pay_more_the_longer_devices_take(made: Made) -> None:
+    """Replicas load weights besides, and more of them are paid for meanwhile."""
+    own = section(made[1], "bursts")
+    for what in ("Llama-3-8B, attention on h100", "Llama-3-70B, attention on h20"):
+        saving = own[what]["saving percent"]
+        for length in ("60 s", "300 s", "1200 s"):
+            by_delay = [saving[f"{delay} s delay, {length}"] for delay in (0, 10, 60, 180)]
+            assert by_delay == sorted(by_delay)
+        assert own[what]["two pools"]["load_s"] == 0 < own[what]["replicas"]["load_s"]
+    # By hand: what stays is paid for an hour, what is added from the request to the end of the burst.
+    full = own["Llama-3-8B, attention on h100"]["replicas"]
+    assert Elastic(**full).usd(60, 10) == pytest.approx(full["kept"] + full["added"] * (70 + full["load_s"]) / 3600)
 
 
 def test_a_package_without_the_suite_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Shapes of models against published sizes and transformers' own count."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from transformers import (
 )
 
 from lamina.errors import ModelError, UnsupportedModelError
-from lamina.plan import models
+from lamina.plan import hardware, models
+from lamina.plan.cost import CostModel, Fits
 from lamina.types import DType
 
 # Parameters as published with each model, in billions.
@@ -111,3 +113,17 @@ def test_a_config_that_the_formulas_say_nothing_of_is_refused(entries: dict[str,
     assert models.from_config("dense", windowed).kv_heads == 4
     with pytest.raises(ModelError, match=says):
         models.from_config("odd", {**config, **entries})
+
+
+def test_kv_types_change_what_is_cached_and_nothing_else() -> None:
+    """Heads of 128: 132 bytes a row as codes, with the scale, instead of 256."""
+    plain, codes = models.KNOWN["llama-3-70b"], replace(models.KNOWN["llama-3-70b"], kv_cache_dtype="int8")
+    assert codes.kv_bytes_per_token * 256 == plain.kv_bytes_per_token * 132
+    assert codes.weight_bytes == plain.weight_bytes
+    entry = hardware.load()["h20"]
+    wide, narrow = (CostModel(shape, entry, Fits.load(entry)) for shape in (plain, codes))
+    assert narrow.kv_tokens == pytest.approx(wide.kv_tokens * 256 / 132, rel=1e-4)
+    assert narrow.exchange_bytes(8) == wide.exchange_bytes(8)  # messages stay in the model's type
+    many = 2**24  # tokens, so that reading them is all
+    ratio = float(narrow.attention_seconds(many, 100)) / float(wide.attention_seconds(many, 100))
+    assert ratio == pytest.approx(132 / 256, rel=0.01)

@@ -26,7 +26,7 @@ RENTS = prices.Prices(
 )
 LLAMA3 = models.find("Llama-3-70B")
 # Means of a chat trace: 1155 tokens in, 211 out (the second Lamina paper's first workload).
-CHAT = workload.Workload(name="chat", prompt=1155, output=211, live=1227, reserved=1395, longest=14089)
+CHAT = workload.Workload(name="chat", prompt=1155, output=211, live=1227, longest=14089)
 
 
 def planner(
@@ -210,7 +210,7 @@ def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 16)]))
     best = recommend([plan for one in candidates if (plan := model.evaluate(one)) is not None])
     assert best.pools.compute_workers == 2 and best.pools.tensor_parallel == 2
-    assert 3 <= best.pools.memory_workers <= 4
+    assert 2 <= best.pools.memory_workers <= 4  # the paper's 4 hold more than KV that is allocated as it grows
     assert best.bottleneck is Bottleneck.COMPUTE and best.compute_busy == pytest.approx(1)
     more_memory = next(line for line in beyond(model, best) if "h20 instead" in line)
     assert "bottleneck: compute" in more_memory and "+" in more_memory.split("cost")[0]
@@ -230,7 +230,7 @@ def test_a_plan_keeps_its_goals() -> None:
     for plan in plans:
         assert plan.tbt_s <= 0.06 and plan.ttft_s <= 0.2 and plan.usd_per_hour <= 90
         slots = model.models["h20"].kv_tokens * plan.pools.memory_workers
-        assert plan.batch * CHAT.reserved <= slots
+        assert plan.batch * CHAT.live <= slots
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,6 @@ def test_traces(tmp_path: Path) -> None:
     assert (means.prompt, means.output, means.longest) == (150, 2, 203)
     # Four decode steps: one with a prompt of 100, three with one of 200.
     assert means.live == pytest.approx((1 * 100.5 + 3 * 201.5) / 4)
-    assert means.reserved == pytest.approx((1 * 101 + 3 * 203) / 4)
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text('{"timestamp": 0, "input_length": 7, "output_length": 2, "hash_ids": []}\n')
     assert workload.of_trace(mooncake).longest == 9
@@ -367,11 +366,11 @@ def test_what_the_same_money_buys_alone() -> None:
     assert printed.against(plan).startswith("4 h100 alone ($44.24/h, tensor parallelism 4): ")
     cost = model.models["h100"]
     batch = math.floor((4 * 0.9 * 80 * 2**30 - LLAMA3.weight_bytes) / (CHAT.live * LLAMA3.kv_bytes_per_token))
-    assert homogeneous.capacity(cost, 4, workload.paged(CHAT)) == batch
+    assert homogeneous.capacity(cost, 4, CHAT) == batch
     attention = 80 * float(cost.attention_seconds(batch * CHAT.live, batch, 1 / 4))
     seconds = float(cost.pass_seconds(batch, 4)) + attention
     assert homogeneous.step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
-    found = homogeneous.evaluate(cost, 4, workload.paged(CHAT))
+    found = homogeneous.evaluate(cost, 4, CHAT)
     assert found is not None and found.tokens_s == pytest.approx(batch / seconds, rel=0.02)
     assert printed.tokens_s == found.tokens_s
     strict = homogeneous.evaluate(cost, 4, CHAT, longest_tbt_s=0.03)

@@ -58,6 +58,40 @@ def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
     assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
 
 
+def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> None:
+    """The closed form has no say: a way that holds its load is given up if another was simulated to be far cheaper."""
+    served = workload.of_lengths(800, 100)
+    slo = Slo(tbt_s=0.1, ttft_s=2.0)
+    place = server(served, slo)
+    way = Way(kind=Kind.ONE_POOL, chunk=2048, compute=CATALOGUE["h100"], compute_workers=1)
+    assert (one := server(served).evaluate(way)) is not None  # at a load that 0.1 s between tokens rule out
+    course, runs = Course(SMALL, served, [], RENTS, slo), []
+    assert place.evaluate(way) is None or place.evaluate(way) != one
+    assert course.most(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
+
+
+def test_the_slowest_steps_are_those_with_late_chunks_of_long_prompts() -> None:
+    """Two of a hundred prompts are long: the mean chunk hardly changes, the 99th percentile of steps does."""
+    short = [TracedRequest(float(second), 500, 100) for second in range(98)]
+    long = [TracedRequest(98.0 + second, 30_000, 100) for second in range(2)]
+    way = Way(
+        kind=Kind.OFFLOADED,
+        chunk=512,
+        compute=CATALOGUE["h100"],
+        compute_workers=1,
+        memory=CATALOGUE["h20"],
+        memory_workers=1,
+    )
+    found = [
+        server(workload.of_requests("some long", requests), Slo(tbt_s=9, ttft_s=99)).evaluate(way)
+        for requests in (short, [*short, *long])
+    ]
+    without, some = (one for one in found if one)
+    chunk = np.array([512.0])
+    last = 40 * float(server(workload.of_lengths(1, 1)).models["h20"].prefix_attention_seconds(chunk, 29_000)[0])
+    assert some.chunk_step_s - without.chunk_step_s > 0.5 * last
+
+
 def test_prompts_count() -> None:
     """One way, the same outputs after longer prompts: fewer requests, and a larger share of the compute pool's time."""
     way = next(way for way in ways(SMALL, *pools()) if way.kind is Kind.OFFLOADED and way.memory_workers == 2)

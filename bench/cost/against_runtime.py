@@ -1,0 +1,229 @@
+"""The simulator against the real runtime: one short trace on both, throughput and latencies side by side.
+
+    lamina plan --measure machine.toml
+    python -m bench.cost.against_runtime machine.toml [--load 0.8] [--lanes 1] [--rounds 3] [--json FILE]
+
+Requests with prompts of 16 to 384 tokens and outputs of 16 to 96 arrive at random on one compute worker and two memory
+workers, each pool on its half of the cores. The memory workers hold so little KV that requests are preempted now and
+then. The simulator has the profile of this machine and the same slots, lanes and limits; nothing is fitted to what is
+measured here. The profile is of one memory worker with that half of the cores; each of two is simulated at half of its
+speed. ``--load`` is the share of the throughput that the simulator reaches when all requests arrive at once.
+
+Target: a median error of 10%. Other processes make the runtime slower than the simulator says; they are counted, while
+the profile was measured and now, and printed.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.engine.updates import RequestUpdate
+from lamina.launch import launch
+from lamina.plan import hardware, models
+from lamina.plan.cost import MEMORY_SHARE_USABLE
+from lamina.plan.models import ModelShape
+from lamina.plan.store import ProfileStore
+from lamina.profiling import profile
+from lamina.profiling.disturbance import Watch
+from lamina.simulate import Arrivals, Deployment, Fault, Result, simulate
+from lamina.types import SamplingParams
+
+MEMORY_WORKERS = 2
+PROMPTS, OUTPUTS = (16, 384), (16, 96)
+ROWS = 256
+"""Of a step: longer prompts are divided into chunks."""
+
+AT_ONCE = 10
+"""The memory workers hold this many requests of mean length."""
+
+TARGET = 0.1
+TIMEOUT_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one run: output tokens per second of the whole run, latencies in seconds, and counts."""
+
+    tokens_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    tbt_p50_s: float
+    tbt_p90_s: float
+    tbt_p99_s: float
+    preempted: int
+    steps: int
+
+
+def lengths(requests: int) -> tuple[list[int], list[int]]:
+    """Prompts and outputs, log-uniform between their bounds."""
+    random = np.random.default_rng(0)
+    prompts, outputs = (np.exp(random.uniform(*np.log(bounds), size=requests)) for bounds in (PROMPTS, OUTPUTS))
+    return prompts.round().astype(int).tolist(), outputs.round().astype(int).tolist()
+
+
+def arrivals(requests: int, rate: float) -> Arrivals:
+    """Requests in a Poisson process of ``rate`` per second; infinite: all at once."""
+    prompts, outputs = lengths(requests)
+    gaps = np.random.default_rng(1).exponential(1 / rate, size=requests)
+    return Arrivals(np.cumsum(gaps) - gaps[0], np.array(prompts, np.int64), np.array(outputs, np.int64))
+
+
+def slots(offered: Arrivals) -> int:
+    """KV slots of each memory worker."""
+    held = offered.prompt + offered.output
+    return int(max(held.max() * 1.2, AT_ONCE * held.mean() / MEMORY_WORKERS))
+
+
+def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, lanes: int) -> Result:
+    """The run under a virtual clock."""
+    entry = hardware.load(file)["cpu"]
+    nbytes = (capacity + 0.5) * shape.kv_bytes_per_token / MEMORY_SHARE_USABLE
+    deployment = Deployment(
+        model=shape,
+        compute=entry,
+        compute_workers=1,
+        memory=dataclasses.replace(entry, memory_bytes=nbytes),
+        memory_workers=MEMORY_WORKERS,
+        lanes=lanes,
+        max_num_batched_tokens=ROWS,
+        profile=ProfileStore.beside(file),
+    )
+    shared = [Fault("memory", index, 0.0, MEMORY_WORKERS) for index in range(MEMORY_WORKERS)]
+    return simulate(deployment, offered, faults=shared)
+
+
+def of_simulation(result: Result) -> Figures:
+    """The figures of a simulation."""
+    ttft, tbt = result.ttft_s, result.tbt_s
+    return Figures(result.tokens_s, ttft.p50, ttft.p90, tbt.p50, tbt.p90, tbt.p99, result.preempted, result.steps)
+
+
+def measured(engine: Engine, offered: Arrivals) -> Figures:
+    """The same requests on the runtime, each submitted when it arrives."""
+    drawn: list[list[float]] = [[] for _ in range(len(offered))]
+    left, ended, before = set(range(len(offered))), threading.Event(), engine.stats()
+
+    def on_update(update: RequestUpdate) -> None:
+        index = int(update.request.request_id)
+        drawn[index].extend([time.perf_counter()] * update.tokens)
+        if update.finished:
+            left.discard(index)
+            if not left:
+                ended.set()
+
+    begun = time.perf_counter()
+    wanted = zip(offered.arrival_s.tolist(), offered.prompt.tolist(), offered.output.tolist(), strict=True)
+    for index, (arrival_s, prompt, output) in enumerate(wanted):
+        time.sleep(max(0.0, begun + arrival_s - time.perf_counter()))
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        engine.submit(str(index), [7 + (index + place) % 900 for place in range(prompt)], params, on_update)
+    if not ended.wait(TIMEOUT_S):
+        raise SystemExit(f"error: {len(left)} requests have not ended within {TIMEOUT_S:.0f} s; {engine.stats()}")
+    after = engine.stats()
+    waits = [times[0] - begun - arrival_s for times, arrival_s in zip(drawn, offered.arrival_s.tolist(), strict=True)]
+    gaps = np.concatenate([np.diff(times) for times in drawn])
+    return Figures(
+        sum(map(len, drawn)) / (max(times[-1] for times in drawn) - begun),
+        *(float(value) for value in np.quantile(waits, (0.5, 0.9))),
+        *(float(value) for value in np.quantile(gaps, (0.5, 0.9, 0.99))),
+        after.preempted - before.preempted,
+        after.steps - before.steps,
+    )
+
+
+def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds: int) -> Figures:
+    """Medians of several runs, after a short one."""
+    nbytes = capacity * models.find(str(path)).kv_bytes_per_token
+    compute, memory = (",".join(map(str, cores)) for cores in profile.halves())
+    config = EngineConfig(
+        model=str(path),
+        load_format="dummy",
+        memory=f"cpu:{MEMORY_WORKERS}",
+        lanes=lanes,
+        max_num_batched_tokens=ROWS,
+        kv_cache_memory_bytes=nbytes,
+        compute_cores=compute,
+        memory_cores=memory,
+    )
+    engine = launch(config)
+    try:
+        measured(engine, arrivals(8, 20.0))
+        runs = [measured(engine, offered) for _ in range(rounds)]
+    finally:
+        engine.close()
+    return Figures(*(statistics.median(values) for values in zip(*map(dataclasses.astuple, runs), strict=True)))
+
+
+def errors(ours: Figures, real: Figures) -> dict[str, float]:
+    """Relative error of every figure but the counts."""
+    names = [field.name for field in dataclasses.fields(Figures) if field.name.endswith("_s")]
+    return {name: getattr(ours, name) / getattr(real, name) - 1 for name in names}
+
+
+def table(title: str, ours: Figures, real: Figures) -> Table:
+    """Both side by side."""
+    made = Table("", title=title)
+    for heading in ("runtime", "simulated", "error"):
+        made.add_column(heading, justify="right")
+    off = errors(ours, real)
+    for name, value in vars(ours).items():
+        theirs, scale = getattr(real, name), 1e3 if name[0] == "t" and "p" in name else 1
+        digits = 0 if isinstance(value, int) else 1
+        shown = name.replace("_s", " (ms)" if scale > 1 else "/s") if name.endswith("_s") else name
+        error = f"{off[name]:+.1%}" if name in off else ""
+        made.add_row(shown.replace("_", " "), f"{theirs * scale:.{digits}f}", f"{value * scale:.{digits}f}", error)
+    return made
+
+
+def main() -> None:
+    """Run both and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hardware", type=Path, help="what lamina plan --measure wrote")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    store = ProfileStore(args.hardware.with_suffix(".sqlite"))
+    fit = store.fit("runtime", "cpu")
+    if fit is None:
+        raise SystemExit(f"error: {store.file} has no profile of the runtime; write one with lamina plan --measure")
+    watch = Watch()
+    with tempfile.TemporaryDirectory(prefix="lamina-against-") as place:
+        path = profile.random_llama(Path(place) / "model", args.width, args.layers)
+        shape = models.find(str(path))
+        at_once = arrivals(args.requests, float("inf"))
+        capacity = slots(at_once)
+        rate = args.load * simulated(args.hardware, shape, at_once, capacity, args.lanes).requests_s
+        offered = arrivals(args.requests, rate)
+        ours = of_simulation(simulated(args.hardware, shape, offered, capacity, args.lanes))
+        real = on_runtime(path, offered, capacity, args.lanes, args.rounds)
+    title = f"{args.requests} requests, {rate:.2f}/s, {args.lanes} lanes, {MEMORY_WORKERS} x {capacity} slots"
+    Console().print(table(title, ours, real))
+    median = statistics.median(map(abs, errors(ours, real).values()))
+    print(f"median error {median:.1%}; target {TARGET:.0%}. Profile: {fit.source}.")
+    disturbance = watch.so_far()
+    if disturbance.disturbed or fit.source != profile.SOURCE:
+        print(f"Not a valid comparison: {disturbance} during this run. Profile and compare again on an idle machine.")
+    if args.json:
+        found = {"runtime": vars(real), "simulated": vars(ours), "errors": errors(ours, real)}
+        about = {"rate": rate, "lanes": args.lanes, "profile": fit.source, "others": disturbance.others}
+        args.json.write_text(json.dumps(found | about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`lamina plan --map`: a table and a picture of where a second kind of device pays."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.config import check_writable
+from lamina.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lamina.plan.cost import CostModel
+    from lamina.plan.hardware import Hardware
+    from lamina.plan.map import Cell
+    from lamina.plan.models import ModelShape
+    from lamina.plan.prices import Prices
+    from lamina.plan.serving import Slo
+
+    Pool = Sequence[tuple[Hardware, int]]
+
+_FULL_COLOUR = 0.5
+"""Gain, of either sign, that is drawn in full colour."""
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 96, 44, 96, 64
+
+
+def show(
+    shape: "ModelShape",
+    pools: "tuple[Pool, Pool]",
+    models: "Mapping[str, CostModel]",
+    prices: "Prices",
+    slo: "Slo",
+    picture: Path,
+) -> None:
+    """Print a table for every pair of kinds, and write the picture.
+
+    Raises:
+        ConfigError: every pair has one kind twice.
+    """
+    from lamina.cli.console import print_table, print_text
+    from lamina.observe.progress import counting_progress
+    from lamina.plan import map as plan_map
+
+    check_writable("--map", picture)
+    pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]
+    if not pairs:
+        raise ConfigError("--map compares two kinds; name different ones with --compute and --memory")
+    workloads, drawn = plan_map.grid(), []
+    with counting_progress("Cells", len(pairs) * len(workloads)) as on_progress:
+        for number, (one, other) in enumerate(pairs):
+            found = []
+            for cell in plan_map.cells(shape, workloads, ([one], [other]), models, prices, slo):
+                found.append(cell)
+                on_progress(number * len(workloads) + len(found))
+            drawn.append((f"{shape.name}: {one[0].kind} and {other[0].kind}", found))
+    for title, found in drawn:
+        print_table(_table(title, found))
+        print_text(f"  {plan_map.crossover(found)}\n")
+    devices = " and ".join(f"{most} {kind.kind}" for pool in pools for kind, most in pool)
+    print_text(
+        f"  Closed form, up to {devices}; p99 TTFT "
+        f"{slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. Prices: {prices.describe(models)}. Idle sessions and shared "
+        "prefixes are not modelled; (..): prompts cost nothing, the bound for both.\n",
+        style="dim",
+    )
+    picture.write_text(svg(drawn))
+
+
+def _table(title: str, found: "Sequence[Cell]") -> object:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=f"{title}: requests per dollar on both over those on one", box=SIMPLE_HEAD)
+    table.add_column("output", justify="right")
+    prompts = list(dict.fromkeys(cell.workload.prompt for cell in found))
+    for prompt in prompts:
+        table.add_column(f"prompt {prompt:.0f}", justify="right")
+    for at in range(0, len(found), len(prompts)):
+        row = found[at : at + len(prompts)]
+        table.add_row(f"{row[0].workload.output:.0f}", *(f"{_text(cell)} ({_percent(cell.cached)})" for cell in row))
+    return table
+
+
+def _text(cell: "Cell") -> str:
+    """A gain, or which side serves the cell at all."""
+    if cell.gain is not None:
+        return _percent(cell.gain)
+    return "one only" if cell.alone else "two only" if cell.together else "neither"
+
+
+def _percent(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:+.0%}"
+
+
+def svg(drawn: "Sequence[tuple[str, Sequence[Cell]]]") -> str:
+    """One heat map for every pair below each other; text takes the colour of a light or dark page."""
+    parts, top, width = [], 0, 0
+    for title, found in drawn:
+        prompts = list(dict.fromkeys(cell.workload.prompt for cell in found))
+        width = max(width, _LEFT + _WIDTH * len(prompts) + 16)
+        parts.append(_label(8, top + 20, title, "start", 14))
+        parts.append(_label(8, top + _TOP - 8, "output | prompt", "start"))
+        for place, cell in enumerate(found):
+            row, column = divmod(place, len(prompts))
+            x, y = _LEFT + column * _WIDTH, top + _TOP + row * _HEIGHT
+            if row == 0:
+                parts.append(_label(x + _WIDTH / 2, y - 8, f"{cell.workload.prompt:.0f}", "middle"))
+            if column == 0:
+                parts.append(_label(x - 8, y + _HEIGHT / 2 + 4, f"{cell.workload.output:.0f}", "end"))
+            gain = cell.gain or 0.0
+            depth = min(1.0, abs(gain) / _FULL_COLOUR)
+            colour = "#1f9d6b" if gain > 0 else "#d1495b"
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{_WIDTH - 2}" height="{_HEIGHT - 2}" fill="{colour}" '
+                f'fill-opacity="{0.75 * depth:.2f}" stroke="currentColor" stroke-opacity="0.2"/>'
+            )
+            parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 + 4, _text(cell), "middle"))
+        top += _TOP + _HEIGHT * (len(found) // len(prompts)) + 24
+    style = "svg{color:#1b1f24}@media(prefers-color-scheme:dark){svg{color:#e3e6ea}}text{fill:currentColor}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" font-family="system-ui, sans-serif">'
+        f"<style>{style}</style>{''.join(parts)}</svg>\n"
+    )
+
+
+def _label(x: float, y: float, text: str, anchor: str, size: int = 12) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'

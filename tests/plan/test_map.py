@@ -1,0 +1,81 @@
+"""The map of where two kinds pay: its cells against all ways evaluated one by one, its words and its picture."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from lamina.cli import app
+from lamina.cli.plan_map import svg
+from lamina.errors import UserError
+from lamina.plan import hardware, models, prices, workload
+from lamina.plan import map as plan_map
+from lamina.plan.cost import CostModel, Fits
+from lamina.plan.map import Cell, cells, crossover
+from lamina.plan.serving import Server, Slo, ways
+
+CATALOGUE = hardware.load()
+RENTS = prices.load("paper")
+SMALL = models.find("Llama-2-13B")
+POOLS = [(CATALOGUE["h100"], 1)], [(CATALOGUE["h20"], 2)]
+COSTS = {kind: CostModel(SMALL, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
+
+
+def test_a_cell_has_the_cheapest_of_both_sides() -> None:
+    served = workload.of_lengths(400, 800)
+    (cell,) = cells(SMALL, [served], POOLS, COSTS, RENTS, Slo())
+    assert cell.alone is not None and cell.together is not None and cell.gain is not None
+    place = Server(SMALL, served, COSTS, RENTS, Slo())
+    every = [one for way in ways(SMALL, *POOLS) if (one := place.evaluate(way)) is not None]
+    alone = [one for one in every if one.way.memory is None or one.way.memory.kind == one.way.compute.kind]
+    together = [one for one in every if one.way.memory is not None and one.way.memory.kind != one.way.compute.kind]
+    # The map tries fewer chunks and counts: it finds nothing cheaper than all ways, and nothing much dearer.
+    for found, best in ((cell.alone, alone), (cell.together, together)):
+        least = min(one.usd_per_request for one in best)
+        assert least <= found.usd_per_request * (1 + 1e-9) and found.usd_per_request < 1.2 * least
+    assert cell.gain == pytest.approx(cell.alone.usd_per_request / cell.together.usd_per_request - 1)
+    assert cell.cached is not None
+
+
+def cell_of(prompt: int, output: int, alone: float | None, together: float | None) -> Cell:
+    """A cell whose requests cost so many dollars on one kind and on two."""
+
+    class Priced:
+        def __init__(self, usd: float) -> None:
+            self.usd_per_request = usd
+
+    sides = [None if usd is None else Priced(usd) for usd in (alone, together)]
+    return Cell(workload=workload.of_lengths(prompt, output), alone=sides[0], together=sides[1], cached=None)  # type: ignore[arg-type]
+
+
+def test_the_crossover_in_words() -> None:
+    found = [cell_of(100, 400, 1.3, 1.0), cell_of(100, 100, 1.02, 1.0), cell_of(800, 100, 1.0, 2.0)]
+    assert crossover([*found, cell_of(9000, 100, None, 1.0)]) == (
+        "Two kinds cost less per request in 1 of 3 cells; the largest gain is +30%, with prompts of 100 tokens, "
+        "outputs of 400. Where they pay, a prompt has 0.25 times as many tokens as its output; elsewhere 1 to 8 times. "
+        "On one kind alone, nothing serves 1 more."
+    )
+    assert crossover([cell_of(1, 1, None, 1.0)]) == "No cell can be served both on one kind and on two."
+
+
+def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_map, "PROMPTS", (200, 2000))
+    monkeypatch.setattr(plan_map, "OUTPUTS", (100,))
+    picture = tmp_path / "map.svg"
+    line = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h20:1", "--prices", "paper"]
+    output = CliRunner().invoke(app, [*line, "--map", str(picture)], catch_exceptions=False).output
+    assert "prompt 2000" in output and "h100 and h20" in output and "Two kinds cost less" in output
+    drawn = ElementTree.fromstring(picture.read_text())
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 2
+    with pytest.raises(UserError, match="--map has a grid"):
+        CliRunner().invoke(app, [*line, "--map", str(picture), "--prompt", "5"], catch_exceptions=False)
+    with pytest.raises(UserError, match="--map compares two kinds"):
+        same = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h100:1", "--prices", "paper"]
+        CliRunner().invoke(app, [*same, "--map", str(picture)], catch_exceptions=False)
+
+
+def test_the_picture_says_which_side_serves_alone() -> None:
+    text = svg([("a & b", [cell_of(100, 100, 1.0, None), cell_of(200, 100, None, 1.0), cell_of(300, 100, None, None)])])
+    labels = [label.text for label in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    assert "a & b" in labels and labels[-1] == "neither" and {"one only", "two only"} <= set(labels)
