@@ -20,7 +20,7 @@ test: check
 	$(BIN)/pytest -rs -n 2 --dist loadfile -m "not slow"
 
 test-all: check
-	$(BIN)/pytest -rs -n 2 --dist loadfile
+	$(BIN)/pytest -rs -n 2 --dist loadfile --hypothesis-profile=thorough
 
 # On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
 test-gpu: dev

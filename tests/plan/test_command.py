@@ -1,5 +1,6 @@
 """`lamina plan` on the command line."""
 
+import functools
 import json
 import os
 import shlex
@@ -33,6 +34,7 @@ def priced(tmp_path: Path) -> Path:
     return file
 
 
+@functools.cache
 def plan(line: str) -> str:
     """The output of `lamina plan LINE`."""
     return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.engine.epochs import Ending
@@ -201,7 +201,6 @@ class Cluster:
             assert worker.seen == (number, number)
 
 
-@settings(max_examples=400, deadline=None)
 @given(actions=actions, lost=st.integers(0, 99), order=st.integers(0, 99))
 def test_nothing_of_an_epoch_arrives_after_all_have_ended_it(
     actions: list[tuple[str, int]], lost: int, order: int
