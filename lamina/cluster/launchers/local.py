@@ -40,6 +40,11 @@ class LocalWorkers:
         self._ended: dict[str, str] = {}
         self._closing = False
 
+    @property
+    def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
+        """By worker, without those that ``end`` has ended: to watch them, or to send them signals."""
+        return self._processes
+
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
         """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too.
 
