@@ -363,9 +363,9 @@ class StepTimes:
         shares: Shares,
     ) -> None:
         """
-        ``first_s``, ``inner_s``, ``last_s``: slices 0, 1 .. n - 1 and n. ``chunks_s``: the attention of prompt chunks to
-        themselves, on the replica after a slice. ``send_s``, ``receive_s``: the replica's network card, to and from all
-        memory workers. ``context_s``: to reach another replica. ``shares``: of memory workers in each attention.
+        ``first_s``, ``inner_s``, ``last_s``: slices 0, 1 .. n - 1 and n. ``chunks_s``: the attention of prompt chunks
+        to themselves, on the replica after a slice. ``send_s``, ``receive_s``: the replica's network card, to and from
+        all memory workers. ``context_s``: to reach another replica. ``shares``: of memory workers in each attention.
         """
 
 class DecodeShares:

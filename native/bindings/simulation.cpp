@@ -152,9 +152,9 @@ Each is (worker, receiving, attending, sending), in seconds.)")
             nb::kw_only(), "first_s"_a, "inner_s"_a, "last_s"_a, "chunks_s"_a = 0.0, "send_s"_a = 0.0,
             "receive_s"_a = 0.0, "context_s"_a = 0.0, "shares"_a,
             R"(
-``first_s``, ``inner_s``, ``last_s``: slices 0, 1 .. n - 1 and n. ``chunks_s``: the attention of prompt chunks to
-themselves, on the replica after a slice. ``send_s``, ``receive_s``: the replica's network card, to and from all
-memory workers. ``context_s``: to reach another replica. ``shares``: of memory workers in each attention.)");
+``first_s``, ``inner_s``, ``last_s``: slices 0, 1 .. n - 1 and n. ``chunks_s``: the attention of prompt chunks
+to themselves, on the replica after a slice. ``send_s``, ``receive_s``: the replica's network card, to and from
+all memory workers. ``context_s``: to reach another replica. ``shares``: of memory workers in each attention.)");
     nb::class_<DecodeShares>(module, "DecodeShares",
                              "The work of a decode step for every memory worker in one attention.")
         .def(nb::init<std::size_t, double, double, double, std::vector<double>>(), "memories"_a,
