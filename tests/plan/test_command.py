@@ -1,6 +1,5 @@
 """`lamina plan` on the command line."""
 
-import functools
 import json
 import os
 import shlex
@@ -34,7 +33,6 @@ def priced(tmp_path: Path) -> Path:
     return file
 
 
-@functools.cache
 def plan(line: str) -> str:
     """The output of `lamina plan LINE`."""
     return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
