@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu')
-PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+# Byte code is written when a module is first imported: compiling all of PyTorch takes longer than installing it.
+PIP := $(BIN)/pip install --disable-pip-version-check --no-compile --no-warn-conflicts -c constraints.txt
+# Packages are installed while the native module is built.
+MAKEFLAGS += --jobs=2
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
 TORCH_INDEX ?=
 
-.PHONY: run test test-all test-gpu test-rdma soak check docs native stubs venv clean
+.PHONY: run test test-all test-gpu test-rdma soak check docs native stubs venv dev clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -17,24 +20,24 @@ test: check
 	$(BIN)/pytest -rs -n 2 --dist loadfile -m "not slow"
 
 test-all: check
-	$(BIN)/pytest -rs -n 2 --dist loadfile
+	$(BIN)/pytest -rs -n 2 --dist loadfile --hypothesis-profile=thorough
 
 # On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
-test-gpu: venv
+test-gpu: dev
 	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
 
 # Every small message and every gigabyte between two processes checked, over tcp and shm: make soak MESSAGES=1000 GIGABYTES=1
 MESSAGES ?= 10000000
 GIGABYTES ?= 100
-soak: venv
+soak: dev
 	$(BIN)/python -m tests.transport.soak --messages $(MESSAGES) --gigabytes $(GIGABYTES)
 
 # The runtime over RDMA and over networks that lose packets, and the transport's conformance suite over RDMA, in a virtual
 # machine with Soft-RoCE. Status 77: skipped, with the reason.
-test-rdma: venv
+test-rdma: dev
 	tests/rdma/run.sh
 
-check: venv
+check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
@@ -45,15 +48,34 @@ docs: venv
 	$(PIP) mkdocs mkdocs-material "mkdocstrings[python]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-venv: $(VENV)/.ready
+venv: $(VENV)/.packages $(VENV)/.native
 
-$(VENV)/.ready: pyproject.toml constraints.txt CMakeLists.txt $(CPP)
+dev: $(VENV)/.dev venv
+
+$(BIN)/pip:
 	@command -v c++ >/dev/null || { echo "error: no C++ compiler. Install one (Debian: apt-get install g++) and run again."; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed. Debian: apt-get install python3-venv"; exit 1; }
-	@echo "Installing PyTorch and build tools into $(VENV) (2.8 GB; 0.2 GB with TORCH_INDEX, see README.md) ..."
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch numpy scikit-build-core nanobind cmake ninja
+	@$(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed. Debian: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.packages: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing PyTorch and other packages into $(VENV) (2.8 GB; 0.2 GB with TORCH_INDEX, see README.md) ..."
+	$(BIN)/python tools/requirements.py > $@.txt
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $@.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.packages
+	@echo "Installing development packages ..."
+	$(BIN)/python tools/requirements.py dev > $@.txt
+	$(PIP) --quiet -r $@.txt
+	@touch $@
+
+$(VENV)/.tools: constraints.txt | $(BIN)/pip
+	$(PIP) --quiet scikit-build-core nanobind cmake ninja
+	@touch $@
+
+# Without MAKEFLAGS, from which ninja would take two jobs for its limit.
+$(VENV)/.native: $(VENV)/.tools pyproject.toml CMakeLists.txt $(CPP)
 	@echo "Building Lamina ..."
-	$(PIP) --quiet --quiet --no-build-isolation -e ".[dev]"
+	env -u MAKEFLAGS $(PIP) --quiet --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Rebuild the native module alone, after a change under native/.

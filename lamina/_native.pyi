@@ -336,6 +336,61 @@ class Program:
         What steps before ``first`` left in scratch must still be there. Releases the GIL. Raises ValueError.
         """
 
+class Shares:
+    """
+    Memory workers' parts in each attention of a step, every worker once.
+
+    Each is (worker, receiving, attending, sending), in seconds.
+    """
+
+    def __init__(self, tuples: Sequence[tuple[int, float, float, float]]) -> None: ...
+    def tuples(self) -> list[tuple[int, float, float, float]]:
+        """The parts as they were given or computed."""
+
+class StepTimes:
+    """Seconds of the parts of one step."""
+
+    def __init__(
+        self,
+        *,
+        first_s: float,
+        inner_s: float,
+        last_s: float,
+        chunks_s: float = 0.0,
+        send_s: float = 0.0,
+        receive_s: float = 0.0,
+        context_s: float = 0.0,
+        shares: Shares,
+    ) -> None:
+        """
+        ``first_s``, ``inner_s``, ``last_s``: slices 0, 1 .. n - 1 and n. ``chunks_s``: the attention of prompt chunks
+        to themselves, on the replica after a slice. ``send_s``, ``receive_s``: the replica's network card, to and from
+        all memory workers. ``context_s``: to reach another replica. ``shares``: of memory workers in each attention.
+        """
+
+class DecodeShares:
+    """The work of a decode step for every memory worker in one attention."""
+
+    def __init__(
+        self, memories: int, receive_row_s: float, send_row_s: float, token_s: float, attend_s: Sequence[float]
+    ) -> None:
+        """
+        Seconds of a memory worker: its network card's for a row, in and out; attention's for each token that rows see
+        and, ``attend_s``, by number of rows.
+        """
+
+    def of(
+        self,
+        homes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        tokens: Sequence[int],
+        more: Sequence[tuple[int, float, float, float]],
+    ) -> Shares:
+        """
+        Shares of rows whose KV is on workers ``homes`` and that see ``tokens`` besides themselves, with ``more`` added.
+
+        Raises ValueError or IndexError.
+        """
+
 class VirtualCluster:
     """
     Compute and memory workers in virtual time: when the slices and attentions of steps begin and end.
@@ -347,29 +402,13 @@ class VirtualCluster:
         """
 
     def submit(
-        self,
-        lane: int,
-        now_s: float,
-        number: int,
-        replicas: Sequence[int],
-        tick: int,
-        ticks: int,
-        first_s: float,
-        inner_s: float,
-        last_s: float,
-        chunks_s: float,
-        send_s: float,
-        receive_s: float,
-        context_s: float,
-        shares: Shares,
+        self, lane: int, now_s: float, number: int, replicas: Sequence[int], tick: int, ticks: int, times: StepTimes
     ) -> None:
         """
         Append the lane's next step: slices 0 .. n with an attention after each but the last.
 
         ``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
-        one before. Seconds: ``first_s``, ``inner_s``, ``last_s`` of slices 0, 1 .. n - 1 and n; ``chunks_s`` of the
-        attention of prompt chunks to themselves, on the replica after a slice; ``send_s``, ``receive_s`` of the
-        replica's network card, to and from all memory workers; ``context_s`` to reach another replica.
+        one before.
 
         Raises ValueError.
         """
@@ -399,40 +438,6 @@ class VirtualCluster:
 
     def spans(self) -> list[tuple[str, int, int, float, float]]:
         """The newest spans recorded: (stage, worker, lane, begin_s, end_s)."""
-
-class Shares:
-    """
-    Memory workers' parts in each attention of a step, every worker once.
-
-    Each is (worker, receiving, attending, sending), in seconds.
-    """
-
-    def __init__(self, tuples: Sequence[tuple[int, float, float, float]]) -> None: ...
-    def tuples(self) -> list[tuple[int, float, float, float]]:
-        """The parts as they were given or computed."""
-
-class DecodeShares:
-    """The work of a decode step for every memory worker in one attention."""
-
-    def __init__(
-        self, memories: int, receive_row_s: float, send_row_s: float, token_s: float, attend_s: Sequence[float]
-    ) -> None:
-        """
-        Seconds of a memory worker: its network card's for a row, in and out; attention's for each token that rows see
-        and, ``attend_s``, by number of rows.
-        """
-
-    def of(
-        self,
-        homes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        tokens: Sequence[int],
-        more: Sequence[tuple[int, float, float, float]],
-    ) -> Shares:
-        """
-        Shares of rows whose KV is on workers ``homes`` and that see ``tokens`` besides themselves, with ``more`` added.
-
-        Raises ValueError or IndexError.
-        """
 
 class TokenTimes:
     """When requests get their tokens."""

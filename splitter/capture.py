@@ -115,7 +115,7 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
         )
     try:
         with mode:
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, dtype.value),
                 attn_implementation=adapters.build_implementation(config.model_type),

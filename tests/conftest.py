@@ -4,7 +4,13 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# Properties are tried with so many examples; `make test-all` and --hypothesis-profile=thorough try more.
+hypothesis.settings.register_profile("ordinary", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("ordinary")
 
 # Triton reads it when it is imported, and torch may import it before any test of a kernel is collected. Kernels run in
 # its interpreter unless TRITON_INTERPRET=0 says that there is a GPU.

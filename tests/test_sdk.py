@@ -262,6 +262,7 @@ def test_closing_ends_the_workers_and_may_be_repeated() -> None:
         runtime.generate("x", GREEDY)
 
 
+@pytest.mark.slow  # tests/runtime/test_faults.py and tests/cli/test_launch_ends.py kill one of the engine, of a server
 def test_a_killed_worker_ends_requests_with_its_name() -> None:
     with Lamina(**SMALL) as runtime:
         stream = runtime.stream(PROMPTS[0], ENDLESS)
@@ -285,9 +286,8 @@ runtime.generate("x", SamplingParams(max_tokens=2))
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "sent"), [pytest.param("", None, marks=pytest.mark.slow), ("sys.stdin.read()", signal.SIGKILL)]
-)
+@pytest.mark.slow  # tests/runtime/test_faults.py kills an engine's process
+@pytest.mark.parametrize(("end", "sent"), [("", None), ("sys.stdin.read()", signal.SIGKILL)])
 def test_no_process_outlives_a_script(end: str, sent: signal.Signals | None) -> None:
     command = [sys.executable, "-c", SCRIPT.format(end=end)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as script:

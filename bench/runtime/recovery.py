@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import signal
 import statistics
 import threading
 import time
@@ -33,14 +32,6 @@ KILL_AFTER = 32  # tokens of every stream
 MEMORIES = 4
 TIMEOUT_S = 300.0
 POLL_S = 0.001
-
-
-class Killable(LocalWorkers):
-    """Workers of which one can be killed."""
-
-    def kill_at_once(self, name: str) -> None:
-        """As the kernel does when memory runs out."""
-        self._processes[name].send_signal(signal.SIGKILL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Streams:
 
 def one_round(model: Path) -> Figures:
     """Start, kill, recover, and end."""
-    workers = Killable()
+    workers = LocalWorkers()
     engine = launch(EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}"), workers=workers)
     try:
         streams = Streams(engine)
@@ -92,7 +83,7 @@ def one_round(model: Path) -> Figures:
         prefill_s = max(arrivals[0] for arrivals in streams.arrivals) - streams.begun
         streams.wait(KILL_AFTER)
         killed = time.monotonic()
-        workers.kill_at_once("memory0")
+        workers.processes["memory0"].kill()
         deadline = killed + TIMEOUT_S
         while engine.stats().recoveries == 0:
             if time.monotonic() > deadline:

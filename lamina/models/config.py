@@ -70,7 +70,7 @@ def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
     except Exception as error:
         raise UnsupportedModelError(f"transformers cannot build a {config.model_type} model: {error}") from error
     keep_in_float32(model, dtype)

@@ -43,7 +43,7 @@ def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Reci
 def _convert(original: WeightConverter, model: PreTrainedModel, recipe: Recipe, read: Read) -> dict[str, torch.Tensor]:
     converter = deepcopy(original)
     for pattern, name in recipe.inputs:
-        converter.add_tensor(recipe.outputs[0], name, pattern, read(name))  # type: ignore[arg-type]  # or a Future
+        converter.add_tensor(recipe.outputs[0], name, pattern, read(name))
     made = converter.convert(recipe.outputs[0], model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 

@@ -34,9 +34,11 @@ TILES = (
 CUTS = (1, 2, 3)
 """Parts of K that different processors compute (split-K); more than one only if every part gets its own processor."""
 
+_KERNELS = np.array([(*tile, cuts) for tile in TILES for cuts in CUTS], dtype=np.float64).T
+"""Rows, columns and cuts of every kernel."""
+
 DEPTH = 32
 """A tile advances along K in steps of this many elements."""
-
 
 PARTIAL_BYTES = 4
 """Bytes per element of a partial sum, in float32."""
@@ -75,28 +77,27 @@ def gemm_seconds(
         rows, columns, depth: M, N and K; arrays that broadcast together.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (rows, columns, depth)))
-    times = np.stack([_kernel_seconds(fit, hardware, m, n, k, dtype, tile, cuts) for tile in TILES for cuts in CUTS])
+    times = _kernel_seconds(fit, hardware, m, n, k, dtype)
     fastest = times.min(axis=0)
     ratios = fastest / times
     return np.asarray(fastest * (ratios ** (fit.choice - 1)).sum(axis=0) / (ratios**fit.choice).sum(axis=0))
 
 
-def _kernel_seconds(
-    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, tile: tuple[int, int], cuts: int
-) -> Floats:
-    """Seconds of a kernel with this tile and ``cuts`` parts of K; infinite where the library would not split K."""
+def _kernel_seconds(fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType) -> Floats:
+    """Seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not split K."""
     processors = hardware.processors
-    tiles = np.ceil(m / tile[0]) * np.ceil(n / tile[1]) * cuts
+    rows, columns, cuts = (size.reshape(-1, *[1] * m.ndim) for size in _KERNELS)
+    tiles = np.ceil(m / rows) * np.ceil(n / columns) * cuts
     waves = np.where(
         tiles <= processors,
         1.0,
         fit.quantisation * np.ceil(tiles / processors) + (1 - fit.quantisation) * tiles / processors,
     )
-    products = tile[0] * tile[1] * np.ceil(k / cuts / DEPTH) * DEPTH
+    products = rows * columns * np.ceil(k / cuts / DEPTH) * DEPTH
     compute = waves * (2 * products / (hardware.flops[dtype] / processors * fit.share) + fit.tile_s)
     moved = (n * k + fit.activation_weight * (m * k + m * n)) * dtype.itemsize
-    moved += 2 * PARTIAL_BYTES * cuts * m * n if cuts > 1 else 0.0  # partial sums, written and read again
-    memory = moved / (hardware.memory_bytes_s * fit.memory_share)
+    partials = np.where(cuts > 1, 2 * PARTIAL_BYTES * cuts * m * n, 0.0)  # written and read again
+    memory = (moved + partials) / (hardware.memory_bytes_s * fit.memory_share)
     seconds = _joined(fit.overlap, compute, memory) + fit.launch_s
     return np.where((tiles <= processors) | (cuts == 1), seconds, np.inf)
 

@@ -274,26 +274,12 @@ class Simulation:
         self._steps += 1
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
         decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
-        times = self._model.times(plan, decoding, [self._homes[chunk.sequence] for chunk in plan.chunks])
-        self._rows[plan.step] = times.rows
+        chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
+        self._rows[plan.step], times = self._model.times(plan, decoding, chunk_homes)
         orders = self._replicas[plan.rotates][plan.lane]
         tick = self._pipeline.tick(plan.lane, plan.turn)
-        self._cluster.submit(
-            plan.lane,
-            now,
-            plan.step,
-            orders[plan.turn % len(orders)],
-            tick,
-            self._pipeline.tick(plan.lane, plan.turn + 1) - tick,
-            times.first_s,
-            times.inner_s,
-            times.last_s,
-            times.chunks_s,
-            times.send_s,
-            times.receive_s,
-            times.context_s,
-            times.shares,
-        )
+        ticks = self._pipeline.tick(plan.lane, plan.turn + 1) - tick
+        self._cluster.submit(plan.lane, now, plan.step, orders[plan.turn % len(orders)], tick, ticks, times)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """Predicts how long a step's slices, attentions and messages take: the timing model of the virtual cluster."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,20 +32,6 @@ class SliceTimes:
         self.inner: list[float] = layer.tolist()
         self.after: list[float] = np.asarray(layer - before).tolist()
         self.ends: list[float] = ends.tolist()
-
-
-class StepTimes(NamedTuple):
-    """Seconds of the parts of one step of ``rows`` rows, for ``VirtualCluster.submit``."""
-
-    rows: int
-    first_s: float
-    inner_s: float
-    last_s: float
-    chunks_s: float
-    send_s: float
-    receive_s: float
-    context_s: float
-    shares: _native.Shares
 
 
 class StepModel:
@@ -82,8 +67,11 @@ class StepModel:
             attend_s.tolist(),
         )
 
-    def times(self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int]) -> StepTimes:
-        """Times of one step. ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk."""
+    def times(self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int]) -> tuple[int, _native.StepTimes]:
+        """Rows and times of one step.
+
+        ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk.
+        """
         starts = plan.decoding.starts
         chunks = list(zip(plan.chunks, chunk_homes, strict=True))
         if singles := [pair for pair in chunks if not attends_locally(pair[0])]:  # treated as decode rows
@@ -107,8 +95,7 @@ class StepModel:
         slices, runtime = self._slices, self._compute.fits.runtime
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
         sampling_s = runtime.step_s + runtime.step_row_s * draws
-        return StepTimes(
-            rows=rows,
+        return rows, _native.StepTimes(
             first_s=slices.first[rows] + exchange_s,
             inner_s=slices.inner[rows] + exchange_s,
             last_s=slices.after[rows] + slices.ends[draws] + sampling_s,

@@ -54,22 +54,9 @@ std::vector<ShareTuple> tuples_of(const Shares &own) {
 }
 
 void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_t number,
-            const std::vector<std::size_t> &replicas, std::int64_t tick, std::int64_t ticks, double first_s,
-            double inner_s, double last_s, double chunks_s, double send_s, double receive_s, double context_s,
-            const Shares &shares) {
-    VirtualStep step{.number = number,
-                     .replicas = replicas,
-                     .tick = tick,
-                     .ticks = ticks,
-                     .first_s = first_s,
-                     .inner_s = inner_s,
-                     .last_s = last_s,
-                     .chunks_s = chunks_s,
-                     .send_s = send_s,
-                     .receive_s = receive_s,
-                     .context_s = context_s,
-                     .shares = shares.shares};
-    cluster.submit(lane, now_s, std::move(step));
+            const std::vector<std::size_t> &replicas, std::int64_t tick, std::int64_t ticks,
+            const StepTimes &times) {
+    cluster.submit(lane, now_s, {number, replicas, tick, ticks, times});
 }
 
 using FinishedTuple = std::tuple<double, std::size_t, std::int64_t, double, double>;
@@ -144,6 +131,42 @@ Shares decode_shares(DecodeShares &shares, const Numbers &homes, const std::vect
 
 void register_simulation(nb::module_ &module) {
     using namespace nb::literals;
+    nb::class_<Shares>(module, "Shares",
+                       R"(
+Memory workers' parts in each attention of a step, every worker once.
+
+Each is (worker, receiving, attending, sending), in seconds.)")
+        .def(
+            "__init__",
+            [](Shares *self, const std::vector<ShareTuple> &tuples) { new (self) Shares{shares_of(tuples)}; },
+            "tuples"_a)
+        .def("tuples", &tuples_of, "The parts as they were given or computed.");
+    nb::class_<StepTimes>(module, "StepTimes", "Seconds of the parts of one step.")
+        .def(
+            "__init__",
+            [](StepTimes *self, double first_s, double inner_s, double last_s, double chunks_s, double send_s,
+               double receive_s, double context_s, const Shares &shares) {
+                new (self) StepTimes{first_s, inner_s,   last_s,    chunks_s,
+                                     send_s,  receive_s, context_s, shares.shares};
+            },
+            nb::kw_only(), "first_s"_a, "inner_s"_a, "last_s"_a, "chunks_s"_a = 0.0, "send_s"_a = 0.0,
+            "receive_s"_a = 0.0, "context_s"_a = 0.0, "shares"_a,
+            R"(
+``first_s``, ``inner_s``, ``last_s``: slices 0, 1 .. n - 1 and n. ``chunks_s``: the attention of prompt chunks
+to themselves, on the replica after a slice. ``send_s``, ``receive_s``: the replica's network card, to and from
+all memory workers. ``context_s``: to reach another replica. ``shares``: of memory workers in each attention.)");
+    nb::class_<DecodeShares>(module, "DecodeShares",
+                             "The work of a decode step for every memory worker in one attention.")
+        .def(nb::init<std::size_t, double, double, double, std::vector<double>>(), "memories"_a,
+             "receive_row_s"_a, "send_row_s"_a, "token_s"_a, "attend_s"_a,
+             R"(
+Seconds of a memory worker: its network card's for a row, in and out; attention's for each token that rows see
+and, ``attend_s``, by number of rows.)")
+        .def("of", &decode_shares, "homes"_a, "tokens"_a, "more"_a,
+             R"(
+Shares of rows whose KV is on workers ``homes`` and that see ``tokens`` besides themselves, with ``more`` added.
+
+Raises ValueError or IndexError.)");
     nb::class_<VirtualCluster>(
         module, "VirtualCluster",
         "Compute and memory workers in virtual time: when the slices and attentions of steps begin and end.")
@@ -151,16 +174,12 @@ void register_simulation(nb::module_ &module) {
              "memories"_a, "lanes"_a, "latency_s"_a, "recorded"_a = 0,
              "``latency_s``: of every message, besides its time on network cards; ``recorded``: spans to "
              "keep at most.")
-        .def("submit", &submit, "lane"_a, "now_s"_a, "number"_a, "replicas"_a, "tick"_a, "ticks"_a,
-             "first_s"_a, "inner_s"_a, "last_s"_a, "chunks_s"_a, "send_s"_a, "receive_s"_a, "context_s"_a,
-             "shares"_a,
+        .def("submit", &submit, "lane"_a, "now_s"_a, "number"_a, "replicas"_a, "tick"_a, "ticks"_a, "times"_a,
              R"(
 Append the lane's next step: slices 0 .. n with an attention after each but the last.
 
 ``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
-one before. Seconds: ``first_s``, ``inner_s``, ``last_s`` of slices 0, 1 .. n - 1 and n; ``chunks_s`` of the
-attention of prompt chunks to themselves, on the replica after a slice; ``send_s``, ``receive_s`` of the
-replica's network card, to and from all memory workers; ``context_s`` to reach another replica.
+one before.
 
 Raises ValueError.)")
         .def("advance", &advance, "until_s"_a,
@@ -187,28 +206,6 @@ Play on until a step ends: (time_s, lane, number, busy_s, waited_s); None if non
             "memory"_a,
             "Seconds so far in which it attended, and in which its network card sent and received.")
         .def("spans", &spans, "The newest spans recorded: (stage, worker, lane, begin_s, end_s).");
-    nb::class_<Shares>(module, "Shares",
-                       R"(
-Memory workers' parts in each attention of a step, every worker once.
-
-Each is (worker, receiving, attending, sending), in seconds.)")
-        .def(
-            "__init__",
-            [](Shares *self, const std::vector<ShareTuple> &tuples) { new (self) Shares{shares_of(tuples)}; },
-            "tuples"_a)
-        .def("tuples", &tuples_of, "The parts as they were given or computed.");
-    nb::class_<DecodeShares>(module, "DecodeShares",
-                             "The work of a decode step for every memory worker in one attention.")
-        .def(nb::init<std::size_t, double, double, double, std::vector<double>>(), "memories"_a,
-             "receive_row_s"_a, "send_row_s"_a, "token_s"_a, "attend_s"_a,
-             R"(
-Seconds of a memory worker: its network card's for a row, in and out; attention's for each token that rows see
-and, ``attend_s``, by number of rows.)")
-        .def("of", &decode_shares, "homes"_a, "tokens"_a, "more"_a,
-             R"(
-Shares of rows whose KV is on workers ``homes`` and that see ``tokens`` besides themselves, with ``more`` added.
-
-Raises ValueError or IndexError.)");
     nb::class_<TokenTimes>(module, "TokenTimes", "When requests get their tokens.")
         .def(nb::init<const std::vector<std::int64_t> &>(), "tokens"_a, "Tokens that each request is to get.")
         .def(

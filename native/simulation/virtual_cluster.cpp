@@ -16,7 +16,7 @@ void VirtualCluster::submit(std::size_t lane, double now_s, VirtualStep step) {
     for (const std::size_t replica : step.replicas)
         if (replica >= replicas_.size())
             throw std::invalid_argument("a step names a replica that does not exist");
-    for (const Share &share : step.shares)
+    for (const Share &share : step.times.shares)
         if (share.worker >= memories_.size())
             throw std::invalid_argument("a step names a memory worker that does not exist");
     Lane &own = lanes_.at(lane);
@@ -78,7 +78,9 @@ void VirtualCluster::begin_slice(std::size_t replica, double now_s) {
     Lane &lane = lanes_[index];
     const VirtualStep &step = lane.steps.front();
     const bool last = lane.slice + 1 == step.replicas.size();
-    const double seconds = own.factor * (lane.slice == 0 ? step.first_s : last ? step.last_s : step.inner_s);
+    const double seconds = own.factor * (lane.slice == 0 ? step.times.first_s
+                                         : last          ? step.times.last_s
+                                                         : step.times.inner_s);
     own.busy = true;
     own.work.busy_s += seconds;
     lane.busy_s += seconds;
@@ -113,11 +115,11 @@ void VirtualCluster::send(Lane &lane, std::size_t index, double now_s) {
     const VirtualStep &step = lane.steps.front();
     const std::size_t number = step.replicas[lane.slice];
     Replica &replica = replicas_[number];
-    replica.sent_s = std::max(replica.sent_s, now_s) + step.send_s;
-    replica.work.send_s += step.send_s;
+    replica.sent_s = std::max(replica.sent_s, now_s) + step.times.send_s;
+    replica.work.send_s += step.times.send_s;
     push(replica.sent_s + latency_s_, Kind::Arrived, index);
 
-    const double chunks_s = replica.factor * step.chunks_s;
+    const double chunks_s = replica.factor * step.times.chunks_s;
     const double free_s = now_s + chunks_s;
     if (chunks_s > 0) {
         replica.work.busy_s += chunks_s;
@@ -126,8 +128,8 @@ void VirtualCluster::send(Lane &lane, std::size_t index, double now_s) {
     }
     lane.context_s = lane.since_s = free_s;
     if (step.replicas[lane.slice + 1] != number) {
-        replica.sent_s = std::max(replica.sent_s, free_s) + step.context_s;
-        replica.work.send_s += step.context_s;
+        replica.sent_s = std::max(replica.sent_s, free_s) + step.times.context_s;
+        replica.work.send_s += step.times.context_s;
         lane.context_s = replica.sent_s + latency_s_;
     }
     if (free_s == now_s && (events_.empty() || events_.top().time_s > now_s)) { // it would be the next event
@@ -144,7 +146,7 @@ void VirtualCluster::attend(std::size_t index, double now_s) {
     Lane &lane = lanes_[index];
     const VirtualStep &step = lane.steps.front();
     double first_s = std::numeric_limits<double>::infinity(), last_s = now_s;
-    for (const Share &share : step.shares) {
+    for (const Share &share : step.times.shares) {
         Memory &memory = memories_[share.worker];
         memory.received_s = std::max(memory.received_s, now_s) + share.receive_s;
         const double begin_s = std::max(memory.received_s, memory.attended_s);
@@ -161,8 +163,8 @@ void VirtualCluster::attend(std::size_t index, double now_s) {
     lane.slice += 1;
     Replica &replica = replicas_[step.replicas[lane.slice]];
     replica.received_s =
-        std::max(replica.received_s, std::min(first_s, last_s) + latency_s_) + step.receive_s;
-    replica.work.receive_s += step.receive_s;
+        std::max(replica.received_s, std::min(first_s, last_s) + latency_s_) + step.times.receive_s;
+    replica.work.receive_s += step.times.receive_s;
     push(std::max({last_s + latency_s_, replica.received_s, lane.context_s}), Kind::Ready, index);
 }
 

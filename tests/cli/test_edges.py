@@ -35,6 +35,7 @@ LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PLAN = ("plan", "--model", "Llama-3-70B", "--compute", "a100-80g:2", "--memory", "rtx3090:4")
+PLAN_REQUESTS = (*PLAN, "--prompt", "512", "--output", "16")  # few tokens, which are soon simulated
 PLAN_DECODING = (*PLAN, "--context", "1024")
 
 
@@ -85,7 +86,7 @@ def test_no_figure_of_a_table_is_cut(terminal: bool) -> None:
 
 @pytest.mark.parametrize(("columns", "lines_of_a_way"), [(80, 3), pytest.param(200, 1, marks=pytest.mark.slow)])
 def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_way: int) -> None:
-    printed = in_terminal(columns, *PLAN)
+    printed = in_terminal(columns, *PLAN_REQUESTS)
     table = printed.partition("Simulated at")[0]
     assert "…" not in table and max(map(len, table.splitlines())) <= columns
     rows = len(re.findall(r"\d+\.\d\d s\b", table))  # TTFT

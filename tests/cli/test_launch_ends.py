@@ -116,7 +116,7 @@ def test_an_engine_that_was_stopped_itself_goes_on() -> None:
     [
         (("launch", "--port", "0"), signal.SIGINT, 130),
         (("launch", "--port", "0"), signal.SIGTERM, 0),
-        (("generate", "x"), signal.SIGTERM, 143),
+        pytest.param(("generate", "x"), signal.SIGTERM, 143, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: signal.Signals, status: int) -> None:

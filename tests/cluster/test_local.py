@@ -38,7 +38,7 @@ def test_a_stopped_worker_can_be_ended_and_is_not_reported() -> None:
     for name in ("memory0", "memory1"):
         bootstrap = Bootstrap(name, "", b"", b"", b"", b"", os.getpid())
         workers.spawn(name, "unused", bootstrap, frozenset(os.sched_getaffinity(0)), shared_cores=False)
-    pids = {name: process.pid for name, process in workers._processes.items()}
+    pids = {name: process.pid for name, process in workers.processes.items()}
     os.kill(pids["memory0"], signal.SIGSTOP)
     workers.end("memory0")
     assert not psutil.pid_exists(pids["memory0"]), "killed, and reaped"

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
@@ -194,7 +194,6 @@ steps = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1
 overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1, 3))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     steps=steps,
     boundary=st.one_of(st.none(), st.integers(1, 12)),

@@ -61,7 +61,7 @@ def random_rows(draw: st.DrawFn) -> Row:
 
 
 @given(rows=st.lists(random_rows(), min_size=1, max_size=6), seed=st.integers(0, 1000))
-@settings(max_examples=150, deadline=None, derandomize=True)  # else one run in thousands meets a rounding edge
+@settings(max_examples=50, derandomize=True)  # else one run in thousands meets a rounding edge
 def test_distribution_equals_hugging_face_in_any_mix_of_rows(rows: list[Row], seed: int) -> None:
     logits = random_logits(len(rows), seed=seed)
     expected = torch.stack([hugging_face(scores, row) for scores, row in zip(logits, rows, strict=True)])
@@ -143,7 +143,6 @@ def test_seeds_completions_and_positions_draw_independently() -> None:
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
 def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject) -> None:
     rows = [replace(data.draw(random_rows()), sequence=r, seed=r) for r in range(6)]
     rows[2] = replace(rows[2], params=replace(rows[2].params, temperature=0.0))

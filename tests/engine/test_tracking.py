@@ -1,6 +1,6 @@
 """What a caller is told of a request: news only, one terminal state, given once."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.engine.tracking import TrackedRequest
@@ -45,7 +45,6 @@ def test_an_error_that_comes_after_the_end_changes_nothing() -> None:
     assert [part.finish_reason for part in update.completions] == [FinishReason.LENGTH, FinishReason.ABORT]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     draws=st.lists(st.tuples(st.integers(0, 1), st.integers(2, 2000), st.booleans()), max_size=60),
     unread=st.lists(st.booleans(), min_size=60, max_size=60),

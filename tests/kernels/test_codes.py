@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -57,7 +57,6 @@ rows = arrays.arrays(
 
 
 @elements
-@settings(max_examples=300, deadline=None)
 @given(values=rows, message_type=st.sampled_from(MESSAGE_TYPES))
 def test_append_rounds_like_torch(values, message_type, element):
     """Ties, subnormal codes, rows of zeros and rows with one large element included."""
@@ -110,7 +109,6 @@ def test_every_code_is_read_exactly(element, path):
 
 @paths
 @elements
-@settings(max_examples=100, deadline=None)
 @given(
     pairs=problem_pairs(),
     spec=specs,

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.errors import CapacityError
@@ -37,7 +37,6 @@ def apply(slab: Slab, operation: str, sequence: int, amount: int) -> None:
         slab.append(sequence, min(amount, slab.free_slots))
 
 
-@settings(max_examples=200, deadline=None)
 @given(operations)
 def test_the_device_holds_the_hosts_tables(steps):
     """Whenever changes are sent, after one operation or after many."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina import _native
@@ -27,7 +27,6 @@ def run(case: Case, path: Path, threads: int = 1) -> tuple[attention.FloatArray,
 
 
 @paths
-@settings(max_examples=150, deadline=None)
 @given(
     pairs=problem_pairs(),
     spec=specs,
@@ -121,7 +120,6 @@ def test_unused_slots_do_not_matter(path, kv_type, dim):
 
 
 @paths
-@settings(max_examples=60, deadline=None)
 @given(spec=specs, cuts=st.lists(st.integers(0, 150), max_size=4), kv_type=st.sampled_from(KV_TYPES))
 def test_any_split_merges_to_the_whole(spec, cuts, kv_type, path):
     rows, tokens = 3, 150

@@ -56,7 +56,7 @@ def solve(pairs, spec, element, wide_query, alibi):
 
 
 @some_elements("float32", "fp8")
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @problems
 def test_equals_oracle(pairs, spec, element, wide_query, alibi):
     solve(pairs, spec, element, wide_query, alibi)
@@ -77,20 +77,18 @@ DECODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", sweep_on_device(DECODES, ["1-64-float32", "4-80-bfloat16", "4-80-int8", "8-128-fp8", "16-64-float16"])
-)
+@pytest.mark.parametrize("case", sweep_on_device(DECODES, ["4-80-bfloat16", "8-128-fp8", "16-64-float16"]))
 def test_decode_batch(case):
     group, qk_dim, element = case
     run([decode(tokens) for tokens in (1, 63, 64, 65, 130)], make_spec(2, group, qk_dim), element)
 
 
-@some_elements("float16", "int8")
+@some_elements("int8")
 def test_long_segment_among_short_ones_is_split(element):
     run([decode(20), decode(2500), decode(70)], make_spec(1, 2, 32), element)
 
 
-@some_elements("bfloat16", "int8")
+@some_elements("bfloat16")
 def test_prompt_chunk_over_cached_prefix(element):
     run([Pair(rows=40, query_start=600, tokens=600), decode(300)], make_spec(1, 4, 64, 32, window=500), element)
 
@@ -145,9 +143,7 @@ APPENDS = {
 
 @pytest.mark.parametrize(
     "case",
-    sweep_on_device(
-        APPENDS, ["float32-float32", "bfloat16-bfloat16", "float32-float16", "bfloat16-int8", "bfloat16-fp8"]
-    ),
+    sweep_on_device(APPENDS, ["float32-float32", "bfloat16-int8"]),
 )
 def test_appends_while_it_attends(case):
     """Kept as the definition rounds, where it should be, and seen by its query as if it had been there before."""

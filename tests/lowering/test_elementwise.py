@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -42,7 +42,6 @@ def assert_as_rounded(actual: Tensor, expected: Tensor, roundings: int, absolute
 @pytest.mark.parametrize(
     ("module", "offset", "early"), [(LlamaRMSNorm, 0.0, True), (Olmo2RMSNorm, 0.0, False), (Gemma2RMSNorm, 1.0, False)]
 )
-@settings(deadline=None)
 @given(dtype=DTYPES, rows=st.integers(0, 5), width=SIZES, transposed=st.booleans(), seed=SEEDS)
 def test_norm(
     module: type, offset: float, early: bool, dtype: torch.dtype, rows: int, width: int, transposed: bool, seed: int
@@ -54,7 +53,6 @@ def test_norm(
     assert_as_rounded(fused, norm(x).detach(), 1 + early)
 
 
-@settings(deadline=None)
 @given(dtype=DTYPES, rows=st.integers(1, 5), width=SIZES, seed=SEEDS)
 def test_norm_of_sum(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     norm = LlamaRMSNorm(width, eps=EPSILON).to(dtype)
@@ -64,7 +62,6 @@ def test_norm_of_sum(dtype: torch.dtype, rows: int, width: int, seed: int) -> No
     assert_as_rounded(fused, norm(x + residual).detach(), 2)
 
 
-@settings(deadline=None)
 @given(
     dtype=DTYPES, rows=st.integers(0, 5), heads=st.integers(1, 4), half=st.integers(1, 40), rest=SIZES, seed=SEEDS,
     layout=st.sampled_from(["heads", "flat", "part of a row", "every other element"]),
@@ -87,7 +84,6 @@ def test_rotation(dtype: torch.dtype, rows: int, heads: int, half: int, rest: in
 
 
 @pytest.mark.parametrize(("name", "module"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh")])
-@settings(deadline=None)
 @given(dtype=DTYPES, rows=st.integers(0, 5), width=SIZES, split=st.booleans(), seed=SEEDS)
 def test_gate(name: str, module: str, dtype: torch.dtype, rows: int, width: int, split: bool, seed: int) -> None:
     both = random(seed, dtype, 1, rows, 2 * width)
@@ -119,7 +115,6 @@ def test_many_rows_on_several_threads() -> None:
     assert torch.equal(shared[0], alone[0]) and torch.equal(shared[1], alone[1])
 
 
-@settings(deadline=None)
 @given(
     dtype=DTYPES,
     rows=st.integers(0, 4),

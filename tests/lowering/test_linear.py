@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def check(way: Packing, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 @needs_pairs
-@settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(0, 45),
     inputs=st.integers(1, 40).map(lambda n: 2 * n),

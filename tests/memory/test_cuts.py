@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.kernels.attention import BEST_PATH, FloatArray, count_tasks, partial, partial_tasks
@@ -34,7 +34,6 @@ def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FEWEST_TOKENS", 64)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     pairs=problem_pairs(),
     spec=specs,

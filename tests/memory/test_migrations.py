@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, PeerLostError
@@ -189,7 +189,6 @@ def test_a_segment_moves_in_two_pulls_and_its_old_slots_are_free(pool: Pool) -> 
 turns = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=120)
 
 
-@settings(max_examples=300, deadline=None)
 @given(before=turns, after=turns, second=st.sampled_from(["memory1", "memory2"]), reuses=st.booleans())
 def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
     before: list, after: list, second: str, reuses: bool

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
@@ -50,7 +50,6 @@ TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n-é
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_no_text_has_more_bytes_than_the_bound_says(name: str, text: str) -> None:
     made = BOUNDED[name]

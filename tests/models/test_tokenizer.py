@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -144,7 +144,6 @@ def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], sizes: list[
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "unigram", "bundled", "crossing"])
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_tokens_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], data: st.DataObject) -> None:
     tokenizer = ours[kind]
@@ -157,7 +156,6 @@ def test_pieces_of_any_tokens_join_to_the_whole(kind: str, ours: dict[str, Token
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "crossing", "bundled"])
-@settings(max_examples=100, deadline=None)
 @given(prompt=st.text("a é", max_size=3), parts=st.lists(st.binary(max_size=4) | st.sampled_from(INVALID), max_size=40))
 def test_any_bytes_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], prompt: str, parts: list[bytes]) -> None:
     tokenizer, spelt = ours[kind], dict(zip(*byte_alphabet(), strict=True))
@@ -169,7 +167,6 @@ def test_any_bytes_join_to_the_whole(kind: str, ours: dict[str, Tokenizer], prom
     assert tokenizer.decode(ids) == b"".join(parts).decode(errors="replace")
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     prompt=st.text("a é", min_size=1, max_size=3),
     parts=st.lists(st.binary(max_size=4) | st.sampled_from(INVALID) | st.text("ab ▁é😀", max_size=3), max_size=30),
@@ -250,7 +247,6 @@ def test_a_token_costs_the_same_however_many_completed_no_character(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "bundled"])
-@settings(max_examples=100, deadline=None)
 @given(
     prompt=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20),
     text=st.text(st.sampled_from("ab ▁\n😀👩‍👧é你, "), max_size=40),

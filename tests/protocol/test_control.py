@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.errors import DeadlineError, TransportError, WorkerError
@@ -155,7 +155,6 @@ def test_a_message_of_another_release_names_its_worker(server: ControlServer) ->
 
 
 @given(payload=st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
 def test_any_bytes_are_a_message_or_name_their_worker(payload: bytes) -> None:
     try:
         assert isinstance(decode("memory0", payload), msgspec.Struct)

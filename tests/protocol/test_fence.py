@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.engine.epochs import Ending
@@ -276,7 +276,7 @@ class Cluster:
         return read
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(actions=actions, lost=st.integers(0, 99), order=st.integers(0, 99))
 def test_nothing_of_an_epoch_arrives_after_all_have_ended_it(
     actions: list[tuple[str, int]], lost: int, order: int

@@ -117,10 +117,10 @@ class SlowWorkers(LocalWorkers):
         return slow if name.startswith("memory") else super().command(name, module)
 
     def stop(self, name: str) -> None:
-        self._processes[name].send_signal(signal.SIGSTOP)
+        self.processes[name].send_signal(signal.SIGSTOP)
 
     def running(self) -> list[str]:
-        return [name for name, process in self._processes.items() if process.poll() is None]
+        return [name for name, process in self.processes.items() if process.poll() is None]
 
 
 def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(

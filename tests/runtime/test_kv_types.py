@@ -21,7 +21,7 @@ LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
 
 
-class RoundingCache(DynamicCache):
+class RoundingCache(DynamicCache):  # type: ignore[misc]  # mypy reads no transformers: pyproject.toml
     """Keeps K and V rounded; a prompt's chunk attends to itself as it is, a single token to what is kept of it."""
 
     def __init__(self, element: KvElement) -> None:

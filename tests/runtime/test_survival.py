@@ -114,11 +114,11 @@ class Killable(LocalWorkers):
     """Workers that a test can kill or stop."""
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        self._processes[name].send_signal(number)
+        self.processes[name].send_signal(number)
 
     @property
     def pids(self) -> dict[str, int]:
-        return {name: process.pid for name, process in self._processes.items()}
+        return {name: process.pid for name, process in self.processes.items()}
 
 
 REQUESTS = prompts(24, 1)

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.schedule import admission
@@ -75,7 +75,6 @@ def test_small_requests_pass_one_that_does_not_fit() -> None:
     assert {f"small{number}" for number in range(15)} <= turns.drew.keys() and "large" not in turns.drew
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     large=st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 8)),
     memories=st.integers(1, 3),

@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.groups import Completion, Group
@@ -46,7 +46,6 @@ def run(arrivals: dict[int, list[Group]], budget: int) -> dict[Group, int]:
     return ends
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.integers(1, 20), st.lists(st.integers(1, 300), min_size=1, max_size=6), max_size=6),
     st.integers(10, 300),

@@ -4,7 +4,7 @@ drawn twice."""
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.pipeline import Pipeline
@@ -58,7 +58,6 @@ class Losing(Cluster):
         return {group.completions[0].sequence for group in self.scheduler._requests.values()}
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     requests=requests,
     memories=st.integers(1, 3),

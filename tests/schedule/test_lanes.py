@@ -1,6 +1,6 @@
 """The choice of lanes against the truth it is to find out: times that a test made up."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.pipeline import Arrangement, Pipeline
@@ -35,7 +35,6 @@ def round_s(lanes: int, sequences: int, constant: float, per_row: float, wait_pe
     return max(lanes * slices, slices + wait_per_row * rows)
 
 
-@settings(deadline=None)
 @given(
     sequences=st.integers(6, 200),
     constant=st.floats(0.1, 10),

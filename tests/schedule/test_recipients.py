@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.memory.store import KvStore, StepTables
@@ -160,7 +160,6 @@ class Told(Driver):
         self.take(plan)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
     depth=st.integers(1, DEPTH),

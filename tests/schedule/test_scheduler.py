@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.errors import RequestError
@@ -178,7 +178,6 @@ class Cluster:
         return bool(held) or len(self.groups) < len(self.requests)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     requests=requests,
     memories=st.integers(1, 3),
@@ -256,7 +255,6 @@ def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
             under_test.finish(group, completion)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     requests=requests,
     lanes=st.integers(1, 5),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.cluster import sizing
@@ -117,7 +117,6 @@ class Driver:
         self.plan()
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES]),
     depth=st.integers(1, DEPTH),

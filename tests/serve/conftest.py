@@ -1,5 +1,6 @@
 """Fixtures: a running server with a scripted engine, and a client of it."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from lamina.serve.server import make_server
 from tests.serve.scripted import TIMEOUT_S, FakeEngine, Running
 
 
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Running]:
-    engine = FakeEngine()
-    listener = socket.create_server(("127.0.0.1", 0))
+@contextlib.contextmanager
+def serve(backlog: int | None = None) -> Iterator[Running]:
+    """A server with an engine of its own, in a thread of this process."""
+    engine, listener = FakeEngine(), socket.create_server(("127.0.0.1", 0), backlog=backlog)
     uvicorn_server = make_server(engine, lambda: None)  # type: ignore[arg-type]
     uvicorn_server._engine = FakeEngine()  # type: ignore[assignment]  # it would end with the tests' dead engine
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -26,6 +27,12 @@ def shared_server() -> Iterator[Running]:
     uvicorn_server.should_exit = uvicorn_server.force_exit = True
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Running]:
+    with serve() as running:
+        yield running
 
 
 @pytest.fixture

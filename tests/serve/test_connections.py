@@ -17,8 +17,8 @@ import pytest
 
 from lamina.serve import connections
 from lamina.serve.connections import Connections, accept
-from lamina.serve.server import make_server
-from tests.serve.scripted import COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
+from tests.serve.conftest import serve
+from tests.serve.scripted import COMPLETION, TIMEOUT_S, Running, refusal
 from tests.serve.test_intake import answer, head
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -120,16 +120,8 @@ def test_what_is_not_http(server: Running, sent: bytes, status: int, said: str) 
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A server limited to four connections."""
     monkeypatch.setattr("lamina.serve.server.connection_limit", lambda: 4)
-    engine, listener = FakeEngine(), socket.create_server(("127.0.0.1", 0), backlog=128)
-    made = make_server(engine, lambda: None)  # type: ignore[arg-type]
-    thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
-        yield Running(engine, url, client)
-    made.should_exit = made.force_exit = True
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
+    with serve(backlog=128) as running:
+        yield running
 
 
 def test_silent_connections_make_room_for_others(crowded: Running) -> None:

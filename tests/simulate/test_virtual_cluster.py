@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina._native import Shares, VirtualCluster
+from lamina._native import Shares, StepTimes, VirtualCluster
 from lamina.pipeline import Pipeline
 
 Span = tuple[str, int, int, float, float]
@@ -25,10 +25,10 @@ def submit(
     slice_s: float,
     attention_s: list[float],
     turn: int = 0,
-    chunks_s: float = 0.0,
-    **network: float,
+    memory_receive_s: float = 0.0,
+    memory_send_s: float = 0.0,
+    **times: float,
 ) -> None:
-    receive_s, send_s = network.get("memory_receive_s", 0.0), network.get("memory_send_s", 0.0)
     cluster.submit(
         lane,
         now,
@@ -36,14 +36,13 @@ def submit(
         [pipeline.replica(lane, turn + k) for k in range(attentions + 1)],
         pipeline.tick(lane, turn),
         pipeline.tick(lane, turn + 1) - pipeline.tick(lane, turn),
-        slice_s,
-        slice_s,
-        slice_s,
-        chunks_s,
-        network.get("send_s", 0.0),
-        network.get("receive_s", 0.0),
-        network.get("context_s", 0.0),
-        Shares([(worker, receive_s, seconds, send_s) for worker, seconds in enumerate(attention_s)]),
+        StepTimes(
+            first_s=slice_s,
+            inner_s=slice_s,
+            last_s=slice_s,
+            shares=Shares([(n, memory_receive_s, seconds, memory_send_s) for n, seconds in enumerate(attention_s)]),
+            **times,
+        ),
     )
 
 
@@ -163,4 +162,5 @@ def test_what_cannot_be_run_is_refused() -> None:
     cluster = VirtualCluster(1, 1, 1, 0.0)
     for replicas, memories in (([0], 1), ([0, 1], 1), ([0, 0], 2)):
         with pytest.raises(ValueError, match="a step n"):
-            cluster.submit(0, 0.0, 0, replicas, 0, 1, 1, 1, 1, 0, 0, 0, 0, Shares([(memories - 1, 1, 1, 1)]))
+            times = StepTimes(first_s=1, inner_s=1, last_s=1, shares=Shares([(memories - 1, 1, 1, 1)]))
+            cluster.submit(0, 0.0, 0, replicas, 0, 1, times)

@@ -15,7 +15,7 @@ Step = Callable[["Toy", int, Tensor, Tensor, list[Tensor]], Tensor]
 LAYERS = 8
 
 
-class Toy(PreTrainedModel):
+class Toy(PreTrainedModel):  # type: ignore[misc]  # mypy reads no transformers: pyproject.toml
     """Layers of one square weight and one attention each; ``step`` is what a layer does before its attention."""
 
     def __init__(self, step: Step, odd: tuple[int, ...]) -> None:

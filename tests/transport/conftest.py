@@ -16,6 +16,7 @@ import pytest
 
 from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.tcp import TcpEndpoint
+from tests.sweep import sweep
 from tests.transport.far import IMPLEMENTATIONS, SECRET, Far
 from tests.transport.tcp_tools import DOORBELLS as TCP_DOORBELLS
 from tests.transport.tcp_tools import NBYTES as TCP_NBYTES
@@ -135,8 +136,13 @@ PAIRS: dict[str, tuple[str, type[FarThread] | type[FarProcess]]] = {
     "tls": ("tls", FarThread),
     "tls-processes": ("tls", FarProcess),
 }
+# Those of the ordinary suite: every transport, and processes where the transport is made for them.
+ORDINARY = {"null", "shm-processes", "tcp", "tls-processes"}
+ORDINARY_PROCESSES = {"shm-processes", "tcp-processes"}
 if os.environ.get("LAMINA_TEST_RDMA"):  # this machine has an RDMA device: see tests/rdma
     PAIRS |= {"rdma": ("rdma", FarThread), "rdma-processes": ("rdma", FarProcess)}
+    ORDINARY |= {"rdma", "rdma-processes"}
+    ORDINARY_PROCESSES |= {"rdma-processes"}
 
 
 def open_pair(name: str) -> Pair:
@@ -175,14 +181,14 @@ def no_process_is_left() -> Iterator[None]:
     FarProcess.end_spare()
 
 
-@pytest.fixture(params=PAIRS)
+@pytest.fixture(params=sweep(list(PAIRS), ORDINARY))
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     opened = open_pair(request.param)
     yield opened
     opened.close()
 
 
-@pytest.fixture(params=[name for name, (_, side) in PAIRS.items() if side is FarProcess])
+@pytest.fixture(params=sweep([name for name, (_, side) in PAIRS.items() if side is FarProcess], ORDINARY_PROCESSES))
 def process_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     opened = open_pair(request.param)
     yield opened

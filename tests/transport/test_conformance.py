@@ -13,7 +13,8 @@ import pytest
 
 from lamina.errors import DeadlineError, PeerLostError, TransportError
 from lamina.transport.base import Fetch
-from tests.transport.conftest import DOORBELLS, NBYTES, PAIRS, Pair, open_pair
+from tests.sweep import sweep
+from tests.transport.conftest import DOORBELLS, NBYTES, ORDINARY, PAIRS, Pair, open_pair
 from tests.transport.far import IMPLEMENTATIONS, stamped, whole
 
 TIMEOUT_S = 30.0
@@ -356,7 +357,7 @@ def test_misuse_is_named(pair: Pair) -> None:
     fresh.close()
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", sweep(list(PAIRS), ORDINARY))
 def test_nothing_is_left_behind(name: str) -> None:
     def handles() -> tuple[int, int, str]:
         gc.collect()

@@ -132,7 +132,7 @@ frames = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.lists(st.one_of(frames, frames, frames, st.binary(max_size=80)), max_size=12),
     cuts=st.lists(st.integers(1, 200), min_size=1, max_size=10),

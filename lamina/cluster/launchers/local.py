@@ -44,6 +44,11 @@ class LocalWorkers:
         self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
         self._shared_cores = False
 
+    @property
+    def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
+        """By worker, without those that ``end`` has ended: to watch them, or to send them signals."""
+        return self._processes
+
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
         """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too.
 

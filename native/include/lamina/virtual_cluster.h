@@ -18,16 +18,21 @@ struct Share {
     double receive_s, attention_s, send_s;
 };
 
-// One step of one lane: slices 0 .. n with an attention after each but the last. Times are in seconds.
+// Of the parts of one step, in seconds.
+struct StepTimes {
+    double first_s, inner_s, last_s; // slices 0, 1 .. n - 1 and n
+    double chunks_s;                 // attention of prompt chunks to themselves, on the replica after a slice
+    double send_s, receive_s;        // the replica's network card: to all memory workers, from all of them
+    double context_s;                // moving the context to another replica
+    std::vector<Share> shares;
+};
+
+// One step of one lane: slices 0 .. n with an attention after each but the last.
 struct VirtualStep {
     std::int64_t number;
     std::vector<std::size_t> replicas; // [n + 1]: the replica of slice k
     std::int64_t tick, ticks;          // when slice 0 is due, and how much later each slice is
-    double first_s, inner_s, last_s;   // slices 0, 1 .. n - 1 and n
-    double chunks_s;          // attention of prompt chunks to themselves, on the replica after a slice
-    double send_s, receive_s; // the replica's network card: to all memory workers, from all of them
-    double context_s;         // moving the context to another replica
-    std::vector<Share> shares;
+    StepTimes times;
 };
 
 struct Finished {
