@@ -1,7 +1,11 @@
 """Figures that the engine reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
+
+from lamina.protocol.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class EngineStats:
             and is computed again.
         dead: why the engine has stopped, if it has.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
+        links: pairs of workers, by transport and its reason.
     """
 
     running: int
@@ -37,3 +42,11 @@ class EngineStats:
     memory: Mapping[str, MemoryStats]
     dead: str | None
     silent: Mapping[str, float] = field(default_factory=dict)
+    links: Sequence[tuple[Choice, int]] = ()
+
+
+class StatsOf(msgspec.Struct, tag=True, frozen=True):
+    """Engine to frontend: the answer to ``GetStats`` number ``number``."""
+
+    number: int
+    stats: EngineStats

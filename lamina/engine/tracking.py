@@ -1,22 +1,26 @@
-"""A request as its caller sees it: text, stop conditions, one terminal state."""
+"""A request as the engine answers it: token ids, one terminal state."""
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
-from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
-from lamina.frontend.stop import StopChecker, StopStrings
+from lamina.engine.updates import OnTokens, TokenUpdate, pack
 from lamina.groups import Completion, Group
-from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from lamina.protocol.frontends import CompletionTokens
 from lamina.protocol.messages import Draw
-from lamina.types import FinishReason, Request, Segment
+from lamina.schedule.ends import TokenEnds
+from lamina.types import FinishReason, Request
 
 
-@dataclass
-class _Text:
-    """Turns the tokens of one completion into text and decides when it ends."""
+@dataclass(slots=True)
+class _Drawn:
+    """One completion: what its caller has not been told yet, and how many tokens it has in all."""
 
-    detokenizer: IncrementalDetokenizer
-    stop: StopChecker
+    index: int
+    count: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
 
 
 class TrackedRequest:
@@ -28,80 +32,82 @@ class TrackedRequest:
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate) -> None:
+    def __init__(self, request: Request, eos_token_ids: Collection[int], on_tokens: OnTokens) -> None:
         self.request = request
-        self._tokenizer = tokenizer
-        self._prompt_end = tokenizer.context(request.prompt_token_ids)
-        self._on_update = on_update
-        self._news = [self._no_news(index) for index in range(request.params.n)]
-        self._texts: list[_Text] = []
-        self._error: str | None = None
         self.group: Group | None = None
+        self._eos_token_ids = eos_token_ids
+        self._on_tokens = on_tokens
+        self._drawn = [_Drawn(index) for index in range(request.params.n)]
+        self._open = request.params.n  # completions without a finish reason
+        self._news: dict[int, _Drawn] = {}  # those whose caller has not been told everything
+        self._with_logprobs = request.params.logprobs is not None
+        self._ends: TokenEnds | None = None
+        self._error: str | None = None
 
     def start(self, group: Group) -> None:
         """The request has been added to the scheduler; its completions may now draw tokens."""
         self.group = group
-        params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
-        stops = StopStrings(params.stop)
-        for _ in group.completions:
-            self._texts.append(
-                _Text(
-                    IncrementalDetokenizer(self._tokenizer, self._prompt_end),
-                    StopChecker(params, self._tokenizer.eos_token_ids, stops),
-                )
-            )
+        self._ends = TokenEnds(self.request.params, group.max_tokens, self._eos_token_ids)
 
     @property
     def finished(self) -> bool:
         """True when every completion has its finish reason."""
-        return all(news.finish_reason is not None for news in self._news)
+        return not self._open
 
     def append(self, completion: Completion, draw: Draw) -> bool:
-        """Add one drawn token; True if it ends the completion."""
-        text = self._texts[completion.index]
-        news = self._news[completion.index]
-        decision = text.stop.append(draw.token, text.detokenizer.append([draw.token]))
-        news.token_ids.append(draw.token)
-        news.texts.append(decision.text)
-        if news.logprobs is not None:
-            news.logprobs.append(pack(draw.logprobs))
-        if decision.finish_reason is FinishReason.LENGTH:
-            news.rest = text.detokenizer.flush()  # an unfinished character
-        news.finish_reason, news.stop_reason = decision.finish_reason, decision.stop_reason
-        return decision.finish_reason is not None
+        """Add one drawn token; True if the completion has ended. Tokens after its end are discarded."""
+        drawn, ends = self._drawn[completion.index], self._ends
+        if drawn.finish_reason is not None:  # by its caller, while this token was being drawn
+            return True
+        if ends is None:
+            raise RuntimeError(f"request {self.request.request_id} has drawn a token before it was started")
+        token = draw.token
+        drawn.count += 1
+        drawn.token_ids.append(token)
+        if self._with_logprobs:
+            drawn.logprobs.append(pack(draw.logprobs))
+        self._news[completion.index] = drawn
+        reason = ends.at(token, drawn.count)
+        if reason is None:
+            return False
+        self._finish(drawn, reason)
+        if reason is FinishReason.STOP:
+            drawn.stop_token = ends.stop_token(token)
+        return True
+
+    def finish(self, index: int) -> None:
+        """A completion has ended at a stop string, which its caller has found: it is told nothing more of it."""
+        drawn = self._drawn[index]
+        if drawn.finish_reason is None:
+            self._finish(drawn, FinishReason.STOP)
+            drawn.token_ids, drawn.logprobs = [], []
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Give every completion without a finish reason this one. Does nothing if all have one.
 
-        Also works before ``start``. The reasons are set even if this raises.
+        Also works before ``start``.
         """
         if self.finished:
             return
         self._error = error
-        open_ones = [news for news in self._news if news.finish_reason is None]
-        for news in open_ones:
-            news.finish_reason = reason
-        for news in open_ones if self._texts else ():
-            text = self._texts[news.index]
-            news.rest = text.stop.flush() + text.detokenizer.flush()
+        for drawn in self._drawn:
+            if drawn.finish_reason is None:
+                self._finish(drawn, reason)
+
+    def _finish(self, drawn: _Drawn, reason: FinishReason) -> None:
+        drawn.finish_reason = reason
+        self._open -= 1
+        self._news[drawn.index] = drawn
 
     def publish(self) -> None:
         """Pass the caller everything new since the last call."""
-        news, finished = self._news, self.finished
-        self._news = [self._no_news(one.index) for one in news]
-        for one, before in zip(self._news, news, strict=True):
-            one.finish_reason, one.stop_reason = before.finish_reason, before.stop_reason
-        self._on_update(RequestUpdate(self.request, news, finished, self._error, self._placement()))
-
-    def _no_news(self, index: int) -> CompletionUpdate:
-        return CompletionUpdate(index, logprobs=None if self.request.params.logprobs is None else [])
-
-    def _placement(self) -> tuple[Segment, ...]:
-        group = self.group
-        if group is None or group.lane < 0:
-            return ()
-        heads = group.heads
-        return tuple(
-            Segment(completion.sequence, group.memory, heads, (0, group.kept(completion)))
-            for completion in group.completions
-        )
+        news, self._news = self._news, {}
+        completions = []
+        for drawn in news.values():
+            completions.append(
+                CompletionTokens(drawn.index, drawn.token_ids, drawn.logprobs, drawn.finish_reason, drawn.stop_token)
+            )
+            drawn.token_ids = []
+            if self._with_logprobs:
+                drawn.logprobs = []
+        self._on_tokens(TokenUpdate(completions, not self._open, self._error, self.group))
