@@ -136,7 +136,7 @@ class RemoteEngine:
         asked, prompts = [], []
         for one in submissions:
             text = one.prompt if isinstance(one.prompt, str) else None
-            tokens = encode_prompt(self.tokenizer, text, self.max_model_len) if text is not None else list(one.prompt)
+            tokens = self._tokens(one.prompt)
             check_tokens(tokens, self._vocab_size)
             request = Request(one.request_id, text, tokens, one.params, client=client)
             asked.append(_Asked(request, Reading(request, self.tokenizer, one.on_update, self._finish)))
@@ -160,6 +160,9 @@ class RemoteEngine:
             self._forget(numbers)
             self._send(Abort(numbers))
             raise
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        return encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
 
     def abort(self, request_id: str) -> None:
         """As the engine's."""

@@ -14,7 +14,7 @@ from lamina.types import Client, FinishReason, SamplingParams
 ALIVE_S = 1.0
 
 
-class CompletionTokens(msgspec.Struct, array_like=True):
+class CompletionTokens(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one completion.
 
     Attributes:
@@ -107,7 +107,7 @@ class Submitted(msgspec.Struct, tag=True, frozen=True):
     message: str = ""
 
 
-class RequestTokens(msgspec.Struct, array_like=True):
+class RequestTokens(msgspec.Struct, array_like=True, gc=False):
     """What is new of one request."""
 
     request: int

@@ -6,6 +6,8 @@ input once the engine runs; until then, this process loads its tokenizer.
 
 import asyncio
 import logging
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -34,7 +36,9 @@ def main() -> None:
     bootstrap = msgspec.msgpack.decode(received, type=FrontendBootstrap)
     try:
         asyncio.run(_serve(bootstrap, tokenizer, listener))
-    except EngineDeadError:  # the process that started this one reports it
+    except EngineDeadError:  # reported by the process that started this one, which removes its files, if it is left
+        if os.getppid() != bootstrap.engine_pid:
+            shutil.rmtree(Path(bootstrap.requests.removeprefix("ipc://")).parent, ignore_errors=True)
         sys.exit(1)
 
 

@@ -25,6 +25,7 @@ import msgspec
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.errors import EngineDeadError, WorkerError
+from lamina.protocol.liveness import Liveness
 from lamina.serve.errors import first_line
 from lamina.serve.server import GRACE_S, TELL_S
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
-SILENT_S = 13.0  # of a frontend whose event loop does not run: as for a worker
 STOP_TIMEOUT_S = GRACE_S + 2 * TELL_S + 5.0  # what a frontend takes to end its answers, at most
 MOST_ENDS, ENDS_S = 5, 60.0  # frontends that end unexpectedly within so long, before the server gives up
 
@@ -44,7 +44,7 @@ class _Process:
     popen: subprocess.Popen[bytes]
     exited: int  # a descriptor that is readable once it has
     name: str = ""  # given when the engine runs
-    ready: bool = False
+    heard: int = 0
 
 
 class FrontendProcesses:
@@ -59,6 +59,7 @@ class FrontendProcesses:
         self._started = 0
         self._ends = deque[float](maxlen=MOST_ENDS)
         self._signals: list[int] = []
+        self._liveness = Liveness(time.monotonic())
         for _ in range(count):
             self._start()
 
@@ -121,17 +122,22 @@ class FrontendProcesses:
 
     def _watch(self, room: Frontends) -> None:
         """Wait for a moment; replace frontends that have ended or answer no more."""
+        self._liveness.turn(time.monotonic())
         for process in self._running:
-            why = room.lost(process.name)
-            if why is None and room.silent_s(process.name) > SILENT_S:
-                why = f"it has been silent for {SILENT_S:.0f} s"
-            if why is not None:
+            if (heard := room.heard(process.name)) != process.heard:
+                process.heard = heard
+                self._liveness.heard(process.name)
+        silent = {name: f"its event loop has not run for {s:.0f} s" for name, s in self._liveness.lost().items()}
+        for process in self._running:
+            why = room.lost(process.name) or silent.get(process.name)
+            if why is not None and process.popen.poll() is None:
                 log.warning("%s is ended: %s", process.name, why)
                 process.popen.kill()
         for process in self._ended():
             room.leave(process.name)
             how, now = _how(process.popen), time.monotonic()
             log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
+            self._liveness.forget(process.name)
             self._running.remove(process)
             self._ends.append(now)
             if len(self._ends) == MOST_ENDS and now - self._ends[0] < ENDS_S:
