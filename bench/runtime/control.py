@@ -87,7 +87,9 @@ class Counting(ControlServer):
 class Scripted:
     """All workers, in a process of their own."""
 
-    def __init__(self, bootstraps: Sequence[Bootstrap]) -> None:
+    def __init__(self, bootstraps: Sequence[Bootstrap], step_s: float) -> None:
+        """``step_s``: how long a step takes; 0: it is answered at once."""
+        self._step_s = step_s
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToWorker)
@@ -123,6 +125,7 @@ class Scripted:
                     self._context.destroy(linger=0)
                     return
                 if isinstance(message, Step):
+                    time.sleep(self._step_s if message.plan.runs else 0.0)
                     dealer.send(self._encoder.encode(_done(message.plan)))
             now = time.monotonic()
             if now - looked >= LOOK_S:
@@ -145,9 +148,9 @@ def _arrived(poller: zmq.Poller, timeout_ms: int) -> Iterator[tuple[Any, bytes]]
                 yield dealer, dealer.recv(zmq.NOBLOCK)
 
 
-def play(bootstraps: Sequence[Bootstrap]) -> None:
+def play(bootstraps: Sequence[Bootstrap], step_s: float) -> None:
     """The body of the workers' process."""
-    Scripted(bootstraps).play()
+    Scripted(bootstraps, step_s).play()
 
 
 def _done(plan: StepPlan) -> StepDone:
@@ -192,13 +195,19 @@ def run(engine: Engine, steps: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
-    """One cluster of so many compute and memory workers."""
+@contextlib.contextmanager
+def scripted(
+    pool: tuple[int, int], sequences: int, capacity: int, step_s: float = 0.0
+) -> Iterator[tuple[Engine, Counting]]:
+    """A real engine with so many scripted compute and memory workers, which end with it; and its control plane.
+
+    ``sequences``: at most so many at once. ``capacity``: token slots of a memory worker.
+    """
     computes, memories = pool
     compute_names = tuple(f"compute{number}" for number in range(computes))
     memory_names = tuple(f"memory{number}" for number in range(memories))
     control = Counting([*compute_names, *memory_names])
-    others = get_context("spawn").Process(target=play, args=(list(control.bootstraps.values()),), daemon=True)
+    others = get_context("spawn").Process(target=play, args=(list(control.bootstraps.values()), step_s), daemon=True)
     others.start()
     greeted, deadline = set[str](), time.monotonic() + START_S
     while len(greeted) < computes + memories:
@@ -207,19 +216,32 @@ def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
             raise TimeoutError(f"{len(greeted)} of {computes + memories} workers connected in {START_S:.0f} s")
     place = find(None)
     spec = AttentionSpec(layer=0, query_heads=32, kv_heads=8, qk_dim=128, v_dim=128, scale=1.0)
-    capacity = max(4096, 4 * computes * batch * (TOKENS[1] + len(PROMPT)) // memories)
     pipeline = Pipeline(computes, computes)
     capacities = dict.fromkeys(memory_names, capacity)
     cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, pipeline, {})
-    limits = Limits(batch * computes, 2048, 2048)
+    limits = Limits(sequences, 2048, 4096)
     engine = Engine(EngineConfig(), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
     try:
+        yield engine, control
+    finally:
+        engine.close()
+        others.join(10.0)
+        if others.is_alive():
+            others.kill()
+
+
+def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
+    """One cluster of so many compute and memory workers."""
+    computes, memories = pool
+    capacity = max(4096, 4 * computes * batch * (TOKENS[1] + len(PROMPT)) // memories)
+    with scripted(pool, batch * computes, capacity) as (engine, control):
         idle, begun = time.process_time(), time.monotonic()
         time.sleep(IDLE_S)
         idle = (time.process_time() - idle) / (time.monotonic() - begun)
         load = Load(engine, batch * computes)
+        deadline = time.monotonic() + START_S
         while engine.stats().running < batch * computes:
-            if time.monotonic() > deadline + START_S:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"{engine.stats().running} of {batch * computes} requests run: {engine.stats()}")
             time.sleep(0.1)
         run(engine, computes * WARM_UP_STEPS, 0.0)
@@ -230,11 +252,6 @@ def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
         elapsed, tokens, sent = time.monotonic() - begun, load.tokens - tokens, control.sent - sent
         load.close()
         return Cost(1e6 * spent / steps, 1e6 * spent / tokens, sent / steps, steps / elapsed, 100 * idle)
-    finally:
-        engine.close()
-        others.join(10.0)
-        if others.is_alive():
-            others.kill()
 
 
 def main() -> None:

@@ -18,14 +18,31 @@ def launch(
     config: EngineConfig,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
+    frontends: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=64,
+            help="Processes that speak HTTP, tokenise and detokenise; 0: the engine's own process does it.",
+        ),
+    ] = 1,
 ) -> None:
     """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
-    with bind(host, port) as listener, Lamina.from_config(config) as lamina:
-        serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
+    with bind(host, port) as listener:
+        if frontends == 0:
+            with Lamina.from_config(config) as lamina:
+                serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
+            return
+        from lamina.models.directory import find
+        from lamina.serve.processes import FrontendProcesses
+
+        model = find(config.model, weights=False)
+        with FrontendProcesses(frontends, model.path, listener) as processes, Lamina.from_config(config) as lamina:
+            processes.serve(lamina.engine, on_ready=lambda: _ready(lamina.engine, url(listener)))
 
 
 def _ready(engine: "Engine", url: str) -> None:

@@ -16,12 +16,14 @@ from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
 from lamina.engine.epochs import Ending
 from lamina.engine.pools import Pools, Resize
+from lamina.engine.reading import Reading
+from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import OnUpdate
+from lamina.engine.updates import OnTokens, OnUpdate
 from lamina.engine.watch import POLL_S, Watch
 from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
-from lamina.frontend.prompts import encode_prompt
+from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
@@ -61,6 +63,7 @@ class Engine:
     Attributes:
         default_max_tokens: most tokens of an answer to a chat request without a limit.
         vocab_size: token ids of prompts must be below it; a tokenizer may have tokens that the embedding lacks.
+        after_turn: called in the engine's thread when a turn has told callers everything.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Engine:
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
         self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
+        self.after_turn: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
         self._thread.start()
 
@@ -138,26 +142,53 @@ class Engine:
         """
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
+        request = self._request(request_id, text, tokens, params, client)
+        self._queue(request, Reading(request, self.tokenizer, on_update, self.finish).take)
+
+    def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
+        """Queue all of these requests or, if one is refused, none. Otherwise as ``submit``."""
+        for count, one in enumerate(submissions):
+            try:
+                self.submit(one.request_id, one.prompt, one.params, one.on_update, client)
+            except BaseException:
+                for queued in submissions[:count]:
+                    self.abort(queued.request_id)
+                raise
+
+    def submit_tokens(
+        self, request_id: str, tokens: list[int], params: SamplingParams, on_tokens: OnTokens, client: Client
+    ) -> None:
+        """As ``submit``, for a caller who makes text of the tokens and looks for stop strings: ``finish`` ends a
+        completion at one."""
+        self._queue(self._request(request_id, None, tokens, params, client), on_tokens)
+
+    def _request(
+        self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client
+    ) -> Request:
         self._scheduler.check(len(tokens), params)
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.vocab_size)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        tracked = TrackedRequest(Request(request_id, text, tokens, params, seed, client), self.tokenizer, on_update)
+        return Request(request_id, text, tokens, params, seed, client)
+
+    def _queue(self, request: Request, on_tokens: OnTokens) -> None:
+        tracked, request_id = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens), request.request_id
         with self._lock:
             self._require_alive()
             if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            self._places.take(request_id, client)
+            self._places.take(request_id, request.client)
             self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
 
-    def _check_tokens(self, tokens: list[int]) -> None:
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens; "
-                    f"use ids that the model's tokenizer gives, 0 to {self.vocab_size - 1}"
-                )
+    def finish(self, request_id: str, index: int) -> None:
+        """A stop string has ended a completion: its KV is freed, and its caller is told nothing more of it. Does
+        nothing if it has ended or the request is unknown."""
+        with self._lock:
+            if self._dead is not None:
+                return
+            self._commands.append(lambda: self._finish_completion(request_id, index))
+        self._control.wake()
 
     def abort(self, request_id: str) -> None:
         """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
@@ -198,8 +229,9 @@ class Engine:
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         joining = {} if self._pools is None else self._pools.joining
+        links = list(collections.Counter(self.cluster.links.values()).items())
         silent = self._watch.silent
-        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, joining)
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, joining, links)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -209,6 +241,11 @@ class Engine:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 raise EngineDeadError(f"the engine did not end within {CLOSE_TIMEOUT_S:.0f} s; end its process")
+
+    @property
+    def dead(self) -> str | None:
+        """Why this engine has stopped, if so."""
+        return self._ended
 
     @property
     def _ended(self) -> str | None:
@@ -261,6 +298,7 @@ class Engine:
         touched, self._touched = self._touched, {}
         for request_id, tracked in touched.items():
             self._publish(request_id, tracked)
+        self.after_turn()
         self._timeline.add("tell callers", -1, begun)
         self._check_workers()
 
@@ -328,6 +366,16 @@ class Engine:
 
     def _add(self, tracked: TrackedRequest) -> None:
         tracked.start(self._scheduler.add(tracked.request))
+
+    def _finish_completion(self, request_id: str, index: int) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        tracked.finish(index)  # its slots are released at its next token, whose step is planned or waits to be
+        if tracked.finished:
+            self._scheduler.abort(request_id)
+            self._touched.pop(request_id, None)
+            self._publish(request_id, tracked)
 
     def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """Give a request its terminal state now. Does nothing if it has ended."""
@@ -438,18 +486,20 @@ class Engine:
         """Terminal states for all, without the scheduler, which may be what failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
-            try:
-                tracked.end(FinishReason.ERROR, reason)
-            except BaseException:
-                log.exception("request %s ends without the rest of its text", request_id)
+            tracked.end(FinishReason.ERROR, reason)
             self._forget(request_id)
             _call_back(tracked)
+        self.after_turn()
 
     def _end_workers(self) -> None:
         told = tell_to_stop(self._control, self.topology.names)
         if self._on_trace:
             spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
             hand_over(spans, self._on_trace)
+
+
+def _nothing() -> None:
+    """Nobody wants to know of turns."""
 
 
 def _call_back(tracked: TrackedRequest) -> bool:

@@ -1,7 +1,11 @@
 """Figures that the engine reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
+
+from lamina.protocol.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class EngineStats:
         dead: why the engine has stopped, if it has.
         joining: how far workers are that are on their way into the cluster, by name.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
+        links: pairs of workers, by transport and its reason.
     """
 
     running: int
@@ -39,3 +44,11 @@ class EngineStats:
     dead: str | None
     silent: Mapping[str, float] = field(default_factory=dict)
     joining: Mapping[str, str] = field(default_factory=dict)
+    links: Sequence[tuple[Choice, int]] = ()
+
+
+class StatsOf(msgspec.Struct, tag=True, frozen=True):
+    """Engine to frontend: the answer to ``GetStats`` number ``number``."""
+
+    number: int
+    stats: EngineStats

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Self
 
-from lamina.engine.engine import Engine
+from lamina.engine.runtime import Runtime, Submission
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError
 from lamina.frontend.prompts import Prompt
@@ -31,7 +31,7 @@ class _Requests:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Runtime,
         request_id: str,
         notify: Callable[[], None],
         client: Client | None = None,
@@ -51,22 +51,21 @@ class _Requests:
 
     def submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """Submit all of them, or raise and leave none behind."""
+        submissions = [
+            Submission(self._name(index), prompt, chosen, self._receiver(index))
+            for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True))
+        ]
+        with self._lock:
+            if self._aborted:
+                return
+            self._running.update(range(len(submissions)))
         try:
-            for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-                with self._lock:
-                    if self._aborted:
-                        return
-                    self._running.add(index)
-                try:
-                    self._engine.submit(self._name(index), prompt, chosen, self._receiver(index), self._client)
-                except BaseException:
-                    self._running.discard(index)
-                    raise
-                if self._aborted:  # during submit: abort() may have come too early for this one
-                    self._engine.abort(self._name(index))
+            self._engine.submit_all(submissions, self._client)
         except BaseException:
-            self.abort()
+            self._running.clear()
             raise
+        if self._aborted:  # meanwhile: abort() may have come too early
+            self.abort()
 
     def take(self) -> list[Update]:
         """Unread updates, in prompt order, which are then read. Raises OverloadedError if there were too many."""
@@ -92,7 +91,7 @@ class _Requests:
 
     def check_alive(self) -> None:
         """Raises EngineDeadError if the engine has stopped."""
-        reason = self._engine.stats().dead
+        reason = self._engine.dead
         if reason is not None:
             raise EngineDeadError(reason)
 
@@ -131,7 +130,7 @@ class Outputs(Iterator[Update]):
     """
 
     def __init__(
-        self, engine: Engine, request_id: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, engine: Runtime, request_id: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> None:
         self._arrived = threading.Event()
         self._ready: list[Update] = []
@@ -167,7 +166,7 @@ class AsyncOutputs(AsyncIterator[Update]):
     """
 
     def __init__(
-        self, engine: Engine, request_id: str, client: Client | None = None, most_unread: int | None = None
+        self, engine: Runtime, request_id: str, client: Client | None = None, most_unread: int | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
@@ -177,7 +176,7 @@ class AsyncOutputs(AsyncIterator[Update]):
     @classmethod
     async def submit(
         cls,
-        engine: Engine,
+        engine: Runtime,
         request_id: str,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],

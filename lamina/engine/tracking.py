@@ -1,22 +1,13 @@
-"""A request as its caller sees it: text, stop conditions, one terminal state."""
+"""A request as the engine answers it: token ids, one terminal state."""
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Collection
 
-from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
-from lamina.frontend.stop import StopChecker, StopStrings
+from lamina.engine.updates import OnTokens, TokenUpdate, pack
 from lamina.groups import Completion, Group
-from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from lamina.protocol.frontends import CompletionTokens
 from lamina.protocol.messages import Draw
-from lamina.types import FinishReason, Request, Segment
-
-
-@dataclass
-class _Text:
-    """Turns the tokens of one completion into text and decides when it ends."""
-
-    detokenizer: IncrementalDetokenizer
-    stop: StopChecker
+from lamina.schedule.ends import TokenEnds
+from lamina.types import FinishReason, Request
 
 
 class TrackedRequest:
@@ -24,84 +15,74 @@ class TrackedRequest:
 
     Attributes:
         group: the request in the scheduler: another one after its KV was dropped.
+        finished: every completion has its finish reason.
 
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate) -> None:
+    def __init__(self, request: Request, eos_token_ids: Collection[int], on_tokens: OnTokens) -> None:
         self.request = request
-        self._tokenizer = tokenizer
-        self._prompt_end = tokenizer.context(request.prompt_token_ids)
-        self._on_update = on_update
-        self._news = [self._no_news(index) for index in range(request.params.n)]
-        self._texts: list[_Text] = []
-        self._error: str | None = None
         self.group: Group | None = None
+        self._eos_token_ids = eos_token_ids
+        self._on_tokens = on_tokens
+        self.finished = False
+        self._counts = [0] * request.params.n  # tokens drawn, by completion
+        self._open = set(range(request.params.n))  # completions without a finish reason
+        self._news: dict[int, CompletionTokens] = {}  # what the caller has not been told, by completion
+        self._with_logprobs = request.params.logprobs is not None
+        self._ends: TokenEnds | None = None
+        self._error: str | None = None
 
     def start(self, group: Group) -> None:
         """The request has been added to the scheduler; its completions may now draw tokens."""
         self.group = group
-        params = dataclasses.replace(self.request.params, max_tokens=group.max_tokens)
-        stops = StopStrings(params.stop)
-        for _ in group.completions:
-            self._texts.append(
-                _Text(
-                    IncrementalDetokenizer(self._tokenizer, self._prompt_end),
-                    StopChecker(params, self._tokenizer.eos_token_ids, stops),
-                )
-            )
-
-    @property
-    def finished(self) -> bool:
-        """True when every completion has its finish reason."""
-        return all(news.finish_reason is not None for news in self._news)
+        self._ends = TokenEnds(self.request.params, group.max_tokens, self._eos_token_ids)
 
     def append(self, completion: Completion, draw: Draw) -> bool:
-        """Add one drawn token; True if it ends the completion."""
-        text = self._texts[completion.index]
-        news = self._news[completion.index]
-        decision = text.stop.append(draw.token, text.detokenizer.append([draw.token]))
-        news.token_ids.append(draw.token)
-        news.texts.append(decision.text)
-        if news.logprobs is not None:
+        """Add one drawn token; True if the completion has ended. Tokens after its end are discarded."""
+        index, token, ends = completion.index, draw.token, self._ends
+        if index not in self._open:  # its caller has ended it while this token was being drawn
+            return True
+        if ends is None:
+            raise RuntimeError(f"request {self.request.request_id} has drawn a token before it was started")
+        count = self._counts[index] = self._counts[index] + 1
+        news = self._news.get(index)
+        if news is None:
+            news = self._news[index] = CompletionTokens(index, [token])
+        else:
+            news.token_ids.append(token)
+        if self._with_logprobs:
             news.logprobs.append(pack(draw.logprobs))
-        if decision.finish_reason is FinishReason.LENGTH:
-            news.rest = text.detokenizer.flush()  # an unfinished character
-        news.finish_reason, news.stop_reason = decision.finish_reason, decision.stop_reason
-        return decision.finish_reason is not None
+        reason = ends.at(token, count)
+        if reason is None:
+            return False
+        self._finish(index, reason)
+        if reason is FinishReason.STOP:
+            news.stop_token = ends.stop_token(token)
+        return True
+
+    def finish(self, index: int) -> None:
+        """A completion has ended at a stop string, which its caller has found: it is told nothing more of it."""
+        if index in self._open:
+            self._news.pop(index, None)
+            self._finish(index, FinishReason.STOP)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Give every completion without a finish reason this one. Does nothing if all have one.
 
-        Also works before ``start``. The reasons are set even if this raises.
+        Also works before ``start``.
         """
-        if self.finished:
-            return
-        self._error = error
-        open_ones = [news for news in self._news if news.finish_reason is None]
-        for news in open_ones:
-            news.finish_reason = reason
-        for news in open_ones if self._texts else ():
-            text = self._texts[news.index]
-            news.rest = text.stop.flush() + text.detokenizer.flush()
+        if not self.finished:
+            self._error = error
+            for index in sorted(self._open):
+                self._finish(index, reason)
+
+    def _finish(self, index: int, reason: FinishReason) -> None:
+        self._news.setdefault(index, CompletionTokens(index, [])).finish_reason = reason
+        self._open.remove(index)
+        self.finished = not self._open
 
     def publish(self) -> None:
         """Pass the caller everything new since the last call."""
-        news, finished = self._news, self.finished
-        self._news = [self._no_news(one.index) for one in news]
-        for one, before in zip(self._news, news, strict=True):
-            one.finish_reason, one.stop_reason = before.finish_reason, before.stop_reason
-        self._on_update(RequestUpdate(self.request, news, finished, self._error, self._placement()))
-
-    def _no_news(self, index: int) -> CompletionUpdate:
-        return CompletionUpdate(index, logprobs=None if self.request.params.logprobs is None else [])
-
-    def _placement(self) -> tuple[Segment, ...]:
-        group = self.group
-        if group is None or group.lane < 0:
-            return ()
-        heads = group.heads
-        return tuple(
-            Segment(completion.sequence, group.memory, heads, (0, group.kept(completion)))
-            for completion in group.completions
-        )
+        news, self._news = list(self._news.values()), {}
+        self._on_tokens(TokenUpdate(news, self.finished, self._error, self.group))

@@ -1,11 +1,26 @@
-"""Updates of a request since the last one, and the output that they add up to."""
+"""Updates of a request since the last one, as token ids and as text, and the output that they add up to."""
 
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lamina.groups import Group
 from lamina.models.tokenizer import Tokenizer
+from lamina.protocol.frontends import CompletionTokens
 from lamina.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
+
+
+@dataclass(slots=True)
+class TokenUpdate:
+    """What the engine tells of a request: the completions with news. ``group``: the request in its scheduler."""
+
+    completions: list[CompletionTokens]
+    finished: bool
+    error: str | None = None
+    group: Group | None = None
+
+
+OnTokens = Callable[[TokenUpdate], None]
 
 
 @dataclass(slots=True)

@@ -44,6 +44,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_speci
     return tokenizer.encode(text, add_special_tokens)
 
 
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError for a token id outside the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token id {token} is outside the vocabulary of {vocab_size} tokens; "
+                f"use ids that the model's tokenizer gives, 0 to {vocab_size - 1}"
+            )
+
+
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_model_len: int) -> list[int]:
     """Format a conversation by the model's chat template, up to where the answer begins, and tokenise it.
 

@@ -1,19 +1,18 @@
-"""Decides after each token whether a completion has ended, and how much of its text may be streamed."""
+"""Finds the stop string that ends a completion, and decides how much of its text may be streamed."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lamina.types import FinishReason, SamplingParams
+from lamina.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class StopDecision:
-    """``text``: new text to stream. ``stop_reason``: the stop string or token; None for end of sequence."""
+    """``text``: new text to stream. ``stop``: the stop string that has ended the completion."""
 
     text: str
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    stop: str | None = None
 
 
 class StopStrings:
@@ -46,46 +45,37 @@ class StopStrings:
 
 
 class StopChecker:
-    """Follows one completion, token by token, until it ends.
+    """Follows the text of one completion, token by token, until a stop string ends it.
 
     The stop string that ends first wins, and the longest if several end there; so the outcome does not depend on how
     the text is divided into tokens. Text that may be the beginning of a stop string is held back until that is decided.
-    The order of checks at one token is: end of sequence, stop token, stop string, length.
 
     This is the automaton of Aho and Corasick (1975) with strings as states: the longest suffix of the text that is a
     prefix of a stop string. Each character extends it by one and may shorten it at its front, so that a character takes
     two look-ups on average, however many stop strings there are.
     """
 
-    def __init__(
-        self, params: SamplingParams, eos_token_ids: Collection[int], stops: StopStrings | None = None
-    ) -> None:
-        """``params.max_tokens`` limits the tokens; None: no limit here. ``stops``: the stop strings of ``params``."""
+    def __init__(self, params: SamplingParams, stops: StopStrings | None = None) -> None:
+        """``stops``: the stop strings of ``params``."""
         self._params = params
-        self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._stops = StopStrings(params.stop) if stops is None else stops
         self._tokens = 0
         self._begun = ""  # the longest suffix that begins a stop string; held back unless stop strings are kept
 
-    def append(self, token_id: int, text: str) -> StopDecision:
-        """Process the next token and the text that it adds, which may be empty.
-
-        The text of an end-of-sequence or stop token is left out unless ``include_stop_str_in_output``.
-        """
+    def append(self, text: str) -> StopDecision:
+        """Process the text that the next token adds, which may be empty."""
         self._tokens += 1
-        may_stop = self._tokens > self._params.min_tokens
-        if may_stop and (token_id in self._eos_token_ids or token_id in self._stop_token_ids):
-            stop_reason = None if token_id in self._eos_token_ids else token_id
-            last = text if self._params.include_stop_str_in_output else ""
-            return StopDecision(self.flush() + last, FinishReason.STOP, stop_reason)
-        decision = self._match(text, may_stop) if self._stops else StopDecision(text)
-        if decision.finish_reason is None and self._tokens == self._params.max_tokens:
-            return StopDecision(decision.text + self.flush(), FinishReason.LENGTH)
-        return decision
+        return self._match(text, self._tokens > self._params.min_tokens) if self._stops else StopDecision(text)
+
+    def end(self, text: str) -> str:
+        """The last text to stream when an end-of-sequence or stop token, which adds ``text``, ends the completion.
+
+        The token's own text is left out unless ``include_stop_str_in_output``.
+        """
+        return self.flush() + (text if self._params.include_stop_str_in_output else "")
 
     def flush(self) -> str:
-        """Return the text held back when nothing follows: after an abort, or at the end of the model's context."""
+        """Return the text held back when nothing follows: at the length limit, or after an abort."""
         held = "" if self._params.include_stop_str_in_output else self._begun
         self._begun = ""
         return held
@@ -103,6 +93,6 @@ class StopChecker:
             stop = self._stops.ending.get(window[start:end]) if may_stop else None
             if stop is not None:
                 self._begun = ""
-                return StopDecision(window[streamed : end if include else end - len(stop)], FinishReason.STOP, stop)
+                return StopDecision(window[streamed : end if include else end - len(stop)], stop)
         self._begun = window[start:]
         return StopDecision(window[streamed : len(window) if include else start])

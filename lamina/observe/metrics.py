@@ -1,14 +1,17 @@
 """Exports the metrics of engine and server in the Prometheus text format, read at every scrape."""
 
-import collections
+import os
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client.multiprocess import MultiProcessCollector
 
-from lamina.engine.engine import Engine
+from lamina.engine.runtime import Runtime
 from lamina.observe.traffic import Traffic
+
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -20,13 +23,17 @@ class Metrics:
         traffic: of the server, which it counts.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Runtime) -> None:
         self._engine = engine
         # Without them: a series per histogram and counter that no query needs.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self.traffic = Traffic(self._registry)
+        if MULTIPROCESS in os.environ:  # frontends count together, in files
+            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+            self.traffic = Traffic(CollectorRegistry())
+        else:
+            self.traffic = Traffic(self._registry)
 
     def text(self) -> bytes:
         """All metrics in the exposition format of ``CONTENT_TYPE``."""
@@ -64,7 +71,6 @@ class Metrics:
             "Pairs of workers by transport and its reason.",
             labels=["transport", "reason"],
         )
-        choices = self._engine.cluster.links.values()
-        for choice, pairs in collections.Counter(choices).items():
+        for choice, pairs in stats.links:
             links.add_metric([choice.transport.value, choice.reason], pairs)
         yield links

@@ -1,5 +1,6 @@
 """The OpenAI-compatible HTTP application for one engine."""
 
+import asyncio
 import functools
 import time
 
@@ -7,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 import lamina
-from lamina.engine.engine import Engine
+from lamina.engine.runtime import Runtime
 from lamina.frontend.prompts import Prompt, chat_prompt, encode_prompt
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import errors
@@ -31,7 +32,7 @@ CHAT = Form(
 )
 
 
-def create_app(engine: Engine) -> FastAPI:
+def create_app(engine: Runtime) -> FastAPI:
     """Build the application. The caller closes ``engine``."""
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
@@ -71,7 +72,7 @@ def create_app(engine: Engine) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         """200 while all workers respond. 503: "degraded", with the silent workers, or why the engine has stopped."""
-        stats = engine.stats()
+        stats = await asyncio.to_thread(engine.stats)
         if stats.dead is not None:
             raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
         requests = {"running": stats.running, "waiting": stats.waiting}
@@ -84,13 +85,13 @@ def create_app(engine: Engine) -> FastAPI:
     @app.get("/metrics")
     async def metrics_text() -> Response:
         """Metrics for Prometheus."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
 
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
     return app
 
 
-def completion(engine: Engine, raw: bytes) -> tuple[CompletionRequest, list[Prompt], SamplingParams, list[str]]:
+def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[Prompt], SamplingParams, list[str]]:
     """Decode a completion: request, prompts as tokens, parameters, texts to echo. Raises APIError, RequestError."""
     body = parse(CompletionRequest, raw)
     check_model(engine, body.model)
@@ -101,7 +102,7 @@ def completion(engine: Engine, raw: bytes) -> tuple[CompletionRequest, list[Prom
     return body, prompts, params, echo
 
 
-def conversation(engine: Engine, raw: bytes) -> tuple[ChatRequest, list[Prompt], SamplingParams]:
+def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[Prompt], SamplingParams]:
     """Decode a chat request: request, prompt as tokens, parameters. Raises APIError, RequestError."""
     body = parse(ChatRequest, raw)
     check_model(engine, body.model)
@@ -109,7 +110,7 @@ def conversation(engine: Engine, raw: bytes) -> tuple[ChatRequest, list[Prompt],
     return body, [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)], params
 
 
-def _model(engine: Engine, created: int) -> dict[str, object]:
+def _model(engine: Runtime, created: int) -> dict[str, object]:
     return {
         "id": engine.model_name,
         "object": "model",

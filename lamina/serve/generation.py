@@ -14,7 +14,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from lamina.engine.engine import Engine
+from lamina.engine.runtime import Runtime
 from lamina.engine.streams import AsyncOutputs
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import LaminaError
@@ -45,7 +45,7 @@ class Generation:
     """One HTTP request in progress: its prompts run in the engine until it is answered or its client leaves."""
 
     def __init__(
-        self, engine: Engine, form: Form, body: GenerationRequest, outputs: AsyncOutputs, sent: Sent, timing: Timing
+        self, engine: Runtime, form: Form, body: GenerationRequest, outputs: AsyncOutputs, sent: Sent, timing: Timing
     ) -> None:
         self._engine = engine
         self._form = form
@@ -144,7 +144,7 @@ class Generation:
 
 async def respond(
     request: Request,
-    engine: Engine,
+    engine: Runtime,
     traffic: Traffic,
     form: Form,
     body: GenerationRequest,
@@ -166,7 +166,7 @@ async def respond(
     return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
 
 
-def check_model(engine: Engine, name: str | None) -> None:
+def check_model(engine: Runtime, name: str | None) -> None:
     """Raise APIError 404 unless ``name`` is None or the model served here."""
     if name not in (None, engine.model_name):
         message = f"the model {name!r} does not exist; this server serves {engine.model_name!r}"

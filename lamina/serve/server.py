@@ -12,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from lamina.engine.engine import Engine
+from lamina.engine.runtime import Runtime
 from lamina.errors import ConfigError, EngineDeadError
 from lamina.serve.app import create_app
 from lamina.serve.connections import Connection, Connections, accept, connection_limit, raise_file_limit
@@ -73,7 +73,7 @@ def url(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn's server, which also ends when the engine stops; ``died`` then holds the engine's error."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Runtime, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine = engine
         self._on_ready = on_ready
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if not self.should_exit and (dead := self._engine.stats().dead) is not None:
+        if not self.should_exit and (dead := self._engine.dead) is not None:
             self.died = dead
             self.should_exit = self._hurry = True
         return await super().on_tick(counter)
@@ -141,7 +141,7 @@ class _Server(uvicorn.Server):
         return len(self.server_state.tasks)
 
 
-def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+def serve(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
 
     After ``GRACE_S`` or at a second signal the engine is closed, and answers still open end with an error.
@@ -149,18 +149,23 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
     Raises:
         EngineDeadError: the engine has stopped by itself; clients have received the error.
     """
+    asyncio.run(serve_in_loop(engine, listener, on_ready))
+
+
+async def serve_in_loop(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """As ``serve``, in the running event loop."""
     server = make_server(engine, on_ready)
     # What exists now stays: scanning it for garbage would stop every answer for a third of a second, again and again.
     gc.freeze()
     try:
-        server.run(sockets=[listener])
+        await server.serve(sockets=[listener])
     finally:
         gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
     if server.died is not None:
         raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
 
 
-def make_server(engine: Engine, on_ready: Callable[[], None]) -> _Server:
+def make_server(engine: Runtime, on_ready: Callable[[], None]) -> _Server:
     """Build the server that ``serve`` runs."""
     config = uvicorn.Config(
         create_app(engine),

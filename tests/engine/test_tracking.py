@@ -1,11 +1,16 @@
-"""What a caller is told of a request: news only, one terminal state, given once."""
+"""What a caller is told of a request, as tokens and as text: news only, one terminal state, given once."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.engine.reading import Reading
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import RequestUpdate, Whole, pack, unpack
-from lamina.groups import Group
+from lamina.groups import Completion, Group
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
@@ -20,10 +25,23 @@ TOKENIZER = Tokenizer(directory.find(None))
 def tracked(params: SamplingParams, published: list[RequestUpdate]) -> tuple[TrackedRequest, Group]:
     scheduler = Scheduler(Limits(4, 64, 256), Placement({"memory0": 1000}), lanes=1, attentions=1, kv_heads=1)
     request = Request("r", None, [5, 6], params)
-    under_test = TrackedRequest(request, TOKENIZER, published.append)
+    reading = Reading(request, TOKENIZER, published.append, lambda _, index: under_test.finish(index))
+    under_test = TrackedRequest(request, TOKENIZER.eos_token_ids, reading.take)
     group = scheduler.add(request)
     under_test.start(group)
     return under_test, group
+
+
+def text_of(tokens: list[int]) -> str:
+    return TOKENIZER.decode([5, 6, *tokens])[len(TOKENIZER.decode([5, 6])) :]
+
+
+def until_stopped(tokens: list[int], stop: list[str]) -> list[int]:
+    """The tokens up to the one that completes a stop string: any drawn later are discarded."""
+    for count in range(len(tokens) + 1):
+        if any(end in text_of(tokens[:count]).rstrip("\N{REPLACEMENT CHARACTER}") for end in stop):
+            return tokens[:count]
+    return tokens
 
 
 def added_up(updates: list[RequestUpdate]) -> RequestOutput:
@@ -68,6 +86,7 @@ def test_updates_add_up_to_the_same_whole_however_they_are_read(
             under_test.publish()
     under_test.end(FinishReason.ABORT)
     under_test.publish()
+    drawn = [until_stopped(tokens, stop) for tokens in drawn]
     assert sum(update.tokens for update in published) == sum(map(len, drawn))
     merged: list[RequestUpdate] = []  # as a slow reader gets them
     for update, late in zip(published, unread, strict=False):
@@ -81,7 +100,7 @@ def test_updates_add_up_to_the_same_whole_however_they_are_read(
     whole = added_up(merged)
     assert whole.finished and [part.token_ids for part in whole.outputs] == drawn
     for part in whole.outputs:
-        text = TOKENIZER.decode([5, 6, *part.token_ids])[len(TOKENIZER.decode([5, 6])) :]
+        text = text_of(part.token_ids)
         found = min((text.find(end) for end in stop if end in text), default=-1)
         assert part.text == (text if found < 0 else text[:found])
         assert part.logprobs is not None
@@ -110,3 +129,81 @@ def test_what_is_kept_does_not_grow_with_what_was_drawn() -> None:
         under_test.append(group.completions[0], Draw(0, 300, [Logprob(300, -1.0, 1)]))
         under_test.publish()
     assert [update.tokens for update in published] == [1] * 100
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("params", "tokens", "text", "reason", "stop_reason"),
+    [
+        ({"stop": ["bc"]}, "xab|cd|ef", "xa", FinishReason.STOP, "bc"),
+        ({"stop": ["bc"], "include_stop_str_in_output": True}, "xab|cd|ef", "xabc", FinishReason.STOP, "bc"),
+        ({"stop": ["bc"], "max_tokens": 2}, "xa|b|c", "xab", FinishReason.LENGTH, None),
+        ({"stop": ["b"], "max_tokens": 2}, "xa|b|c", "xa", FinishReason.STOP, "b"),
+        ({"stop": ["bc"], "min_tokens": 3}, "bc|bc|x|bc|y", "bcbcx", FinishReason.STOP, "bc"),
+        ({"stop": ["bcd"]}, "ab|c|$|e", "abc", FinishReason.STOP, None),
+        ({"stop": ["bcd"], "include_stop_str_in_output": True}, "ab|c|$", "abc$", FinishReason.STOP, None),
+        ({"stop_token_ids": [ord("q")]}, "ab|q|c", "ab", FinishReason.STOP, ord("q")),
+    ],
+)
+def test_what_ends_a_completion_and_what_is_left_of_its_text(
+    params: dict[str, Any], tokens: str, text: str, reason: FinishReason, stop_reason: str | int | None, at_once: int
+) -> None:
+    """Whether its tokens come one by one, or some that were drawn before a stop string was noticed come along."""
+    pieces = tokens.split("|")
+    tokenizer = Pieces(pieces)
+    published: list[RequestUpdate] = []
+    request = Request("r", None, [5], SamplingParams(**{"max_tokens": None, "logprobs": 0, **params}))
+    reading = Reading(request, tokenizer, published.append, lambda _, index: under_test.finish(index))  # type: ignore[arg-type]
+    under_test = TrackedRequest(request, [ord("$")], reading.take)
+    group = Group(request, request.params.max_tokens or 100, [Completion(0, 0)])
+    under_test.start(group)
+    ended = 0
+    for number, piece in enumerate(pieces, 1):
+        token = tokenizer.ids[piece]
+        if under_test.append(group.completions[0], Draw(0, token, [Logprob(token, -1.0, 1)])):
+            ended = number
+            break
+        if number % at_once == 0:
+            under_test.publish()
+    if not published or not published[-1].finished:
+        under_test.publish()
+    assert [update.finished for update in published] == [False] * (len(published) - 1) + [True]
+    completions = [update.completions[0] for update in published]
+    assert "".join("".join(one.texts) + one.rest for one in completions) == text
+    assert (completions[-1].finish_reason, completions[-1].stop_reason) == (reason, stop_reason)
+    assert ended or at_once > 1 or isinstance(stop_reason, str)
+    assert all(len(one.token_ids) == len(one.texts) == len(one.logprobs or []) for one in completions)
+    count = len(published)
+    under_test.publish()
+    assert len(published) == count, "told once that it has ended"
+
+
+class Pieces:
+    """A tokenizer whose tokens are pieces of text: a piece of one character has its code as id."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.ids = {piece: ord(piece) if len(piece) == 1 else 1000 + number for number, piece in enumerate(pieces)}
+        self._texts = {token: piece for piece, token in self.ids.items()}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._texts.get(token, "") for token in ids)
+
+    def has_text(self, token: int) -> bool:
+        return token in self._texts
+
+    def byte_of(self, token: int) -> None:
+        return None
+
+    def context(self, prompt: Sequence[int]) -> list[int]:
+        return []
+
+
+def test_a_tokenizer_that_fails_ends_the_request_in_an_error() -> None:
+    published: list[RequestUpdate] = []
+    under_test, group = tracked(SamplingParams(max_tokens=5, n=2), published)
+    under_test.append(group.completions[0], Draw(0, -1))  # a worker's fault: decoding it raises
+    under_test.publish()
+    (update,) = published
+    assert update.finished and "cannot be decoded" in (update.error or "")
+    assert [part.finish_reason for part in update.completions] == [FinishReason.ERROR] * 2
+    assert under_test.finished, "the engine ends it too"

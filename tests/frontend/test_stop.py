@@ -8,10 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina.frontend.stop import StopChecker, StopDecision, StopStrings
-from lamina.types import MAX_STOP_LENGTH, MAX_STOP_STRINGS, FinishReason, SamplingParams
-
-EOS = 0
-PLAIN = 1
+from lamina.types import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 
 def brute_force(pieces: list[str], stops: list[str], *, include: bool, min_tokens: int) -> tuple[int, str, str | None]:
@@ -40,94 +37,54 @@ def test_pieces_equal_a_search_of_the_whole_text(
     pieces: list[str], stops: list[str], include: bool, min_tokens: int
 ) -> None:
     params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None)
-    checker = StopChecker(params, [EOS])
+    checker = StopChecker(params)
     tokens, text, stop = brute_force(pieces, stops, include=include, min_tokens=min_tokens)
     streamed = ""
     decision = StopDecision("")
     for number, piece in enumerate(pieces, start=1):
-        decision = checker.append(PLAIN, piece)
+        decision = checker.append(piece)
         streamed += decision.text
         assert text.startswith(streamed), "text was streamed that is not in the output"
-        if decision.finish_reason is not None:
+        if decision.stop is not None:
             assert number == tokens
             break
-    assert decision.stop_reason == stop
-    assert (decision.finish_reason is FinishReason.STOP) == (stop is not None)
+    assert decision.stop == stop
     assert streamed + checker.flush() == text
     assert checker.flush() == ""
 
 
 @given(st.text("ab", max_size=10), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
 def test_no_more_is_held_back_than_a_stop_string_could_need(text: str, stops: list[str]) -> None:
-    checker = StopChecker(SamplingParams(stop=stops, max_tokens=None, min_tokens=100), [])
-    streamed = checker.append(PLAIN, text).text
+    checker = StopChecker(SamplingParams(stop=stops, max_tokens=None, min_tokens=100))
+    streamed = checker.append(text).text
     beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
     longest = max((length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings), default=0)
     assert streamed == text[: len(text) - longest]
 
 
 def test_a_stop_string_across_pieces_is_cut_out() -> None:
-    checker = StopChecker(SamplingParams(stop="\n\nUser:"), [EOS])
-    assert checker.append(PLAIN, "fine.\n") == StopDecision("fine.")
-    assert checker.append(PLAIN, "\nUse") == StopDecision("")
-    assert checker.append(PLAIN, "r: and more") == StopDecision("", FinishReason.STOP, "\n\nUser:")
+    checker = StopChecker(SamplingParams(stop="\n\nUser:"))
+    assert checker.append("fine.\n") == StopDecision("fine.")
+    assert checker.append("\nUse") == StopDecision("")
+    assert checker.append("r: and more") == StopDecision("", "\n\nUser:")
 
 
 def test_a_false_alarm_is_streamed_as_soon_as_it_is_decided() -> None:
-    checker = StopChecker(SamplingParams(stop=["</s>"]), [EOS])
-    assert checker.append(PLAIN, "a </").text == "a "
-    assert checker.append(PLAIN, "b> c").text == "</b> c"
+    checker = StopChecker(SamplingParams(stop=["</s>"]))
+    assert checker.append("a </").text == "a "
+    assert checker.append("b> c").text == "</b> c"
 
 
 def test_nothing_is_held_back_when_the_stop_string_is_wanted() -> None:
-    checker = StopChecker(SamplingParams(stop=["</s>"], include_stop_str_in_output=True), [EOS])
-    assert checker.append(PLAIN, "a </").text == "a </"
-    assert checker.append(PLAIN, "s> b") == StopDecision("s>", FinishReason.STOP, "</s>")
+    checker = StopChecker(SamplingParams(stop=["</s>"], include_stop_str_in_output=True))
+    assert checker.append("a </").text == "a </"
+    assert checker.append("s> b") == StopDecision("s>", "</s>")
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "held <"), (True, "held <end")])
 def test_end_of_sequence_releases_what_was_held_back(include: bool, text: str) -> None:
-    params = SamplingParams(stop=["<|stop|>"], include_stop_str_in_output=include)
-    checker = StopChecker(params, [EOS])
-    streamed = checker.append(PLAIN, "held <").text
-    decision = checker.append(EOS, "end")
-    assert streamed + decision.text == text
-    assert (decision.finish_reason, decision.stop_reason) == (FinishReason.STOP, None)
-
-
-@pytest.mark.parametrize(
-    ("params", "reason", "stop_reason"),
-    [
-        (SamplingParams(), FinishReason.STOP, None),
-        (SamplingParams(stop_token_ids=[EOS]), FinishReason.STOP, None),
-        (SamplingParams(ignore_eos=True), None, None),
-        (SamplingParams(ignore_eos=True, stop_token_ids=[EOS]), FinishReason.STOP, EOS),
-        (SamplingParams(min_tokens=1), None, None),
-        (SamplingParams(max_tokens=1), FinishReason.STOP, None),
-        (SamplingParams(max_tokens=1, ignore_eos=True), FinishReason.LENGTH, None),
-    ],
-)
-def test_end_of_sequence(params: SamplingParams, reason: FinishReason | None, stop_reason: int | None) -> None:
-    decision = StopChecker(params, [EOS, 99]).append(EOS, "")
-    assert (decision.finish_reason, decision.stop_reason) == (reason, stop_reason)
-
-
-def test_stop_token() -> None:
-    checker = StopChecker(SamplingParams(stop_token_ids=[7, 8], min_tokens=1), [EOS])
-    assert checker.append(8, "early") == StopDecision("early")
-    assert checker.append(8, "late") == StopDecision("", FinishReason.STOP, 8)
-
-
-def test_length_releases_what_was_held_back() -> None:
-    checker = StopChecker(SamplingParams(max_tokens=2, stop=["abc"]), [EOS])
-    assert checker.append(PLAIN, "xa") == StopDecision("x")
-    assert checker.append(PLAIN, "b") == StopDecision("ab", FinishReason.LENGTH)
-    assert checker.flush() == ""
-
-
-def test_a_stop_string_in_the_last_token_beats_length() -> None:
-    checker = StopChecker(SamplingParams(max_tokens=1, stop=["."]), [EOS])
-    assert checker.append(PLAIN, "end. more") == StopDecision("end", FinishReason.STOP, ".")
+    checker = StopChecker(SamplingParams(stop=["<|stop|>"], include_stop_str_in_output=include))
+    assert checker.append("held <").text + checker.end("end") == text
 
 
 class Counted(frozenset[str]):
@@ -153,10 +110,10 @@ class Counted(frozenset[str]):
 def test_a_character_costs_two_look_ups_however_many_and_long_the_stop_strings_are(stops: list[str], text: str) -> None:
     prepared = StopStrings(stops)
     prepared.__dict__ |= {"beginnings": Counted(prepared.beginnings), "prefixes": Counted(prepared.prefixes)}
-    checker = StopChecker(SamplingParams(stop=stops, max_tokens=None, min_tokens=1000), [EOS], prepared)
+    checker = StopChecker(SamplingParams(stop=stops, max_tokens=None, min_tokens=1000), prepared)
     Counted.asked = 0
     for _ in range(200):
-        checker.append(PLAIN, text)
+        checker.append(text)
     assert Counted.asked <= 2 * 200 * len(text)
 
 

@@ -1,13 +1,13 @@
 """A server with a scripted engine in place of a model."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
+from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
@@ -58,6 +58,15 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.hanging: list[tuple[RequestUpdate, OnUpdate]] = []
+
+    def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
+        for count, one in enumerate(submissions):
+            try:
+                self.submit(one.request_id, one.prompt, one.params, one.on_update, client)
+            except Exception:
+                for queued in submissions[:count]:
+                    self.abort(queued.request_id)
+                raise
 
     def submit(self, request_id: str, prompt: Any, params: SamplingParams, on_update: OnUpdate, client: Client) -> None:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
@@ -113,12 +122,8 @@ class FakeEngine:
             self.aborted.add(request_id)
             self.changed.notify_all()
 
-    @property
-    def cluster(self) -> SimpleNamespace:
-        near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
-        return SimpleNamespace(links={("compute0", "memory0"): near, ("a", "b"): far, ("a", "c"): far})
-
     def stats(self) -> EngineStats:
+        near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
         memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
         return EngineStats(
             running=1,
@@ -131,6 +136,7 @@ class FakeEngine:
             memory=memory,
             dead=self.dead,
             silent=self.silent,
+            links=[(near, 1), (far, 2)],
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:

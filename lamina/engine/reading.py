@@ -1,0 +1,106 @@
+"""From the token ids that the engine draws to the text that callers get, wherever the callers are."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, TokenUpdate
+from lamina.frontend.stop import StopChecker, StopStrings
+from lamina.groups import Group
+from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from lamina.protocol.frontends import CompletionTokens
+from lamina.types import FinishReason, Request, Segment
+
+log = logging.getLogger(__name__)
+
+OnStop = Callable[[str, int], None]
+"""Called with a request's id and the index of a completion that a stop string has ended."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """One completion: its text so far, as far as the next token needs it, and how it ended."""
+
+    detokenizer: IncrementalDetokenizer
+    stop: StopChecker
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Reading:
+    """Turns the tokens of one request into text and ends its completions at stop strings. Not thread-safe.
+
+    The engine draws on until it has heard of a stop string: tokens after one are discarded here.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate, on_stop: OnStop) -> None:
+        self._request = request
+        self._on_update = on_update
+        self._on_stop = on_stop
+        stops = StopStrings(request.params.stop)
+        context = tokenizer.context(request.prompt_token_ids)
+        self._texts = [
+            _Text(IncrementalDetokenizer(tokenizer, context), StopChecker(request.params, stops))
+            for _ in range(request.params.n)
+        ]
+        self._finished = False
+
+    def take(self, update: TokenUpdate) -> None:
+        """Pass on what is new. Does nothing once every completion has ended."""
+        if self._finished:
+            return
+        with_logprobs = self._request.params.logprobs is not None
+        news = [CompletionUpdate(index, logprobs=[] if with_logprobs else None) for index in range(len(self._texts))]
+        stopped, error = [], update.error
+        try:
+            for part in update.completions:
+                if self._texts[part.index].finish_reason is None and self._read(part, news[part.index]):
+                    stopped.append(part.index)
+        except Exception as failure:  # a request has a terminal state whatever its tokenizer does
+            log.exception("the text of request %s cannot be decoded", self._request.request_id)
+            error = f"the answer cannot be decoded: {failure}"
+            stopped = [index for index, text in enumerate(self._texts) if text.finish_reason is None]
+            for index in stopped:
+                self._texts[index].finish_reason = FinishReason.ERROR
+        for one, text in zip(news, self._texts, strict=True):
+            one.finish_reason, one.stop_reason = text.finish_reason, text.stop_reason
+        self._finished = update.finished or all(text.finish_reason is not None for text in self._texts)
+        for index in () if update.finished else stopped:
+            self._on_stop(self._request.request_id, index)
+        self._on_update(RequestUpdate(self._request, news, self._finished, error, _placement(update.group)))
+
+    def _read(self, part: CompletionTokens, news: CompletionUpdate) -> bool:
+        """Add the text of ``part`` to ``news``; True if a stop string has ended the completion."""
+        text = self._texts[part.index]
+        reason = part.finish_reason
+        last = len(part.token_ids) - 1 if reason is FinishReason.STOP else -1  # the token that ended it
+        for place, token in enumerate(part.token_ids):
+            new = text.detokenizer.append([token])
+            if place == last:
+                news.texts.append(text.stop.end(new))
+                break
+            decision = text.stop.append(new)
+            news.texts.append(decision.text)
+            if decision.stop is not None:
+                text.finish_reason, text.stop_reason = FinishReason.STOP, decision.stop
+                break
+        read = len(news.texts)
+        news.token_ids = part.token_ids if read == len(part.token_ids) else part.token_ids[:read]
+        if news.logprobs is not None:
+            news.logprobs = part.logprobs[:read]
+        if text.finish_reason is not None:
+            return True
+        text.finish_reason, text.stop_reason = reason, part.stop_token
+        if reason is not None and last < 0:  # nothing follows that could complete a stop string or a character
+            news.rest = text.stop.flush() + text.detokenizer.flush()
+        return False
+
+
+def _placement(group: Group | None) -> tuple[Segment, ...]:
+    if group is None or group.lane < 0:
+        return ()
+    heads = group.heads
+    return tuple(
+        Segment(completion.sequence, group.memory, heads, (0, group.kept(completion)))
+        for completion in group.completions
+    )

@@ -1,0 +1,50 @@
+"""What callers need of an engine, in this process or in another."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from lamina.engine.stats import EngineStats
+from lamina.engine.updates import OnUpdate
+from lamina.models.tokenizer import Tokenizer
+from lamina.types import Client, SamplingParams
+
+
+class Submission(NamedTuple):
+    """A request to queue: ``on_update`` is called with every update of it."""
+
+    request_id: str
+    prompt: str | list[int]
+    params: SamplingParams
+    on_update: OnUpdate
+
+
+class Runtime(Protocol):
+    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend.
+
+    Attributes:
+        dead: why it has stopped, if it has.
+    """
+
+    model_name: str
+    tokenizer: Tokenizer
+    max_model_len: int
+    default_max_tokens: int
+
+    @property
+    def dead(self) -> str | None: ...
+
+    def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
+        """Queue all or none. Raises RequestError, OverloadedError, EngineDeadError. May wait: not for event loops."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters as of now. May wait: not for event loops."""
+        ...
+
+    def close(self) -> None:
+        """End all requests with an error."""
+        ...

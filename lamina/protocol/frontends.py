@@ -1,0 +1,138 @@
+"""What the engine and its frontends say to each other: requests one way, token ids the other.
+
+A frontend speaks HTTP, tokenises, detokenises and applies stop strings; the engine deals in token ids only. It answers
+once a turn, with one message per frontend that has everything new of all its requests.
+"""
+
+import array
+from collections.abc import Sequence
+
+import msgspec
+
+from lamina.types import Client, FinishReason, SamplingParams
+
+ALIVE_S = 1.0
+
+
+class CompletionTokens(msgspec.Struct, array_like=True, gc=False):
+    """New tokens of one completion.
+
+    Attributes:
+        logprobs: packed, one entry per token; empty if not requested.
+        finish_reason: if the last of the tokens, or the end of the request, ends the completion.
+        stop_token: the stop token that ended it.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[bytes] = []
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+
+class FrontendBootstrap(msgspec.Struct, frozen=True):
+    """What a frontend process reads from its standard input.
+
+    Attributes:
+        name: of this process; one that takes the place of another has a new name.
+        requests, answers: addresses of the engine's sockets.
+        engine_pid: the process to end with.
+    """
+
+    name: str
+    requests: str
+    answers: str
+    engine_pid: int
+    model_name: str
+    max_model_len: int
+    default_max_tokens: int
+    vocab_size: int
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine, again and again until ``Welcome`` comes: it is connected."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: it accepts connections."""
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine, every ``ALIVE_S``: its event loop runs."""
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: queue all of these requests or none. The answer is ``Submitted``.
+
+    ``first``, ``first + 1`` ...: the frontend's numbers for them. ``params``: of all, or one for each.
+    """
+
+    first: int
+    prompts: list[bytes]
+    params: list[SamplingParams]
+    client: Client
+
+
+class Finish(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: a stop string has ended this completion."""
+
+    request: int
+    index: int
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: end these requests."""
+
+    requests: list[int]
+
+
+class GetStats(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: send ``StatsOf``, with this number."""
+
+    number: int
+
+
+FromFrontend = Hello | Ready | Alive | Submit | Finish | Abort | GetStats
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Engine to frontend: its answers arrive."""
+
+
+class Submitted(msgspec.Struct, tag=True, frozen=True):
+    """Engine to frontend: the requests from number ``first`` on are queued, or were refused with this error."""
+
+    first: int
+    error: str = ""
+    message: str = ""
+
+
+class RequestTokens(msgspec.Struct, array_like=True, gc=False):
+    """What is new of one request."""
+
+    request: int
+    completions: list[CompletionTokens]
+    finished: bool = False
+    error: str | None = None
+
+
+class Answers(msgspec.Struct, tag=True):
+    """Engine to frontend: what one turn has brought."""
+
+    news: list[RequestTokens]
+
+
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """Engine to frontend: the engine has stopped, and answers nothing any more."""
+
+    reason: str
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """A prompt on the wire: int32, copied rather than decoded number by number. Raises OverflowError beyond int32."""
+    return array.array("i", tokens).tobytes()
+
+
+def unpacked(prompt: bytes) -> list[int]:
+    """The token ids of a packed prompt."""
+    return array.array("i", prompt).tolist()

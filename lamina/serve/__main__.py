@@ -1,0 +1,50 @@
+"""The process of a frontend: ``python -m lamina.serve MODEL DESCRIPTOR``.
+
+MODEL is the model's directory, DESCRIPTOR that of the inherited listening socket. The bootstrap comes through standard
+input once the engine runs; until then, this process loads its tokenizer.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from lamina.engine.remote import RemoteEngine
+from lamina.env import LOG_FORMAT, environment
+from lamina.errors import EngineDeadError
+from lamina.models.directory import find
+from lamina.models.tokenizer import Tokenizer
+from lamina.protocol.frontends import FrontendBootstrap
+from lamina.serve.server import serve_in_loop
+
+
+def main() -> None:
+    """Serve until told to stop, or until the engine has stopped: then with status 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    tokenizer = Tokenizer(find(Path(sys.argv[1]), weights=False))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    received = sys.stdin.buffer.read()
+    if not received:  # the engine did not start
+        return
+    bootstrap = msgspec.msgpack.decode(received, type=FrontendBootstrap)
+    try:
+        asyncio.run(_serve(bootstrap, tokenizer, listener))
+    except EngineDeadError:  # reported by the process that started this one, which removes its files, if it is left
+        if os.getppid() != bootstrap.engine_pid:
+            shutil.rmtree(Path(bootstrap.requests.removeprefix("ipc://")).parent, ignore_errors=True)
+        sys.exit(1)
+
+
+async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
+    engine = await RemoteEngine.connect(bootstrap, tokenizer)
+    await serve_in_loop(engine, listener, engine.ready)
+
+
+main()

@@ -1,0 +1,200 @@
+"""Frontends in processes of their own: starts them, replaces one that ends, and ends them with the server.
+
+All accept connections from the same listening socket, so that connections which no frontend has accepted yet survive
+the end of any of them.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from lamina.engine.engine import Engine
+from lamina.engine.frontends import Frontends
+from lamina.errors import EngineDeadError, WorkerError
+from lamina.protocol.liveness import Liveness
+from lamina.serve.errors import first_line
+from lamina.serve.server import GRACE_S, TELL_S
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = GRACE_S + 2 * TELL_S + 5.0  # what a frontend takes to end its answers, at most
+MOST_ENDS, ENDS_S = 5, 60.0  # frontends that end unexpectedly within so long, before the server gives up
+
+
+@dataclass(eq=False)
+class _Process:
+    """A frontend's process, running."""
+
+    popen: subprocess.Popen[bytes]
+    exited: int  # a descriptor that is readable once it has
+    name: str = ""  # given when the engine runs
+    heard: int = 0
+
+
+class FrontendProcesses:
+    """``count`` frontend processes, which load their tokenizers from now on and serve once there is an engine."""
+
+    def __init__(self, count: int, model: Path, listener: socket.socket) -> None:
+        self._model = model
+        self._listener = listener
+        self._folder = tempfile.TemporaryDirectory(prefix="lamina-")  # nobody else may enter it
+        self._exits = selectors.DefaultSelector()
+        self._running: list[_Process] = []
+        self._started = 0
+        self._ends = deque[float](maxlen=MOST_ENDS)
+        self._signals: list[int] = []
+        self._liveness = Liveness(time.monotonic())
+        for _ in range(count):
+            self._start()
+
+    def _start(self) -> _Process:
+        metrics = Path(self._folder.name, "metrics")
+        metrics.mkdir(exist_ok=True)
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lamina.serve", str(self._model), str(self._listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(metrics)},
+            pass_fds=[self._listener.fileno()],
+            process_group=0,  # so that Ctrl-C in a terminal reaches the engine alone
+        )
+        process = _Process(popen, os.pidfd_open(popen.pid))
+        self._exits.register(process.exited, selectors.EVENT_READ, process)
+        self._running.append(process)
+        return process
+
+    def serve(self, engine: Engine, on_ready: Callable[[], None]) -> None:
+        """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
+
+        Raises:
+            EngineDeadError: the engine has stopped by itself; clients have received the error.
+            WorkerError: a frontend cannot start, or frontends end again and again.
+        """
+        room = Frontends(engine, Path(self._folder.name))
+        try:
+            with self._own_signals():
+                for process in self._running:
+                    self._introduce(process, room)
+                self._await_ready(room)
+                if not self._signals:
+                    on_ready()
+                while not self._signals and engine.dead is None:
+                    self._watch(room)
+                self._stop(engine)
+        finally:
+            self._kill()
+            engine.close()
+            room.close()
+        if self._signals:
+            signal.raise_signal(self._signals[0])
+        elif engine.dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {first_line(engine.dead)}. Start the server again")
+
+    def _introduce(self, process: _Process, room: Frontends) -> None:
+        process.name = f"frontend{self._started}"
+        self._started += 1
+        with contextlib.suppress(BrokenPipeError), process.popen.stdin as pipe:  # type: ignore[union-attr]
+            pipe.write(msgspec.msgpack.encode(room.join(process.name, os.getpid())))
+
+    def _await_ready(self, room: Frontends) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not all(room.ready(process.name) for process in self._running) and not self._signals:
+            for process in self._ended():
+                raise WorkerError(process.name, f"it could not start: {_how(process.popen)}")
+            if time.monotonic() > deadline:
+                raise WorkerError("frontend", f"it was not ready within {START_TIMEOUT_S:.0f} s")
+
+    def _watch(self, room: Frontends) -> None:
+        """Wait for a moment; replace frontends that have ended or answer no more."""
+        self._liveness.turn(time.monotonic())
+        for process in self._running:
+            if (heard := room.heard(process.name)) != process.heard:
+                process.heard = heard
+                self._liveness.heard(process.name)
+        silent = {name: f"its event loop has not run for {s:.0f} s" for name, s in self._liveness.lost().items()}
+        for process in self._running:
+            why = room.lost(process.name) or silent.get(process.name)
+            if why is not None and process.popen.poll() is None:
+                log.warning("%s is ended: %s", process.name, why)
+                process.popen.kill()
+        for process in self._ended():
+            room.leave(process.name)
+            how, now = _how(process.popen), time.monotonic()
+            log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
+            self._liveness.forget(process.name)
+            self._running.remove(process)
+            self._ends.append(now)
+            if len(self._ends) == MOST_ENDS and now - self._ends[0] < ENDS_S:
+                raise WorkerError(process.name, f"{how}, and {MOST_ENDS - 1} others before it in {ENDS_S:.0f} s")
+            self._introduce(self._start(), room)
+
+    def _ended(self) -> Iterator[_Process]:
+        """Processes that have exited, after waiting for ``POLL_S`` at most."""
+        for key, _ in self._exits.select(POLL_S):
+            process: _Process = key.data
+            self._exits.unregister(process.exited)
+            os.close(process.exited)
+            process.popen.wait()
+            yield process
+
+    def _stop(self, engine: Engine) -> None:
+        """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end."""
+        told, deadline = 0, time.monotonic() + STOP_TIMEOUT_S
+        left = list(self._running)
+        while left and time.monotonic() < deadline:
+            if told < len(self._signals):
+                told += 1
+                for process in left:
+                    process.popen.terminate()
+            for process in self._ended():
+                left.remove(process)
+
+    def _kill(self) -> None:
+        for process in self._running:
+            process.popen.kill()
+        for process in self._running:
+            process.popen.wait(STOP_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def _own_signals(self) -> Iterator[None]:
+        """Collect signals rather than raise exceptions: what ends the server must go on to its end."""
+        before = {
+            number: signal.signal(number, lambda number, _: self._signals.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for key in list((self._exits.get_map() or {}).values()):
+            os.close(key.fd)
+        self._exits.close()
+        self._folder.cleanup()
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"its process was ended by signal {-code}" if code < 0 else f"its process exited with status {code}"

@@ -1,0 +1,190 @@
+"""`lamina launch --frontends 2`: what crosses from the engine's process to the frontends', and what happens when one of
+them, or the engine, is killed."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cli.commands import END_S, RUN_S, Server, start
+
+PROMPT = "def fibonacci(n):"
+GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
+LONG = GREEDY | {"max_tokens": 400, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = start("--frontends", "2", "--kv-cache-memory-bytes", str(64 << 20))
+    children = running.workers()
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0
+    assert psutil.wait_procs(children, END_S)[1] == []
+
+
+def frontends(server: Server) -> list[psutil.Process]:
+    return [one for one in server.workers() if "lamina.serve" in one.cmdline()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ask(server: Server, **body: Any) -> dict[str, Any]:
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=RUN_S)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def stream(client: httpx.Client, server: Server, **body: Any) -> Iterator[tuple[Iterator[dict[str, Any]], int]]:
+    """The events of an open stream, at least one of which has come, and the client's port."""
+    with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+        found = events(response.iter_lines())
+        next(found)
+        yield found, port
+
+
+def owner(server: Server, port: int) -> psutil.Process:
+    """The frontend that has the connection from this port."""
+    (found,) = [
+        one for one in frontends(server) if any(c.raddr and c.raddr.port == port for c in one.net_connections("tcp"))
+    ]
+    return found
+
+
+def values(metrics: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def idle(server: Server) -> bool:
+    held = values(httpx.get(f"{server.url}/metrics", timeout=RUN_S).text)
+    return held["lamina_requests_running"] == held['lamina_kv_slots_used{worker="memory0"}'] == 0
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_joins_to_the_whole_answer(server: Server, chat: bool) -> None:
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body: dict[str, Any] = {"temperature": 0, "seed": 1, "n": 2, "max_tokens": 30, "logprobs": True if chat else 1}
+    body |= {"messages": [{"role": "user", "content": PROMPT}], "top_logprobs": 1} if chat else {"prompt": PROMPT}
+    whole = httpx.post(server.url + path, json=body, timeout=RUN_S).json()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    texts, reasons = ["", ""], [None, None]
+    with httpx.stream("POST", server.url + path, json=body, timeout=RUN_S) as response:
+        *chunks, last = events(response.iter_lines())
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["delta"].get("content", "") if chat else choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    assert texts == [choice["message"]["content"] if chat else choice["text"] for choice in whole["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+    assert last["usage"] == whole["usage"] and last["usage"]["completion_tokens"] == 60
+    for choice, text in zip(whole["choices"], texts, strict=True):
+        found = choice["logprobs"]
+        assert "".join(entry["token"] for entry in found["content"]) == text if chat else "".join(found["tokens"])
+
+
+def test_a_stop_string_cuts_what_the_engine_had_drawn_already(server: Server) -> None:
+    text = ask(server, **GREEDY)["choices"][0]["text"]
+    stop = text[20:27]  # over the bounds of tokens, most likely
+    expected = text[: text.index(stop)]
+    assert expected
+    (stopped,) = ask(server, **GREEDY | {"max_tokens": 400, "stop": [stop]})["choices"]
+    assert (stopped["text"], stopped["finish_reason"]) == (expected, "stop")
+    answer = ask(server, **GREEDY | {"max_tokens": 400, "stop": [stop], "n": 3, "temperature": 1.0, "seed": 5})
+    assert all(stop not in choice["text"] for choice in answer["choices"])
+    with httpx.Client(timeout=RUN_S) as client, stream(client, server, **LONG | {"stop": [stop]}) as (found, _):
+        *_, last = found
+        assert last["choices"][0]["finish_reason"] == "stop"
+    wait_until(lambda: idle(server))
+
+
+def test_refusals_of_the_engine_reach_clients(server: Server) -> None:
+    def refused(**body: Any) -> str:
+        response = httpx.post(f"{server.url}/v1/completions", json=GREEDY | body, timeout=RUN_S)
+        assert response.status_code == 400
+        return str(response.json()["error"]["message"])
+
+    assert "outside the vocabulary of 2048 tokens" in refused(prompt=[2**70])
+    assert "at most 1023" in refused(prompt=[[5], [5] * 1024])
+    assert "min_tokens is 900; a prompt of 900 tokens leaves room for 124" in refused(
+        prompt=[[5] * 900], min_tokens=900, max_tokens=900
+    )
+    wait_until(lambda: idle(server))
+
+
+def test_a_client_that_leaves_frees_its_kv(server: Server) -> None:
+    with httpx.Client(timeout=RUN_S) as client, stream(client, server, **LONG | {"n": 4}):
+        assert not idle(server)
+    wait_until(lambda: idle(server))
+
+
+def test_a_killed_frontend_takes_its_own_requests_with_it_and_no_others(server: Server) -> None:
+    """Its connections break, the KV of its requests is freed; others go on, and another frontend takes its place."""
+    expected = ask(server, **LONG | {"stream": False})["choices"][0]["text"]
+    counted = values(httpx.get(f"{server.url}/metrics").text)["lamina_generated_tokens_total"]
+    before = {one.pid for one in frontends(server)}
+    assert len(before) == 2
+    with httpx.Client(timeout=RUN_S) as first, stream(first, server, **LONG | {"n": 4}) as (broken, port):
+        victim = owner(server, port)
+        for _ in range(200):  # until a connection goes to the other frontend
+            other = httpx.Client(timeout=RUN_S)
+            with other, stream(other, server, **LONG) as (events_, port):
+                if owner(server, port) != victim:
+                    victim.kill()
+                    chunks = list(events_)
+                    break
+        else:
+            pytest.fail("one frontend takes all connections")
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(broken)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert expected.endswith(text) and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    wait_until(lambda: idle(server))
+    wait_until(lambda: len({one.pid for one in frontends(server)} - before) == 1)
+    for _ in range(4):  # whichever answers: what the killed one had counted is still counted
+        with httpx.Client() as client:
+            assert values(client.get(f"{server.url}/metrics").text)["lamina_generated_tokens_total"] > counted
+    assert server.process.stderr is not None
+    said = next(line for line in server.process.stderr if "still starting" not in line)
+    assert "its process was ended by signal 9; its requests are cancelled" in said
+
+
+@pytest.mark.slow
+def test_a_frontend_that_is_stopped_is_replaced(server: Server) -> None:
+    victim, *_ = frontends(server)
+    victim.suspend()
+    assert psutil.wait_procs([victim], END_S + 15)[1] == []
+    wait_until(lambda: len(frontends(server)) == 2)
+
+
+def test_clients_of_an_engine_that_is_killed_are_told() -> None:
+    running = start("--frontends", "1")
+    children = running.workers()
+    (frontend,) = frontends(running)
+    folder = Path(frontend.environ()["PROMETHEUS_MULTIPROC_DIR"]).parent
+    with httpx.Client(timeout=RUN_S) as client, stream(client, running, **LONG) as (found, _):
+        running.process.kill()
+        *_, last = found
+    assert "the engine has stopped: its process has ended" in last["error"]["message"]
+    assert psutil.wait_procs(children, END_S)[1] == []
+    assert not folder.exists()
