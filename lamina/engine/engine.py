@@ -20,6 +20,7 @@ from lamina.engine.updates import OnUpdate
 from lamina.engine.watch import POLL_S, Watch
 from lamina.errors import EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
 from lamina.frontend.prompts import encode_prompt
+from lamina.groups import Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
@@ -44,6 +45,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
+from lamina.topology import Topology
 from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Engine:
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
         self._turn = Turn(
             limits,
-            Placement(cluster.capacities),
+            Placement(cluster.capacities, config.kv_tokens_per_worker),
             cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
@@ -356,6 +358,8 @@ class Engine:
             remains.recomputed,
         )
         self._recipients.apply(topology)
+        for group in remains.unservable:
+            self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, topology))
         for worker, kept in remains.kept.items():
             self._tell([worker], EndEpoch(topology, remains.turns, kept))
         self._tell(topology.computes, EndEpoch(topology, remains.turns))
@@ -394,6 +398,13 @@ class Engine:
         if self._on_trace:
             spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
             hand_over(spans, self._on_trace)
+
+
+def _too_long(group: Group, topology: Topology) -> str:
+    return (
+        f"the request may need {group.tokens} KV tokens; the {len(topology.capacities)} memory workers that are left "
+        f"hold {sum(topology.capacities.values())}. Send it again once workers have been replaced, or shorten it"
+    )
 
 
 def _call_back(tracked: TrackedRequest) -> bool:

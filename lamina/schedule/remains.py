@@ -1,6 +1,9 @@
 """What an epoch leaves to the next one, when steps in flight are dropped. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lamina.groups import Group
 
 
 @dataclass(frozen=True)
@@ -11,9 +14,11 @@ class Remains:
         turns: by lane: of its next attention.
         kept: by memory worker and sequence: tokens whose KV steps have completed. All other KV is forgotten.
         dropped: requests that have lost their KV. recomputed: tokens of these that are computed again.
+        unservable: requests that may need more KV tokens than the workers that are left hold. The caller ends them.
     """
 
     turns: list[int]
     kept: dict[str, dict[int, int]]
     dropped: int = 0
     recomputed: int = 0
+    unservable: Sequence[Group] = ()
