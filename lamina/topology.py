@@ -15,7 +15,10 @@ Role = Literal["compute", "memory"]
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A period with the same members: number ``number``, from 1, of the engine's ``incarnation``."""
+    """A period with the same members: number ``number``, from 1, of the engine's ``incarnation``.
+
+    Links count messages from the number on: an engine that takes over workers must go on from their last one.
+    """
 
     incarnation: int
     number: int

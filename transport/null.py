@@ -138,6 +138,10 @@ class NullArena:
         """What a doorbell was last rung with."""
         return self.sequences[doorbell]
 
+    def reset(self, doorbell: int) -> None:
+        """Set a doorbell back to 0, for another peer."""
+        self.sequences[doorbell] = 0
+
 
 class NullPeer:
     """A connected arena of this process."""

@@ -361,8 +361,8 @@ class Engine:
         for group in remains.unservable:
             self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, topology))
         for worker, kept in remains.kept.items():
-            self._tell([worker], EndEpoch(topology, remains.turns, kept))
-        self._tell(topology.computes, EndEpoch(topology, remains.turns))
+            self._tell([worker], EndEpoch(topology, kept))
+        self._tell(topology.computes, EndEpoch(topology))
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending

@@ -424,8 +424,9 @@ class Channel:
 
 
 def _first_use(epoch: Epoch) -> int:
-    """Above the numbers of all earlier epochs, with room for 2^32 uses of a slot in each."""
-    return (epoch.incarnation << 16 | epoch.number) << 32
+    """Above the numbers of all earlier epochs, with room for 2^40 uses of a slot in each. A doorbell has 64 bits, which
+    are enough for 500,000 epochs."""
+    return epoch.number << 40
 
 
 def _view(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only

@@ -105,13 +105,11 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
     Answered by EpochEnded. All plans sent before it have been applied; of what their steps did, only this remains:
 
     Attributes:
-        turns: by lane: the turn of its next attention. No doorbell of a lane was rung with a later one's number.
         kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences. A
             compute worker forgets all: plans tell it again what it needs.
     """
 
     topology: Topology
-    turns: list[int]
     kept: dict[int, int] = {}
 
 

@@ -11,13 +11,11 @@ class Remains:
     """What memory workers keep of the requests. Compute workers keep nothing.
 
     Attributes:
-        turns: by lane: of its next attention.
         kept: by memory worker and sequence: tokens whose KV steps have completed. All other KV is forgotten.
         dropped: requests that have lost their KV. recomputed: tokens of these that are computed again.
         unservable: requests that may need more KV tokens than the workers that are left hold. The caller ends them.
     """
 
-    turns: list[int]
     kept: dict[str, dict[int, int]]
     dropped: int = 0
     recomputed: int = 0

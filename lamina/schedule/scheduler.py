@@ -175,7 +175,7 @@ class Scheduler:
             for completion in completions:
                 for segment in completion.segments:
                     kept[segment.worker][completion.sequence] = group.kept(completion)
-        return Remains([own.turn for own in self._lanes], kept, dropped, recomputed, unservable)
+        return Remains(kept, dropped, recomputed, unservable)
 
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
