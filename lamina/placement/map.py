@@ -70,17 +70,20 @@ class Placement:
         Returns the workers and how many tokens go there, in order: the one with most room alone, unless the request
         ``splits``. Workers ``besides`` are excluded.
         """
-        if self.splits(tokens):
-            spans = self._spread(tokens, sequences, besides)
-        elif (worker := self._whole(tokens, sequences, besides)) is not None:
-            spans = [(worker, tokens)]
-        else:
+        spans = self.fitting(tokens, sequences, besides)
+        if spans is None:
             return None
         for worker, part in spans:
             self.reserve_on(worker, part)
-        if spans:
-            self.sequences[spans[-1][0]] += sequences
-        return spans or None
+        self.sequences[spans[-1][0]] += sequences
+        return spans
+
+    def fitting(self, tokens: int, sequences: int, besides: frozenset[str] = NOWHERE) -> list[tuple[str, int]] | None:
+        """What ``reserve`` would return."""
+        if self.splits(tokens):
+            return self._spread(tokens, sequences, besides) or None
+        worker = self._whole(tokens, sequences, besides)
+        return None if worker is None else [(worker, tokens)]
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
         """Tokens for several workers, those with most room first; empty if they do not fit."""
