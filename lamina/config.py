@@ -81,7 +81,7 @@ class EngineConfig:
             "Longest run of one sequence's tokens on a memory worker: the next tokens go to another one with room. "
             "Default: as long as the worker has room.",
             unit="tokens",
-            ge=64,
+            ge=1,
         ),
     ] = None
     threads: Annotated[
