@@ -46,7 +46,7 @@ class EngineConfig:
     max_model_len: Annotated[
         int | None,
         Meaning(
-            "Prompt and completion of one request together. Default: what the model and one memory worker hold.",
+            "Prompt and completion of one request together. Default: what the model supports and memory workers hold.",
             unit="tokens",
             ge=2,
         ),
@@ -72,6 +72,15 @@ class EngineConfig:
         Meaning(
             "Memory for KV. Default: an equal share of half of what is free once the weights are loaded.",
             unit="bytes per memory worker",
+            ge=1,
+        ),
+    ] = None
+    kv_tokens_per_worker: Annotated[
+        int | None,
+        Meaning(
+            "Longest run of one sequence's tokens on a memory worker: the next tokens go to another one with room. "
+            "Default: as long as the worker has room.",
+            unit="tokens",
             ge=1,
         ),
     ] = None

@@ -1,8 +1,10 @@
 """A request in the scheduler, with its completions."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lamina.types import Request
+from lamina.segments import by_worker, continued, forked
+from lamina.types import Request, Segment
 
 
 @dataclass(eq=False, slots=True)
@@ -14,6 +16,7 @@ class Completion:
         cached, goal: of the tokens that run before it draws, those in planned steps, and all of them. The prompt is
             the first completion's; the others begin behind it when they are forked.
         own: KV tokens reserved for it alone, besides the prompt; while it decodes, those when it began.
+        segments: where its KV is and will be, the prompt's included, by ascending token. Set at admission.
         until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release. released: a plan has released its KV.
     """
@@ -25,6 +28,7 @@ class Completion:
     cached: int = 0
     goal: int = 0
     own: int = 0
+    segments: list[Segment] = field(default_factory=list)
     finished: bool = False
     retired: bool = False
     released: bool = False
@@ -34,6 +38,11 @@ class Completion:
     def left(self) -> int:
         """Tokens not in any planned step that must run before it draws."""
         return self.goal - self.cached
+
+    @property
+    def worker(self) -> str:
+        """The memory worker that takes its next tokens."""
+        return self.segments[-1].worker
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +54,7 @@ class Group:
         prompt_length: tokens of the prompt, which the completions share.
         own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
         tokens: most KV tokens of the request.
-        lane: -1 while it waits. memory, heads: the placement of its KV.
+        lane: -1 while it waits. heads: of its segments.
         until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
@@ -57,7 +66,6 @@ class Group:
     completions: list[Completion]
     arrival: int = 0
     lane: int = -1
-    memory: str = ""
     heads: tuple[int, int] = (0, 0)
     until: int = 0
     forked: bool = False
@@ -79,6 +87,28 @@ class Group:
     def to_run(self) -> int:
         """Tokens of the prompt and generated ones that must run before all its completions draw."""
         return self.prompt_length + sum(completion.known for completion in self.completions)
+
+    def place(self, spans: Sequence[tuple[str, int]]) -> None:
+        """Set where KV goes. The tokens to run, those of the prompt and the first completion first, take so many slots
+        of each worker, in order."""
+        first, *others = self.completions
+        begin = self.prompt_length + first.known
+        nowhere = Segment(first.sequence, "", self.heads, (0, None))
+        first.segments = continued([], nowhere, _part(spans, 0, begin))
+        for other in others:
+            shared = forked(first.segments, other.sequence, self.prompt_length)
+            after = Segment(other.sequence, "", self.heads, (self.prompt_length, None))
+            other.segments = continued(shared, after, _part(spans, begin, begin + other.known))
+            begin += other.known
+
+    @property
+    def workers(self) -> set[str]:
+        """The memory workers with segments of it."""
+        return {segment.worker for one in self.completions if not one.released for segment in one.segments}
+
+    def slots(self, completion: Completion, own: int, *, alone: bool = False) -> dict[str, int]:
+        """By memory worker, the slots of ``own`` tokens of a completion, and of the prompt if it has that ``alone``."""
+        return by_worker(completion.segments, 0 if alone else self.prompt_length, self.prompt_length + own)
 
     def fork(self) -> list[Completion]:
         """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""
@@ -136,6 +166,16 @@ class Group:
         if runs.cached < self.prompt_length + completion.known:
             return runs.cached
         return self.prompt_length + max(len(completion.generated) - 1, 0)
+
+
+def _part(spans: Sequence[tuple[str, int]], begin: int, stop: int) -> Iterator[tuple[str, int]]:
+    """Tokens [begin, stop) of those that the spans have together."""
+    at = 0
+    for worker, tokens in spans:
+        low, high = max(at, begin), min(at + tokens, stop)
+        if low < high:
+            yield worker, high - low
+        at += tokens
 
 
 Owner = tuple[Group, Completion]

@@ -69,8 +69,8 @@ def launch(
         workers.kill()
         raise
     limits = plan.limits
-    if config.max_model_len is None:  # a request longer than a memory worker's slab could never be admitted
-        limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, max(cluster.capacities.values())))
+    if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
+        limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, sum(cluster.capacities.values())))
     return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
 
 

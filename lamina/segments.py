@@ -46,6 +46,17 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
     return [*ended, new]
 
 
+def continued(segments: list[Segment], first: Segment, spans: Iterable[tuple[str, int]]) -> list[Segment]:
+    """The segments of a sequence once it continues with so many tokens on each worker, in this order, from the first
+    token of ``first`` on, which names its sequence and heads."""
+    position, _ = first.tokens
+    for worker, tokens in spans:
+        if not segments or segments[-1].worker != worker:
+            segments = grown(segments, dataclasses.replace(first, worker=worker, tokens=(position, None)))
+        position += tokens
+    return segments
+
+
 def holding(segments: Sequence[Segment], position: int) -> Segment:
     """The segment that holds the token at ``position``."""
     return next(segment for segment in reversed(segments) if segment.tokens[0] <= position)

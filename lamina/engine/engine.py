@@ -24,6 +24,7 @@ from lamina.engine.updates import OnTokens, OnUpdate
 from lamina.engine.watch import POLL_S, Watch
 from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
 from lamina.frontend.prompts import check_tokens, encode_prompt
+from lamina.groups import Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
@@ -92,7 +93,7 @@ class Engine:
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
         self._turn = Turn(
             limits,
-            Placement(cluster.capacities),
+            Placement(cluster.capacities, config.kv_tokens_per_worker),
             cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
@@ -443,6 +444,8 @@ class Engine:
             remains.recomputed,
         )
         self._recipients.apply(topology)
+        for group in remains.unservable:
+            self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, topology))
         for worker, kept in remains.kept.items():
             self._tell([worker], EndEpoch(topology, kept))
         self._tell(topology.computes, EndEpoch(topology))
@@ -500,6 +503,13 @@ class Engine:
 
 def _nothing() -> None:
     """Nobody wants to know of turns."""
+
+
+def _too_long(group: Group, topology: Topology) -> str:
+    return (
+        f"the request may need {group.tokens} KV tokens; the {len(topology.capacities)} memory workers that are left "
+        f"hold {sum(topology.capacities.values())}. Send it again once workers have been replaced, or shorten it"
+    )
 
 
 def _call_back(tracked: TrackedRequest) -> bool:

@@ -1,5 +1,6 @@
 """From the token ids that the engine draws to the text that callers get, wherever the callers are."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,8 +100,11 @@ class Reading:
 def _placement(group: Group | None) -> tuple[Segment, ...]:
     if group is None or group.lane < 0:
         return ()
-    heads = group.heads
     return tuple(
-        Segment(completion.sequence, group.memory, heads, (0, group.kept(completion)))
+        dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
+        for kept in [group.kept(completion)]
+        for segment in completion.segments
+        for start, stop in [segment.tokens]
+        if start < max(kept, 1)
     )

@@ -1,35 +1,41 @@
-"""How many token slots of each memory worker are reserved, and which worker a request fits. No clock, no sockets."""
+"""How many token slots of each memory worker are reserved, and which workers a request fits. No clock, no sockets."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lamina.errors import RequestError
 from lamina.topology import Topology
 
 AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one whose KV is dropped come back meanwhile
+LEAST_SEGMENT = 64  # tokens: many small segments would cost more than what is computed again for a dropped request
+NOWHERE: frozenset[str] = frozenset()
 WATERMARK = 0.05  # share of a worker's slots that stays free, beyond those, when a request is admitted
 
 
 class Placement:
     """Token slots of every memory worker: capacity, and those reserved as of the latest plan.
 
-    A request is admitted with room for the tokens that it has; more is reserved step by step as its sequences grow. So
-    workers may run out of slots, and then KV is dropped (``lamina.placement.recovery``).
+    A request is admitted with room for the tokens that it has; more is reserved step by step as its sequences grow. It
+    is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots goes on elsewhere;
+    once all workers run out, KV is dropped (``lamina.placement.recovery``).
 
     Attributes:
+        longest: most tokens of a sequence in one segment, if more than one worker has room; None: any number.
         reserved: slots by worker. returning: those of them that will be released without another decision.
-        sequences: sequences placed on each worker that may grow.
+        sequences: sequences on each worker that may grow there.
     """
 
-    def __init__(self, capacities: Mapping[str, int]) -> None:
+    def __init__(self, capacities: Mapping[str, int], longest: int | None = None) -> None:
         """``capacities``: token slots by memory worker."""
+        self.longest = longest
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
         self.sequences = dict.fromkeys(capacities, 0)
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.largest = max(capacities.values())
-        self.left_in_all = sum(capacities.values())
-        self._roomiest: dict[str | None, tuple[int, str]] = {}  # by excluded worker, until something changes
+        self.total = sum(capacities.values())
+        self.left_in_all = self.total
+        self._roomiest: dict[frozenset[str], tuple[int, str]] = {}  # by excluded workers, until something changes
 
     def apply(self, topology: Topology) -> None:
         """The memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
@@ -44,45 +50,98 @@ class Placement:
                 self.reserved[worker] = self.returning[worker] = self.sequences[worker] = 0
                 self._watermarks[worker] = int(WATERMARK * capacity)
         self.largest = max(self.capacities.values())
-        self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
+        self.total = sum(self.capacities.values())
+        self.left_in_all = self.total - sum(self.reserved.values())
         self._roomiest.clear()
 
     def require_possible(self, tokens: int) -> None:
-        """Raises RequestError if no worker could hold ``tokens`` even when empty."""
-        if tokens > self.largest:
+        """Raises RequestError if all workers together could not hold ``tokens`` even when empty."""
+        if tokens > self.total:
+            workers = f"{len(self.capacities)} memory workers hold" if len(self.capacities) > 1 else "memory holds"
             raise RequestError(
-                f"the request may need {tokens} KV tokens; the largest memory worker holds {self.largest}. "
+                f"the request may need {tokens} KV tokens; {workers} {self.total} in all. "
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
             )
 
-    def reserve(self, tokens: int, sequences: int, besides: str | None = None) -> str | None:
-        """Reserve ``tokens`` for ``sequences`` on the worker with most room and name it; None if they fit nowhere now.
+    def splits(self, tokens: int) -> bool:
+        """True if so many tokens of a request go to more than one worker."""
+        return tokens > self.largest or (
+            self.longest is not None and tokens > self.longest and len(self.capacities) > 1
+        )
 
-        Worker ``besides`` is excluded.
+    def reserve(self, tokens: int, sequences: int, besides: frozenset[str] = NOWHERE) -> list[tuple[str, int]] | None:
+        """Reserve ``tokens`` for ``sequences``, which will grow on the last worker; None if they do not fit now.
+
+        Returns the workers and how many tokens go there, in order: the one with most room alone, unless the request
+        ``splits``. Workers ``besides`` are excluded.
         """
-        worker = self.fitting(tokens, sequences, besides)
-        if worker is not None:
-            self.reserve_on(worker, tokens)
-            self.sequences[worker] += sequences
-        return worker
+        spans = self.fitting(tokens, sequences, besides)
+        if spans is None:
+            return None
+        for worker, part in spans:
+            self.reserve_on(worker, part)
+        self.sequences[spans[-1][0]] += sequences
+        return spans
 
-    def fitting(self, tokens: int, sequences: int, besides: str | None = None) -> str | None:
-        """The worker that ``reserve`` would name."""
+    def fitting(self, tokens: int, sequences: int, besides: frozenset[str] = NOWHERE) -> list[tuple[str, int]] | None:
+        """What ``reserve`` would return."""
+        if self.splits(tokens):
+            return self._spread(tokens, sequences, besides) or None
+        worker = self._whole(tokens, sequences, besides)
+        return None if worker is None else [(worker, tokens)]
+
+    def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
+        """Tokens for several workers, those with most room first; empty if they do not fit."""
+        workers = [worker for worker in self.capacities if worker not in besides]
+        rooms = {worker: self.room(worker) for worker in workers}
+        if sum(max(room, 0) for room in rooms.values()) < tokens + AHEAD * sequences:
+            if besides or any(self.reserved.values()) or tokens > self.total:
+                return []
+            rooms = dict(self.capacities)  # an empty pool takes whatever it holds
+        left = {worker: room for worker, room in sorted(rooms.items(), key=lambda one: -one[1]) if room > 0}
+        spans: list[tuple[str, int]] = []
+        while tokens:
+            for worker, room in left.items():
+                part = min(tokens, room, self.longest or room)
+                if part:
+                    spans.append((worker, part))
+                    left[worker] -= part
+                    tokens -= part
+        return spans
+
+    def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
+        """The worker that all ``tokens`` go to; None if they fit none now."""
         if besides not in self._roomiest:
             self._roomiest[besides] = self._most_room(besides)
         room, worker = self._roomiest[besides]
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
-            empty = [one for one in self.capacities if one != besides and not self.reserved[one]]
+            empty = [one for one in self.capacities if one not in besides and not self.reserved[one]]
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
-    def _most_room(self, besides: str | None) -> tuple[int, str]:
+    def next_worker(self, worker: str) -> str | None:
+        """Where a sequence of ``worker`` goes on: of the others, the one with most slots that those there do not need
+        soon; None if none has enough for a segment worth it."""
+        best, most = None, -1
+        for other, capacity in self.capacities.items():
+            spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
+            if other != worker and spare > most and spare >= min(LEAST_SEGMENT, int(WATERMARK * capacity)):
+                best, most = other, spare
+        return best
+
+    def go_on(self, worker: str, other: str) -> None:
+        """A sequence grows on ``other`` from now on, and no longer on ``worker``."""
+        self.sequences[worker] -= 1
+        self.sequences[other] += 1
+        self._roomiest.clear()
+
+    def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
         """The most room of a worker, and its name."""
         most, roomiest = -1, ""
         for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
             room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
-            if room > most and worker != besides:
+            if room > most and worker not in besides:
                 most, roomiest = room, worker
         return most, roomiest
 

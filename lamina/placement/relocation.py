@@ -8,14 +8,14 @@ computed again.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
 from lamina.topology import Topology
-from lamina.types import Migration
+from lamina.types import Migration, Segment
 
 
 @dataclass(eq=False, slots=True)
@@ -41,11 +41,12 @@ class Relocations:
         self,
         placement: Placement,
         computed: Callable[[Group], int | None],
-        held: Callable[[Group], int],
+        held: Callable[[Group], Mapping[str, int]],
         drop: Callable[[Group], None],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: the
-        tokens reserved for it. ``drop`` gives up the KV of a request for which the target has no room left."""
+        tokens reserved for it, by worker. ``drop`` gives up the KV of a request for which the target has no room left.
+        """
         self._placement = placement
         self._computed = computed
         self._held = held
@@ -61,20 +62,26 @@ class Relocations:
         return None if self._current is None or self._current.arrived else self._current.number
 
     def holders(self, worker: str) -> dict[Group, int]:
-        """Live requests with KV on ``worker``, one that moves there included, and the tokens reserved for each."""
-        holders = {group: self._held(group) for group in self._residents[worker] if group.alive}
+        """Live requests with KV on ``worker``, one that moves there included, and the tokens each has there."""
+        holders = {
+            group: tokens
+            for group in self._residents[worker]
+            if group.alive and (tokens := self._held(group).get(worker, 0))
+        }
         current = self._current
         if current is not None and current.target == worker and current.group.alive:
             holders[current.group] = current.copied
         return holders
 
     def settle(self, group: Group) -> None:
-        """A request has been placed on ``group.memory``."""
-        self._residents[group.memory][group] = None
+        """A request has been placed on its workers, or on more of them."""
+        for worker in group.workers:
+            self._residents[worker][group] = None
 
     def leave(self, group: Group) -> None:
         """A request has been released. Cancels its move."""
-        del self._residents[group.memory][group]
+        for residents in self._residents.values():
+            residents.pop(group, None)
         if self._current is not None and self._current.group is group:
             self._placement.release(self._current.target, self._current.copied)
             self._current = None
@@ -121,7 +128,7 @@ class Relocations:
 
     def _movable(self, worker: str) -> list[Movable]:
         return [
-            Movable(group.completions[0].sequence, self._held(group), computed)
+            Movable(group.completions[0].sequence, self._held(group)[worker], computed)
             for group in self._residents[worker]
             if (computed := self._computed(group)) is not None
         ]
@@ -132,7 +139,9 @@ class Relocations:
         self._placement.reserve_on(relocation.target, stop - relocation.copied)
         relocation.number, relocation.arrived = next(self._numbers), False
         self._begun.append(
-            Migration(relocation.number, sequence, group.memory, relocation.target, relocation.copied, stop)
+            Migration(
+                relocation.number, sequence, group.completions[0].worker, relocation.target, relocation.copied, stop
+            )
         )
         relocation.copied = stop
 
@@ -145,6 +154,10 @@ class Relocations:
         """The relocation of migration ``number``; None if that is not in progress, or the request has ended."""
         current = self._current
         return None if current is None or current.number != number or not current.group.alive else current
+
+    def is_moving(self, group: Group) -> bool:
+        """True if this request is on its way to another worker."""
+        return self._current is not None and self._current.group is group
 
     def is_paused(self, group: Group) -> bool:
         """True if no step of this request may be planned."""
@@ -168,12 +181,13 @@ class Relocations:
             else:
                 self._pull(current, current.position)
             return None
-        self._placement.will_release(group.memory, current.position)
-        self._placement.release(group.memory, current.position)
-        self._placement.leave(group.memory, 1)
-        self._placement.sequences[current.target] += 1
-        del self._residents[group.memory][group]
-        group.memory = current.target
+        (completion,) = group.completions
+        source = completion.worker
+        self._placement.will_release(source, current.position)
+        self._placement.release(source, current.position)
+        self._placement.go_on(source, current.target)
+        del self._residents[source][group]
+        completion.segments = [Segment(completion.sequence, current.target, group.heads, (0, None))]
         self._current = None
         self.settle(group)
         return group, current.position

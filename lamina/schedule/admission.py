@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lamina.groups import Group
-from lamina.placement.map import Placement
+from lamina.placement.map import NOWHERE, Placement
 from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
@@ -30,10 +30,13 @@ MOST_ASIDE = 32  # requests set aside: all are tried again when something is rel
 
 @dataclass(frozen=True)
 class _Kept:
-    """Room on ``worker``, and seats, are reserved for ``group``; room was last sought at step ``since``."""
+    """Room on ``workers``, and seats, are reserved for ``group``; room was last sought at step ``since``.
+
+    These are all, if the request is too long for one, else one.
+    """
 
     group: Group
-    worker: str
+    workers: frozenset[str]
     since: int
 
 
@@ -130,7 +133,7 @@ class Admissions:
     def apply(self, topology: Topology) -> None:
         """Only the memory workers of ``topology`` hold KV from now on."""
         self._exhausted = False
-        if self._kept is not None and self._kept.worker not in topology.names:
+        if self._kept is not None and not self._kept.workers <= topology.names:
             self._kept = None
 
     def step_completed(self) -> None:
@@ -151,7 +154,7 @@ class Admissions:
         return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
-        """Requests, in order, with lane and memory worker set and room reserved.
+        """Requests, in order, with lane and segments set and room reserved.
 
         The caller counts each one's seats before it takes the next. ``may_take``: whether a lane's next step has room
         for another prompt; if the emptiest lane's has not, all wait.
@@ -164,10 +167,14 @@ class Admissions:
                 return
             if seats.total >= self._max_sequences:
                 break
-            memory = self._room_for(group, lane, seats)
-            if memory is not None:
+            spans = self._room_for(group, lane, seats)
+            if spans is not None:
                 self._leave(group)
-                group.lane, group.memory = lane, memory
+                group.lane = lane
+                group.place(spans)
+                last, _ = spans[-1]
+                for completion in group.completions:
+                    self._placement.go_on(last, completion.worker)
                 group.seats = group.holders = len(group.completions)
                 self._relocations.settle(group)
                 yield group
@@ -186,12 +193,13 @@ class Admissions:
         while self._waiting:
             yield self._waiting.first()
 
-    def _room_for(self, group: Group, lane: int, seats: Seats) -> str | None:
-        """Reserve this request's present tokens and name the memory worker; None if they, or its seats, do not fit."""
-        wanted, besides = len(group.completions), None
+    def _room_for(self, group: Group, lane: int, seats: Seats) -> list[tuple[str, int]] | None:
+        """Reserve this request's present tokens: how many on which memory workers; None if they, or its seats, do not
+        fit."""
+        wanted, besides = len(group.completions), NOWHERE
         if self._kept is not None and self._kept.group is not group:
             wanted += len(self._kept.group.completions)
-            besides = self._kept.worker
+            besides = self._kept.workers
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
         return self._placement.reserve(group.to_run, len(group.completions), besides)
@@ -219,10 +227,17 @@ class Admissions:
             self._waiting.pop()
 
     def _keep_room(self, group: Group) -> None:
-        """Reserve the room of one worker for this request; move sequences away from there if that helps."""
-        kept = None if self._kept is None else self._kept.worker
+        """Reserve the room of one worker for this request; move sequences away from there if that helps.
+
+        A request that is too long for one worker waits until all together have room.
+        """
+        if self._placement.splits(group.to_run):
+            self._kept = _Kept(group, frozenset(self._placement.capacities), self._steps)
+            return
+        kept = next(iter(self._kept.workers)) if self._kept is not None and len(self._kept.workers) == 1 else None
         source = self._relocations.start_move(group.to_run, kept)
-        self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
+        worker = kept or source or self._placement.roomiest(min(group.tokens, self._placement.largest))
+        self._kept = _Kept(group, frozenset([worker]), self._steps)
 
     def _keep_no_more(self, group: Group) -> None:
         if self._kept is not None and self._kept.group is group:

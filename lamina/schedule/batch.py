@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from lamina.groups import Completion, Group, Owner
+from lamina.segments import holding
 from lamina.types import LAST_DRAWN, DecodeRows
 
 
@@ -12,17 +13,23 @@ class DecodeBatch:
     All advance by one token a step, so counting steps is enough: sequences are visited one by one only after one has
     joined or left. A sequence leaves by itself when its last token is being drawn.
 
+    Segments end too: where they are closed, or ``longest`` tokens behind their first one, if that is given.
+
     Attributes:
         steps: of the lane so far, including those without decoding sequences.
         workers: the tokens that the next step adds to each memory worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int | None = None) -> None:
         self.steps = 0
+        self._longest = longest
         self.workers: dict[str, int] = {}
         self._owners: dict[int, Owner] = {}
         self._joined: dict[int, int] = {}  # by sequence: its position less the steps before it joined
         self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that then have no more to run
+        self._places: dict[int, str] = {}  # by sequence: the worker that takes its next token
+        self._ends: dict[int, int] = {}  # by sequence: the number of steps at which its segment ends, if it does
+        self._full: dict[int, list[int]] = {}  # by that number: the sequences; some are out of date
         self._members: dict[int, Owner] | None = {}  # None: a sequence has joined or left
         self._sequences: list[int] = []
         self._offsets: list[int] = []
@@ -46,7 +53,7 @@ class DecodeBatch:
             self._owners[completion.sequence] = group, completion
             self._joined[completion.sequence] = position - self.steps
             self._leaving.setdefault(self.steps + rows, []).append(completion.sequence)
-            self.workers[group.memory] = self.workers.get(group.memory, 0) + 1
+            self._settle(completion, position)
             self._members = None
 
     def leave(self, sequence: int) -> None:
@@ -55,10 +62,45 @@ class DecodeBatch:
             group, completion = self._owners.pop(sequence)
             completion.until = self.steps
             completion.own = self._joined.pop(sequence) + self.steps - group.prompt_length
-            self.workers[group.memory] -= 1
-            if not self.workers[group.memory]:
-                del self.workers[group.memory]
+            self._unsettle(sequence)
             self._members = None
+
+    def _settle(self, completion: Completion, position: int) -> None:
+        """The next tokens of a sequence go to the worker that holds this position."""
+        segment = holding(completion.segments, position)
+        self._places[completion.sequence] = segment.worker
+        self.workers[segment.worker] = self.workers.get(segment.worker, 0) + 1
+        start, stop = segment.tokens
+        if stop is None and self._longest is not None:
+            stop = start + self._longest
+        if stop is not None:
+            self.postpone(completion.sequence, max(stop - position, 0))
+
+    def _unsettle(self, sequence: int) -> None:
+        worker = self._places.pop(sequence)
+        self.workers[worker] -= 1
+        if not self.workers[worker]:
+            del self.workers[worker]
+        self._ends.pop(sequence, None)
+
+    def turn_over(self, completion: Completion) -> None:
+        """A sequence continues in another of its segments, the one that holds its position."""
+        self._unsettle(completion.sequence)
+        self._settle(completion, self.position(completion.sequence))
+
+    def postpone(self, sequence: int, steps: int) -> None:
+        """The segment of a sequence takes tokens for so many steps more."""
+        self._ends[sequence] = self.steps + steps
+        self._full.setdefault(self.steps + steps, []).append(sequence)
+
+    def full(self) -> list[Owner]:
+        """The sequences whose segments have ended, each once: the caller turns them over or postpones that."""
+        ended = self._full.pop(self.steps, ())
+        return [self._owners[one] for one in ended if self._ends.get(one) == self.steps]
+
+    def on(self, worker: str) -> list[Owner]:
+        """The sequences whose next tokens go to this worker, in the order in which they came there."""
+        return [self._owners[sequence] for sequence, place in self._places.items() if place == worker]
 
     def pause(self, sequence: int) -> int:
         """A sequence stops decoding for a while. Returns the position at which it is to resume."""

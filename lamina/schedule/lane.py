@@ -4,11 +4,12 @@ import collections
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lamina.groups import Group, Owner
+from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
 from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.chunks import PromptBatch
-from lamina.types import DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.segments import forked
+from lamina.types import DecodeRows, Fork, Segment, SequenceStep, StepPlan
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +37,7 @@ class Lane:
     completed: int = 0  # of the steps that ``decoding`` counts
     turn: int = 0
     histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
+    grown: list[Segment] = field(default_factory=list)  # the same
 
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
@@ -49,7 +51,10 @@ class Lane:
             starting = [first]
             if not group.forked:
                 starting = group.completions
-                forks += [Fork(first.sequence, child.sequence, group.prompt_length) for child in group.fork()]
+                for child in group.fork():
+                    fork = Fork(first.sequence, child.sequence, group.prompt_length)
+                    forks.append(fork)
+                    self.grown += child.segments[len(forked(first.segments, fork.child, fork.tokens)) :]
             for completion in starting:
                 if completion.finished:
                     continue
@@ -76,22 +81,29 @@ class Lane:
             chunks.append(SequenceStep(completion.sequence, start, tokens, list(draws)))
         return chunks, drawing
 
-    def held(self, group: Group) -> int:
-        """KV tokens that are reserved for a request."""
-        decoding = self.decoding
-        return group.prompt_length + sum(
-            decoding.position(one.sequence) - group.prompt_length if one.sequence in decoding else one.own
-            for one in group.completions
-            if not one.released
-        )
+    def held(self, group: Group) -> dict[str, int]:
+        """KV tokens that are reserved for a request, by memory worker."""
+        held, alone = collections.Counter[str](), True
+        for one in group.completions:
+            if not one.released:
+                held.update(group.slots(one, self._reserved(group, one), alone=alone))
+                alone = False
+        return dict(held)
+
+    def _reserved(self, group: Group, completion: Completion) -> int:
+        """KV tokens that are reserved for a completion alone."""
+        if completion.sequence in self.decoding:
+            return self.decoding.position(completion.sequence) - group.prompt_length
+        return completion.own
 
     def computed(self, group: Group) -> int | None:
         """Tokens of a request whose steps have completed; None if it cannot move now.
 
-        Completions that share a prompt's slots stay where they are.
+        Completions that share a prompt's slots stay where they are, and so do sequences on several workers.
         """
         first, *others = group.completions
-        if others or first.sequence not in self.decoding or self.completed < group.until:
+        several = others or len(first.segments) > 1
+        if several or first.sequence not in self.decoding or self.completed < group.until:
             return None
         planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
         return max(self.decoding.position(first.sequence) - planned, first.goal)
@@ -109,8 +121,9 @@ class Lane:
         """Release the slots that steps in flight would have filled."""
         for group in self.running:
             for completion in group.alive:
-                place, prompt = completion.sequence, group.prompt_length
-                reserved = self.decoding.position(place) - prompt if place in self.decoding else completion.own
-                completion.own = max(group.kept(completion) - prompt, completion.known)
-                placement.will_release(group.memory, reserved - completion.own)
-                placement.release(group.memory, reserved - completion.own)
+                reserved = group.slots(completion, self._reserved(group, completion))
+                completion.own = max(group.kept(completion) - group.prompt_length, completion.known)
+                kept = group.slots(completion, completion.own)
+                for worker, tokens in reserved.items():
+                    placement.will_release(worker, tokens - kept.get(worker, 0))
+                    placement.release(worker, tokens - kept.get(worker, 0))

@@ -41,5 +41,5 @@ class Limits:
         room = self.max_model_len - prompt_length
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
-        # As many as the slab can hold; the KV of the last token drawn is not kept.
-        return max(1, min(room, (placement.largest - prompt_length) // params.n + 1))
+        # As many as all slabs can hold; the KV of the last token drawn is not kept.
+        return max(1, min(room, (placement.total - prompt_length) // params.n + 1))

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from lamina.pipeline import Pipeline
+from lamina.segments import for_sequence, forked, grown
 from lamina.topology import Topology
 from lamina.types import Admission, DecodeRows, Segment, StepPlan
 
@@ -29,6 +30,7 @@ _NOTHING: dict[str, Any] = {
     "moved": [],
     "migrations": [],
     "histories": {},
+    "grown": [],
 }
 
 
@@ -55,6 +57,7 @@ class Recipients:
         self._computes = tuple(computes)
         self._pipeline = pipeline
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
+        self._segments: dict[int, list[Segment]] = {}
         self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
         self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
         self._decoding: dict[int, _Decoding] = {}  # by lane
@@ -65,8 +68,11 @@ class Recipients:
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
         self._untold.clear()
-        self._homes = {one: homes for one, homes in self._homes.items() if topology.names.issuperset(homes)}
-        self._admissions = {one: self._admissions[one] for one in self._homes}
+        lost = (one for one, homes in self._homes.items() if not topology.names.issuperset(homes))
+        struck = {self._admissions[one].sequence for one in lost}
+        self._admissions = {one: told for one, told in self._admissions.items() if told.sequence not in struck}
+        self._homes = {one: self._homes[one] for one in self._admissions}
+        self._segments = {one: self._segments[one] for one in self._admissions}
         self._knowing = {one: set(homes) for one, homes in self._homes.items()}
 
     def change(self, topology: Topology) -> None:
@@ -89,15 +95,23 @@ class Recipients:
 
         for fork in plan.forks:
             add(self._homes[fork.parent], "forks", fork)
+            self._place(fork.child, forked(self._segments[fork.parent], fork.child, fork.tokens), replicas, now)
         self._release(plan, replicas, now)
         for segment in plan.moved:
             add([*self._homes[segment.sequence], segment.worker], "moved", segment)
-            self._move(segment, replicas, now)
+            self._place(segment.sequence, [segment], replicas, now)
         for migration in plan.migrations:
             add((migration.source, migration.target), "migrations", migration)
             self._knowing[migration.sequence].add(migration.target)
         for admission in plan.admitted:
             add(self._admit(admission, replicas), "admitted", admission)
+        for segment in plan.grown:
+            before, (first, _) = self._segments[segment.sequence], segment.tokens
+            ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
+            add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
+            self._place(segment.sequence, grown(before, segment), replicas, now)
+        if plan.grown:
+            self._decoding.pop(plan.lane, None)
         decoding = self._decoding.get(plan.lane)
         strange = self._strange(plan, replicas, decoding)
         if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
@@ -125,30 +139,42 @@ class Recipients:
 
     def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
         for sequence in plan.released:
-            del self._admissions[sequence], self._homes[sequence]
+            del self._admissions[sequence], self._homes[sequence], self._segments[sequence]
             for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
     def _forget(self, worker: str, sequence: int, now: float) -> None:
         self._untold.setdefault(worker, (now, []))[1].append(sequence)
 
-    def _move(self, segment: Segment, replicas: tuple[str, ...], now: float) -> None:
-        """The old home learns of it from the plan. Compute workers that do not get the plan forget the sequence."""
-        sequence, home = segment.sequence, segment.worker
-        for worker in self._knowing[sequence].difference(replicas, self._homes[sequence], [home]):
+    def _place(self, sequence: int, segments: list[Segment], replicas: tuple[str, ...], now: float) -> None:
+        """A sequence has these segments from now on. The memory workers concerned learn of it from the plan. Compute
+        workers that do not get the plan forget the sequence."""
+        if segments == self._segments[sequence]:
+            return
+        homes = list(dict.fromkeys(segment.worker for segment in segments))
+        for worker in self._knowing[sequence].difference(replicas, self._homes[sequence], homes):
             self._forget(worker, sequence, now)
-        self._knowing[sequence] = {home, *self._knowing[sequence].intersection(replicas)}
-        self._homes[sequence] = [home]
-        self._admissions[sequence] = msgspec.structs.replace(self._admissions[sequence], segments=[segment])
+        self._knowing[sequence] = {*homes, *self._knowing[sequence].intersection(replicas)}
+        self._segments[sequence], self._homes[sequence] = segments, homes
 
     def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> list[str]:
         """Returns the memory workers with its segments."""
-        homes = [segment.worker for segment in admission.segments]
+        homes = list(dict.fromkeys(segment.worker for segment in admission.segments))
         for sequence in range(admission.sequence, admission.sequence + admission.count):
             self._admissions[sequence] = admission
+            self._segments[sequence] = for_sequence(sequence, admission.segments)
             self._homes[sequence] = homes
             self._knowing[sequence] = {*homes, *replicas}
         return homes
+
+    def _present(self, admission: Admission) -> Admission:
+        """A request with the segments that it has by now."""
+        known = range(admission.sequence, admission.sequence + admission.count)
+        placed = {sequence: self._segments[sequence] for sequence in known if sequence in self._segments}
+        if all(segments == for_sequence(sequence, admission.segments) for sequence, segments in placed.items()):
+            return admission
+        segments = [segment for each in placed.values() for segment in each]
+        return msgspec.structs.replace(admission, segments=segments)
 
     def _strange(self, plan: StepPlan, replicas: tuple[str, ...], before: _Decoding | None) -> list[int]:
         """The sequences that the plan names and some of these replicas do not know."""
@@ -179,8 +205,9 @@ class Recipients:
             _, released = self._untold.pop(replica, (now, []))
             missed = [self._admissions[one] for one in strange if replica not in self._knowing[one]]
             by_request = {admission.sequence: admission for admission in missed}
+            late = [self._present(admission) for admission in by_request.values()]
             whole = msgspec.structs.replace(
-                plan, released=[*released, *plan.released], admitted=[*by_request.values(), *plan.admitted]
+                plan, released=[*released, *plan.released], admitted=[*late, *plan.admitted]
             )
             addressed.append(((replica,), whole))
             for admission in by_request.values():

@@ -13,10 +13,12 @@ alone, so it goes on with the tokens it would have drawn.
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
 that is still being drawn. If a sequence has ended, its row is discarded.
 
-``lamina.schedule.admission`` selects the next request. If no memory worker has had room for it for long, although all
-together have, sequences move, one at a time (``lamina.placement.relocation``). A sequence that moves keeps decoding
-while its KV is copied. Then it pauses: once its steps have completed, the KV they added is copied too, and the next
-plan names its new worker and resumes it.
+``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
+and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
+
+If no memory worker has had room for a request for long, although all together have, sequences move, one at a time
+(``lamina.placement.relocation``). A sequence that moves keeps decoding while its KV is copied. Then it pauses: once its
+steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it.
 """
 
 import itertools
@@ -24,7 +26,7 @@ from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
-from lamina.placement.map import Placement
+from lamina.placement.map import AHEAD, Placement
 from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
@@ -33,6 +35,7 @@ from lamina.schedule.lane import Lane, Planned
 from lamina.schedule.limits import Limits
 from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
+from lamina.segments import grown, holding
 from lamina.topology import Topology
 from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
 
@@ -63,6 +66,8 @@ class Scheduler:
         self._kv_heads = kv_heads
         self._policy = policy
         self._lanes = [Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
+        for own in self._lanes:
+            own.decoding = DecodeBatch(placement.longest)
         self._seats = Seats(self.active)
         # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
         # allows, or it had nothing to plan last time.
@@ -144,21 +149,24 @@ class Scheduler:
         self._ahead.clear()
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
-        dropped = sorted((group for worker in lost for group in self.holders(worker)), key=lambda group: -group.arrival)
+        running = (group for own in self._lanes for group in own.running)
+        struck = [group for group in running if group.alive and not lost.isdisjoint(group.workers)]
+        dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
         for group in dropped:
             self.drop(group)
         for own in self._lanes:
             own.shrink(self.placement)
-            gone = [owner for owner in own.ending if owner[0].memory in lost]
-            own.ending = [owner for owner in own.ending if owner[0].memory not in lost]
+            gone = [owner for owner in own.ending if not lost.isdisjoint(owner[0].workers)]
+            own.ending = [owner for owner in own.ending if owner not in gone]
             for group, completion in gone:
                 self._give_back(group, completion)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
         self._move()
-        return self._remains(len(dropped), recomputed)
+        unservable = [group for group in self._requests.values() if group.tokens > self.placement.total]
+        return self._remains(len(dropped), recomputed, unservable)
 
     def change(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
@@ -172,12 +180,14 @@ class Scheduler:
             self._lanes.append(Lane(allowance=self.limits.max_num_batched_tokens))
             self._resting.add(lane)
 
-    def _remains(self, dropped: int, recomputed: int) -> Remains:
+    def _remains(self, dropped: int, recomputed: int, unservable: list[Group]) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
         for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
             completions = group.alive if group.forked else group.completions[:1]
-            kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
-        return Remains(kept, dropped, recomputed)
+            for completion in completions:
+                for segment in completion.segments:
+                    kept[segment.worker][completion.sequence] = group.kept(completion)
+        return Remains(kept, dropped, recomputed, unservable)
 
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
@@ -190,7 +200,7 @@ class Scheduler:
             own.dealt.clear()
             for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
                 content.clear()
-            own.decoding, own.completed = DecodeBatch(), 0
+            own.decoding, own.completed = DecodeBatch(self.placement.longest), 0
         self._seats = Seats(self.active)
         self._admissions.given_back()
         self._changed, self._resting = set(range(len(self._lanes))), set()
@@ -255,6 +265,7 @@ class Scheduler:
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
+        self._turn_over(own)
         self._make_way(own)
         self._share_seats()
         self._deal()
@@ -265,7 +276,8 @@ class Scheduler:
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
-        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences):
+        grown_here, own.grown = own.grown, []
+        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences or grown_here):
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
             # KV of its own has been dropped.
             if fits and not own.ending:
@@ -286,6 +298,7 @@ class Scheduler:
             migrations,
             self.rotates,
             histories,
+            grown_here,
         )
         if chunks or rows.sequences:
             own.turn += self._attentions
@@ -293,16 +306,69 @@ class Scheduler:
         own.in_flight.append(Planned(plan, own.decoding.members, prompted))
         return plan
 
+    def _turn_over(self, lane: Lane) -> None:
+        """Let sequences whose segments have ended go on in the next one."""
+        for group, completion in lane.decoding.full():
+            position = lane.decoding.position(completion.sequence)
+            if holding(completion.segments, position).tokens[0] == position:  # planned before an epoch ended
+                lane.decoding.turn_over(completion)
+            elif not self._grow(lane, group, completion, self.placement.next_worker(completion.worker)):
+                lane.decoding.postpone(completion.sequence, AHEAD)
+
+    def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
+        """A sequence continues on another memory worker from its next position on. False, and it does not, if it is on
+        its way to another worker, or there is none with room."""
+        if worker is None or self._relocations.is_moving(group):
+            return False
+        position = lane.decoding.position(completion.sequence)
+        new = Segment(completion.sequence, worker, group.heads, (position, None))
+        self.placement.go_on(completion.worker, worker)
+        completion.segments = grown(completion.segments, new)
+        self._relocations.settle(group)
+        lane.decoding.turn_over(completion)
+        lane.grown.append(new)
+        return True
+
     def _make_way(self, lane: Lane) -> None:
-        """Drop KV on memory workers that are about to run out of slots for the sequences of this lane."""
-        for worker, tokens in self.placement.shortages(lane.decoding.workers).items():
+        """Where memory workers are about to run out of slots for the sequences of this lane, let these go on elsewhere;
+        drop KV if there is no room either."""
+        placement, needed = self.placement, lane.decoding.workers
+        for worker, tokens in placement.shortages(needed).items():
+            lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
+            if lacking <= 0:
+                continue
             holders = self._relocations.holders(worker)
             if len(holders) > 1:
-                for group in victims(holders, tokens, self._policy):
+                for group in victims(holders, lacking, self._policy):
                     self.drop(group)
-            elif self.placement.left(worker) + self.placement.returning[worker] < lane.decoding.workers[worker]:
-                for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
-                    self.drop(group)
+            elif placement.left(worker) + placement.returning[worker] < needed.get(worker, 0):
+                self._squeeze(lane, worker)
+
+    def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
+        """Let up to so many sequences of this lane that grow on a worker go on elsewhere. Returns how many do."""
+        if self.placement.next_worker(worker) is None:
+            return 0
+        chosen = lane.decoding.on(worker)[-sequences:]
+        return sum(self._grow(lane, *owner, self.placement.next_worker(worker)) for owner in chosen)
+
+    def _squeeze(self, lane: Lane, worker: str) -> None:
+        """The only request on a worker has filled it, and no other worker has room to spare: use the last slots of all;
+        if there are none, drop the KV of others."""
+        placement, needed = self.placement, lane.decoding.workers
+        for group, completion in lane.decoding.on(worker):
+            if needed.get(worker, 0) <= placement.left(worker):
+                return
+            spare = {one: placement.left(one) - needed.get(one, 0) for one in placement.capacities if one != worker}
+            best = max(spare, key=lambda one: spare[one], default=worker)
+            if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
+                break
+        else:
+            return
+        if not any(placement.returning.values()):
+            running = (group for own in self._lanes for group in own.running if group.alive)
+            holders = {group: sum(self._held(group).values()) for group in running if group not in lane.dealt}
+            for group in victims(holders, AHEAD * needed[worker], self._policy):
+                self.drop(group)
 
     def _share_seats(self) -> None:
         """Drop a request of a client with most sequences if one with fewer than its share waits."""
@@ -319,7 +385,7 @@ class Scheduler:
             successor.gave_way = True
             self._admissions.add(successor)
 
-    def _held(self, group: Group) -> int:
+    def _held(self, group: Group) -> Mapping[str, int]:
         return self._lanes[group.lane].held(group)
 
     def _computed(self, group: Group) -> int | None:
@@ -335,8 +401,8 @@ class Scheduler:
     def _give_back(self, group: Group, completion: Completion) -> None:
         """The room of one of a request's completions."""
         group.holders -= 1
-        prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
-        self.placement.release(group.memory, completion.own + prompt)
+        for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
+            self.placement.release(worker, tokens)  # the last one releases the prompt, which all share
         completion.released = True
         self._admissions.given_back()
         if not group.holders:
@@ -352,7 +418,7 @@ class Scheduler:
         (completion,) = group.completions
         own.decoding.resume(group, completion, position)
         self._admissions.given_back()
-        return [Segment(completion.sequence, group.memory, group.heads, (0, None))]
+        return completion.segments
 
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
@@ -380,11 +446,11 @@ class Scheduler:
 
     def _admission(self, group: Group) -> Admission:
         params, first = group.request.params, group.completions[0].sequence
-        segment = Segment(first, group.memory, group.heads, (0, None))
+        segments = group.completions[0].segments
         prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
         indices = [completion.index for completion in group.completions]
         return Admission(
-            first, len(indices), group.prompt_length, [segment], params, group.request.seed, prompt, indices
+            first, len(indices), group.prompt_length, segments, params, group.request.seed, prompt, indices
         )
 
     def migrated(self, number: int) -> None:
@@ -477,9 +543,11 @@ class Scheduler:
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
         self._seats.change(group.lane, -group.seats, group.request.client)
-        self.placement.will_release(group.memory, group.to_run)
-        self.placement.release(group.memory, group.to_run)
-        self.placement.leave(group.memory, group.seats)
+        for worker, tokens in own.held(group).items():
+            self.placement.will_release(worker, tokens)
+            self.placement.release(worker, tokens)
+        for completion in group.completions:
+            self.placement.leave(completion.worker, 1)
         self._relocations.leave(group)
         self._admissions.given_back()
         group.lane = -1
@@ -494,8 +562,9 @@ class Scheduler:
             own.prompts.discard(completion)
             own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
-            self.placement.leave(group.memory, 1)
-            self.placement.will_release(group.memory, completion.own + (0 if group.alive else group.prompt_length))
+            self.placement.leave(completion.worker, 1)
+            for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
+                self.placement.will_release(worker, tokens)
             if not group.alive:
                 self._relocations.ended(group)
             self._retire(own)

@@ -53,6 +53,10 @@ class _Numbers(Generic[Sequences]):
             self._last = np.array(self._look_up(sequences), np.int64)
         return self._last
 
+    def forget(self) -> None:
+        """Look the numbers up again the next time."""
+        self._sequences = None
+
 
 def _requests(drawn: Mapping[int, Owner]) -> list[int]:
     return [int(group.request.request_id) for group, _ in drawn.values()]
@@ -268,7 +272,10 @@ class Simulation:
             seconds = self._model.migration_seconds(migration.stop - migration.start)
             self._migration = now + seconds, migration.number
         for admission in plan.admitted:
-            self._homes[admission.sequence] = self._numbers[admission.segments[0].worker]
+            self._homes[admission.sequence] = self._numbers[admission.segments[-1].worker]
+        for segment in plan.grown:  # the times count all of a sequence's attention where its next tokens go
+            self._homes[segment.sequence] = self._numbers[segment.worker]
+            self._decoding[plan.lane].forget()
         if not plan.runs:
             return
         self._steps += 1

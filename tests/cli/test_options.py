@@ -23,6 +23,7 @@ GIVEN: dict[str, Any] = {
     "default_max_tokens": 4,
     "kv_cache_memory_bytes": 6,
     "kv_cache_dtype": "int8",
+    "kv_tokens_per_worker": 77,
     "threads": 7,
     "lanes": 8,
     "pipelining": "fixed",

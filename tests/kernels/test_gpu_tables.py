@@ -40,7 +40,7 @@ def apply(slab: Slab, operation: str, sequence: int, amount: int) -> None:
 @given(operations)
 def test_the_device_holds_the_hosts_tables(steps):
     """Whenever changes are sent, after one operation or after many."""
-    slab, tables, device = Slab(1000), PageTables(8192), np.full(8192, -1, np.int32)
+    slab, tables, device = Slab[int](1000), PageTables(8192), np.full(8192, -1, np.int32)
     known: set[int] = set()
     for operation, sequence, amount, sends in steps:
         apply(slab, operation, sequence, amount)

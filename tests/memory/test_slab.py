@@ -19,7 +19,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slab = Slab(CAPACITY)
+        self.slab = Slab[int](CAPACITY)
         self.model: dict[int, list[int]] = {}
         self.next_sequence = 0
 
@@ -139,7 +139,7 @@ TestSlabMachine = SlabMachine.TestCase
 
 
 def test_a_sequence_grows_in_runs_while_others_grow_beside_it_until_slots_are_scarce() -> None:
-    slab = Slab(400)
+    slab = Slab[int](400)
     slab.open(1)
     slab.open(2)
     assert slab.append(1, 5).tolist() == [0, 1, 2, 3, 4]
@@ -150,7 +150,7 @@ def test_a_sequence_grows_in_runs_while_others_grow_beside_it_until_slots_are_sc
 
 
 def test_freed_slots_come_back_first_and_in_order() -> None:
-    slab = Slab(400)
+    slab = Slab[int](400)
     slab.open(1)
     slab.open(2)
     slab.append(1, 5)

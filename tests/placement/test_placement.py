@@ -11,13 +11,14 @@ from lamina.types import Request, SamplingParams
 
 @given(
     capacities=st.lists(st.integers(1, 500), min_size=1, max_size=8),
+    longest=st.sampled_from([40, 500]),
     calls=st.lists(st.tuples(st.sampled_from("rgx"), st.integers(1, 300), st.integers(1, 3)), max_size=200),
 )
-def test_a_request_goes_where_most_room_is_left_for_all_to_grow(
-    capacities: list[int], calls: list[tuple[str, int, int]]
+def test_a_request_goes_where_most_room_is_left_for_all_to_grow_or_on_several_workers(
+    capacities: list[int], longest: int, calls: list[tuple[str, int, int]]
 ) -> None:
     names = [f"memory{index}" for index in range(len(capacities))]
-    placement = Placement(dict(zip(names, capacities, strict=True)))
+    placement = Placement(dict(zip(names, capacities, strict=True)), longest)
     held: list[tuple[str, int, int]] = []  # worker, tokens, sequences
     for call, tokens, sequences in calls:
         on = {name: [each for each in held if each[0] == name] for name in names}
@@ -37,13 +38,20 @@ def test_a_request_goes_where_most_room_is_left_for_all_to_grow(
             rooms = [capacity[n] - used[n] - AHEAD * many[n] - int(WATERMARK * capacity[n]) for n in names]
             place = rooms.index(max(rooms))  # the first of several
             empty = [name for name in names if not used[name] and tokens <= capacity[name]]
-            chosen = placement.reserve(tokens, sequences)
-            if rooms[place] >= tokens + AHEAD * sequences:
-                assert chosen == names[place]
+            spans = placement.reserve(tokens, sequences)
+            if tokens > min(max(capacities), longest if len(names) > 1 else 500):
+                room, whole = sum(max(room, 0) for room in rooms), sum(capacities)
+                fits = room >= tokens + AHEAD * sequences or (whole >= tokens and not any(used.values()))
+                assert (spans is not None) == fits
+                assert all(amount <= longest for _, amount in spans or ())
+            elif rooms[place] >= tokens + AHEAD * sequences:
+                assert spans == [(names[place], tokens)]
             else:
-                assert chosen == (empty[0] if empty else None)
-            if chosen:
-                held.append((chosen, tokens, sequences))
+                assert spans == ([(empty[0], tokens)] if empty else None)
+            if spans is not None:
+                assert sum(amount for _, amount in spans) == tokens
+                held += [(worker, amount, 0) for worker, amount in spans[:-1]]
+                held.append((*spans[-1], sequences))
         for name in names:
             assert placement.reserved[name] == sum(each[1] for each in held if each[0] == name)
             assert 0 <= placement.reserved[name] <= placement.capacities[name]

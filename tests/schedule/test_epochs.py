@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.errors import RequestError
 from lamina.pipeline import Pipeline
 from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Member, Topology
+from lamina.types import Request
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_scheduler import MANY, Cluster, MemoryModel, requests
 
@@ -19,12 +21,28 @@ pytestmark = pytest.mark.usefixtures("impatient")
 class Losing(Cluster):
     """A cluster whose epochs end, with or without a memory worker."""
 
-    def __init__(self, requests: list, memories: int, lanes: int, depth: int, limits: Limits) -> None:
-        super().__init__(requests, memories, lanes, depth, limits)
+    def __init__(
+        self,
+        requests: list,
+        memories: int,
+        lanes: int,
+        depth: int,
+        limits: Limits,
+        capacity: int,
+        longest: int | None,
+    ) -> None:
+        super().__init__(requests, memories, lanes, depth, limits, capacity, longest)
+        self.unservable: set[int] = set()
         workers = [Member("compute0", "compute", "cpu", ""), Member("compute1", "compute", "cpu", "")]
-        workers += [Member(memory.name, "memory", "cpu", "", 60) for memory in self.memories]
+        workers += [Member(memory.name, "memory", "cpu", "", capacity) for memory in self.memories]
         self._numbers = itertools.count()
         self.topology = Topology(FIRST, tuple(workers), Pipeline(lanes, 2) if lanes > 1 else Pipeline(2, 2))
+
+    def submit(self, index: int, made: Request) -> None:
+        try:
+            super().submit(index, made)
+        except RequestError:  # too long for the workers that are left
+            self.unservable.add(index)
 
     def end_epoch(self, number: int) -> None:
         """Memory worker ``number`` is lost, if it is not the last one; else a compute worker is, and no KV."""
@@ -36,15 +54,18 @@ class Losing(Cluster):
         self.memories = [memory for memory in self.memories if memory.name not in lost]
         for memory in self.memories:
             kept = remains.kept[memory.name]
-            assert kept.keys() <= memory.here
-            for sequence in list(memory.slab.segments):
-                if sequence not in kept:
-                    memory.forget(sequence)
+            assert kept.keys() <= memory.here.keys()
+            for sequence in {sequence for sequence, _ in memory.slab.segments}.difference(kept):
+                memory.forget(sequence)
             for sequence, tokens in kept.items():
                 index, _ = self._owners[sequence]
                 shared = 0 if sequence in self._firsts else self.requests[index][0]
                 assert tokens == max(self._computed.get(sequence, 0), shared)
-                memory.slab.truncate(sequence, tokens)
+                for start, stop in memory.here[sequence].items():
+                    memory.slab.truncate((sequence, start), max(0, min(tokens, stop) - start))
+        for group in remains.unservable:
+            self.unservable.add(int(group.request.request_id))
+            self.scheduler.abort(group.request.request_id)
 
     def join(self, capacity: int) -> None:
         """Another memory worker takes part from now on."""
@@ -64,6 +85,8 @@ class Losing(Cluster):
     lanes=st.integers(1, 3),
     depth=st.integers(1, 3),
     limits=st.sampled_from([LIMITS, MANY]),
+    capacity=st.sampled_from([60, 60, 27]),
+    longest=st.sampled_from([None, None, 5, 11]),
     migration_turns=st.integers(1, 6),
     ends=st.dictionaries(st.integers(0, 30), st.integers(0, 2), max_size=6),
     joins=st.dictionaries(st.integers(0, 30), st.integers(20, 70), max_size=4),
@@ -75,12 +98,14 @@ def test_whenever_workers_join_and_are_lost_every_request_ends_with_the_same_tok
     lanes: int,
     depth: int,
     limits: Limits,
+    capacity: int,
+    longest: int | None,
     migration_turns: int,
     ends: dict[int, int],
     joins: dict[int, int],
     drops: dict[int, int],
 ) -> None:
-    cluster = Losing(requests, memories, lanes, depth, limits)
+    cluster = Losing(requests, memories, lanes, depth, limits, capacity, longest)
     for turn in itertools.count():
         assert turn < 2000, "the scheduler does not come to rest"
         cluster.arrive(turn)
@@ -101,7 +126,7 @@ def test_whenever_workers_join_and_are_lost_every_request_ends_with_the_same_tok
     assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
     assert not any(cluster.scheduler.placement.reserved.values())
     for index, (_, _, n, stops, aborted, _) in enumerate(requests):
-        if aborted is None:
+        if aborted is None and index not in cluster.unservable:
             most = cluster.groups[index].max_tokens
             assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ def stores() -> dict[str, KvStore]:
     return {name: KvStore(name, [SPEC], DType.FLOAT32, room, 1, Overlap()) for name, room in CAPACITIES.items()}
 
 
-def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Iterable[int]) -> bool:
+def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, Sequence[Segment]]) -> bool:
     """Whether a memory worker that holds ``had``, and is told of everything, has anything to do for a plan."""
     return (
         not tables.rows.empty
@@ -49,7 +49,13 @@ def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Iterable[int]
         or any(segment.sequence in had or segment.worker == worker for segment in plan.moved)
         or any(worker in (migration.source, migration.target) for migration in plan.migrations)
         or any(segment.worker == worker for admission in plan.admitted for segment in admission.segments)
+        or any(segment.worker == worker or ends(had.get(segment.sequence, ()), segment) for segment in plan.grown)
     )
+
+
+def ends(had: Sequence[Segment], new: Segment) -> bool:
+    """Whether a segment that a worker has ends where another takes over."""
+    return any(segment.tokens[1] is None or segment.tokens[1] > new.tokens[0] for segment in had)
 
 
 def same(part: StepTables, whole: StepTables) -> None:
@@ -99,8 +105,8 @@ class Told(Driver):
     """Every plan goes to workers that are told of everything, and its parts to workers that are told what concerns
     them: with equal slabs, these must do the same."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random) -> None:
-        super().__init__(pipeline, depth, chance)
+    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None) -> None:
+        super().__init__(pipeline, depth, chance, longest)
         self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
         self.pipeline = pipeline
         self.recipients = Recipients(self.computes, pipeline)
@@ -118,7 +124,9 @@ class Told(Driver):
         self.live[name] = self.turn.scheduler.add(made)
 
     def take(self, plan: StepPlan) -> None:
-        had = {name: set(store._segments) for name, store in self.everything.items()}
+        had = {name: dict(store._segments) for name, store in self.everything.items()}
+        for store in had.values():  # a parent's last segment is open in its child, which may grow at once
+            store.update({fork.child: store[fork.parent] for fork in plan.forks if fork.parent in store})
         tables = {name: store.apply(plan) for name, store in self.everything.items()}
         self.all_knowing.apply(plan)
         parts = [(name, part) for names, part in self.recipients.of(plan, self.now) for name in names]
@@ -165,13 +173,14 @@ class Told(Driver):
     depth=st.integers(1, DEPTH),
     requests=st.integers(1, 25),
     leaving=st.sampled_from([0.0, 0.1]),
+    longest=st.sampled_from([None, 6]),
     seed=st.integers(0, 2**32),
 )
 def test_those_concerned_and_nobody_else_are_told_what_they_need(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, seed: int
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, seed: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Told(pipeline, depth, chance)
+    driver = Told(pipeline, depth, chance, longest)
     driver.pause_s = RELEASE_S
     for number in range(requests):
         driver.come(str(number))
@@ -189,7 +198,8 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
     driver.tell_overdue(float("inf"))
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
     assert not any(replica.segments for replica in driver.replicas.values())
-    assert not any((driver.recipients._homes, driver.recipients._knowing, driver.recipients._admissions))
+    recipients = driver.recipients
+    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._admissions))
 
 
 def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:

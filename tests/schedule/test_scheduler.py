@@ -14,7 +14,17 @@ from lamina.groups import Group
 from lamina.memory.slab import Slab
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import LAST_DRAWN, Admission, Migration, Request, SamplingParams, StepPlan
+from lamina.types import (
+    LAST_DRAWN,
+    Admission,
+    Fork,
+    Migration,
+    Request,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -27,46 +37,79 @@ class MemoryModel:
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
-        self.slab = Slab(capacity)
-        self.here: set[int] = set()
+        self.slab = Slab[tuple[int, int]](capacity)
+        self.here: dict[int, dict[int, int]] = {}  # by sequence and first token of a segment: where it ends
 
     def apply(self, plan: StepPlan) -> None:
         for fork in plan.forks:
-            if fork.parent in self.here:
-                self.slab.fork(fork.parent, fork.child, fork.tokens)
-                self.here.add(fork.child)
+            self.fork(fork)
         for sequence in plan.released:
             self.forget(sequence)
         for segment in plan.moved:
             if segment.worker == self.name:
-                self.here.add(segment.sequence)
+                self.here[segment.sequence] = {0: sys.maxsize}
             else:
                 self.forget(segment.sequence)
         self.migrate(plan.migrations)
         for admission in plan.admitted:
-            if admission.segments[0].worker == self.name:
-                self.slab.open(admission.sequence)
-                self.here.add(admission.sequence)
+            for segment in admission.segments:
+                self.begin(segment)
+        for segment in plan.grown:
+            self.end(segment.sequence, segment.tokens[0])
+            self.begin(segment)
         for step in plan.sequences:
-            if step.sequence in self.here:
-                assert len(self.slab.slots(step.sequence)) == step.start
-                self.slab.append(step.sequence, len(step.tokens))  # CapacityError: admission was not exact
+            self.run(step)
+
+    def fork(self, fork: Fork) -> None:
+        for start, stop in self.here.get(fork.parent, {}).items():
+            if start < fork.tokens:
+                self.slab.fork((fork.parent, start), (fork.child, start), min(fork.tokens, stop) - start)
+                self.here.setdefault(fork.child, {})[start] = stop if stop < fork.tokens else sys.maxsize
+
+    def run(self, step: SequenceStep) -> None:
+        for start, stop in self.here.get(step.sequence, {}).items():
+            first, last = max(step.start, start), min(step.stop, stop)
+            if first < last:
+                assert len(self.slab.slots((step.sequence, start))) == first - start
+                self.slab.append((step.sequence, start), last - first)  # CapacityError: admission was not exact
+
+    def begin(self, segment: Segment) -> None:
+        start, stop = segment.tokens
+        if segment.worker == self.name:
+            self.here.setdefault(segment.sequence, {})[start] = sys.maxsize if stop is None else stop
+            self.slab.open((segment.sequence, start))
+
+    def end(self, sequence: int, position: int) -> None:
+        """Another segment takes the tokens from this position on."""
+        for start, stop in list(self.here.get(sequence, {}).items()):
+            if start >= position:
+                assert not len(self.slab.slots((sequence, start)))
+                self.slab.free((sequence, start))
+                del self.here[sequence][start]
+            else:
+                self.here[sequence][start] = min(stop, position)
 
     def migrate(self, migrations: list[Migration]) -> None:
         for migration in migrations:
+            key = migration.sequence, 0
             if migration.source == self.name:
-                assert migration.sequence in self.here
-                assert migration.stop <= len(self.slab.slots(migration.sequence))
+                assert list(self.here[migration.sequence]) == [0]
+                assert migration.stop <= len(self.slab.slots(key))
             if migration.target == self.name:
-                if migration.sequence not in self.slab:
-                    self.slab.open(migration.sequence)
-                assert len(self.slab.slots(migration.sequence)) == migration.start < migration.stop
-                self.slab.append(migration.sequence, migration.stop - migration.start)
+                if key not in self.slab:
+                    self.slab.open(key)
+                assert len(self.slab.slots(key)) == migration.start < migration.stop
+                self.slab.append(key, migration.stop - migration.start)
 
     def forget(self, sequence: int) -> None:
-        self.here.discard(sequence)
-        if sequence in self.slab:
-            self.slab.free(sequence)
+        self.here.pop(sequence, None)
+        for key in self.slab.segments:
+            if key[0] == sequence:
+                self.slab.free(key)
+
+    def holds(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return sum(len(self.slab.slots((sequence, start))) for start in self.here.get(sequence, ()))
 
 
 requests = st.lists(
@@ -85,11 +128,20 @@ requests = st.lists(
 class Cluster:
     """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
 
-    def __init__(self, requests: list, memories: int, lanes: int, depth: int, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        requests: list,
+        memories: int,
+        lanes: int,
+        depth: int,
+        limits: Limits = LIMITS,
+        capacity: int = 60,
+        longest: int | None = None,
+    ) -> None:
         self.requests = requests
         self.limits = limits
-        self.memories = [MemoryModel(f"memory{index}", 60) for index in range(memories)]
-        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes, limits)
+        self.memories = [MemoryModel(f"memory{index}", capacity) for index in range(memories)]
+        self.scheduler = scheduler({memory.name: capacity for memory in self.memories}, lanes, limits, longest)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self._depth = depth
@@ -99,7 +151,7 @@ class Cluster:
         self._migrations: list[Migration] = []  # that have begun and are not done
         self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
         self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
-        self.moved = 0
+        self.moved = self.grown = 0
 
     def drop(self, number: int) -> None:
         """The KV of one of the requests that have any is dropped."""
@@ -115,9 +167,12 @@ class Cluster:
     def arrive(self, turn: int) -> None:
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
             if arrival == turn:
-                self.groups[index] = self.scheduler.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+                self.submit(index, request(str(index), prompt, max_tokens=max_tokens, n=n))
             if aborted is not None and aborted == turn - arrival:
                 self.scheduler.abort(str(index))
+
+    def submit(self, index: int, made: Request) -> None:
+        self.groups[index] = self.scheduler.add(made)
 
     def complete(self, lane: int) -> None:
         """The oldest step of a lane ends."""
@@ -163,8 +218,9 @@ class Cluster:
             self.moved += len(plan.moved)
             for memory in self.memories:
                 memory.apply(plan)
-            for sequence in (*(step.sequence for step in plan.sequences), *(fork.child for fork in plan.forks)):
-                assert sum(sequence in memory.here for memory in self.memories) == 1
+            for step in plan.sequences:
+                assert sum(memory.holds(step.sequence) for memory in self.memories) == step.stop
+            self.grown += len(plan.grown)
             self._in_flight[lane].append(plan)
 
     def _admits(self, group: Group, admission: Admission) -> bool:
@@ -175,7 +231,7 @@ class Cluster:
     @property
     def busy(self) -> bool:
         held = self.scheduler.waiting or any(self.scheduler.placement.reserved.values()) or any(self._in_flight)
-        return bool(held) or len(self.groups) < len(self.requests)
+        return bool(held)
 
 
 @given(
@@ -185,6 +241,8 @@ class Cluster:
     depth=st.integers(1, 3),
     switches=st.dictionaries(st.integers(0, 20), st.integers(1, 3), max_size=4),
     limits=st.sampled_from([LIMITS, MANY]),
+    spare=st.sampled_from([0, 3, 100]),
+    longest=st.sampled_from([None, None, 5, 11]),
     migration_turns=st.integers(1, 6),
     drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=8),
 )
@@ -195,12 +253,14 @@ def test_every_request_ends_and_every_slot_comes_back(
     depth: int,
     switches: dict[int, int],
     limits: Limits,
+    spare: int,
+    longest: int | None,
     migration_turns: int,
     drops: dict[int, int],
 ) -> None:
-    """Whatever is planned ahead, moves between memory workers or is dropped and computed again, and however often the
-    number of lanes changes."""
-    cluster = Cluster(requests, memories, lanes, depth, limits)
+    """Whatever is planned ahead, grows or moves to other memory workers, or is dropped and computed again, and however
+    often the number of lanes changes. The longest request may need all slots."""
+    cluster = Cluster(requests, memories, lanes, depth, limits, -(-53 // memories) + spare, longest)
     for turn in itertools.count():
         assert turn < 2000, "the scheduler does not come to rest"
         if turn in switches:
