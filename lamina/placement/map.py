@@ -17,7 +17,7 @@ class Placement:
 
     Attributes:
         reserved: slots by worker. returning: those of them that will be released without another decision.
-        sequences: sequences placed on each worker that may grow.
+        sequences: sequences placed on each worker that may grow. closed: workers that take no more requests.
     """
 
     def __init__(self, capacities: Mapping[str, int]) -> None:
@@ -27,6 +27,7 @@ class Placement:
         self.returning = dict.fromkeys(capacities, 0)
         self.sequences = dict.fromkeys(capacities, 0)
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
+        self.closed = set[str]()
         self.largest = max(capacities.values())
         self.left_in_all = sum(capacities.values())
         self._roomiest: dict[str | None, tuple[int, str]] = {}  # by excluded worker, until something changes
@@ -43,8 +44,24 @@ class Placement:
                 self.capacities[worker] = capacity
                 self.reserved[worker] = self.returning[worker] = self.sequences[worker] = 0
                 self._watermarks[worker] = int(WATERMARK * capacity)
-        self.largest = max(self.capacities.values())
+        self.closed &= topology.names
+        self._note_largest()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
+        self._roomiest.clear()
+
+    def close(self, worker: str) -> None:
+        """Place nothing more on a worker. What is there may grow, and goes elsewhere (``Relocations.drain``)."""
+        self.closed.add(worker)
+        self._note_largest()
+
+    def open(self, worker: str) -> None:
+        """Undo ``close``."""
+        self.closed.discard(worker)
+        self._note_largest()
+
+    def _note_largest(self) -> None:
+        """If no worker takes requests, they wait for one as large as those before."""
+        self.largest = max((self.capacities[worker] for worker in self._open), default=self.largest)
         self._roomiest.clear()
 
     def require_possible(self, tokens: int) -> None:
@@ -65,7 +82,7 @@ class Placement:
         room, worker = self._roomiest[besides]
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
-            empty = [one for one in self.capacities if one != besides and not self.reserved[one]]
+            empty = [one for one in self._open if one != besides and not self.reserved[one]]
             worker = next((one for one in empty if tokens <= self.capacities[one]), "")
             if not worker:
                 return None
@@ -78,7 +95,7 @@ class Placement:
         most, roomiest = -1, ""
         for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
             room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
-            if room > most and worker != besides:
+            if room > most and worker != besides and worker not in self.closed:
                 most, roomiest = room, worker
         return most, roomiest
 
@@ -141,11 +158,16 @@ class Placement:
         self.sequences[worker] -= sequences
         self._roomiest.clear()
 
-    def roomiest(self, tokens: int) -> str:
-        """Of the workers whose capacity is at least ``tokens``, the one with most room."""
-        return next(name for name in self.by_room() if self.capacities[name] >= tokens)
+    def roomiest(self, tokens: int) -> str | None:
+        """Of the workers whose capacity is at least ``tokens``, the one with most room, if there is one."""
+        return next((name for name in self.by_room() if self.capacities[name] >= tokens), None)
+
+    @property
+    def _open(self) -> list[str]:
+        """The workers that take requests."""
+        return [worker for worker in self.capacities if worker not in self.closed]
 
     def by_room(self) -> dict[str, int]:
-        """The room of every worker for one more sequence, most first."""
-        rooms = sorted(((self.room(name) - AHEAD, name) for name in self.capacities), key=lambda one: -one[0])
+        """The room of every worker that takes requests, for one more sequence, most first."""
+        rooms = sorted(((self.room(name) - AHEAD, name) for name in self._open), key=lambda one: -one[0])
         return {name: room for room, name in rooms}

@@ -91,6 +91,12 @@ class Admissions:
         if self._kept is not None and self._kept.worker not in topology.names:
             self._kept = None
 
+    def close(self, worker: str) -> None:
+        """A memory worker takes no more requests."""
+        self._exhausted = False
+        if self._kept is not None and self._kept.worker == worker:
+            self._kept = None
+
     def step_completed(self) -> None:
         """Advance the time of those set aside by a step."""
         self._steps += 1
@@ -173,7 +179,8 @@ class Admissions:
         """Reserve the room of one worker for this request; move sequences away from there if that helps."""
         kept = None if self._kept is None else self._kept.worker
         source = self._relocations.make_room(group.to_run, kept)
-        self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
+        worker = kept or source or self._placement.roomiest(group.tokens)
+        self._kept = None if worker is None else _Kept(group, worker, self._steps)
 
     def _keep_no_more(self, group: Group) -> None:
         if self._kept is not None and self._kept.group is group:

@@ -160,11 +160,39 @@ class Scheduler:
         self._move()
         return self._remains(len(dropped), recomputed)
 
-    def change(self, topology: Topology) -> None:
+    def drain(self, worker: str) -> None:
+        """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
+        self.placement.close(worker)
+        self._admissions.close(worker)
+        self._changed |= self._resting
+        self._resting.clear()
+
+    @property
+    def longest(self) -> int:
+        """The most KV tokens that one of the requests may need; 0 without requests."""
+        return max((group.tokens for group in self._requests.values()), default=0)
+
+    @property
+    def stranded(self) -> list[str]:
+        """Requests that no memory worker has room for, not even an empty one."""
+        largest = self.placement.largest
+        return [name for name, group in self._requests.items() if group.tokens > largest]
+
+    def resume(self, worker: str) -> None:
+        """Undo ``drain``: what has not left stays."""
+        self.placement.open(worker)
+        self._admissions.given_back()
+
+    def is_drained(self, worker: str) -> bool:
+        """True if nothing is on a memory worker any more."""
+        return self._relocations.is_empty(worker)
+
+    def change(self, topology: Topology, deal_again: bool) -> None:
         """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
 
-        If the replicas have changed, ``use_lanes`` was called and no step is in flight: requests are dealt out again.
+        ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
+        self._moving = self._moving or deal_again
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -256,6 +284,8 @@ class Scheduler:
         moved = self._relocated(lane)
         own.decoding.let_go()
         self._make_way(own)
+        if self.placement.closed:
+            self._relocations.drain()
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
