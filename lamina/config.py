@@ -109,6 +109,15 @@ class EngineConfig:
         int, Meaning("Messages in which the rows of q are sent.", unit="messages", ge=1, le=MOST_MINI_BATCHES)
     ] = 1
     plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
+    max_restarts: Annotated[
+        int,
+        Meaning(
+            "Lost workers of each pool that are replaced within ten minutes. Beyond that the others go on alone, as "
+            "long as each pool has one.",
+            unit="workers",
+            ge=0,
+        ),
+    ] = 8
     transport: Annotated[
         TransportName,
         Meaning(

@@ -70,12 +70,15 @@ class Topology(msgspec.Struct, frozen=True):
         left = {member.role for member in self.members if member.name not in lost}
         return next((role for role in ("compute", "memory") if role not in left), None)
 
+    @property
+    def serves(self) -> bool:
+        """True if both roles have a member: otherwise requests wait."""
+        return self.lacks(()) is None
+
     def without(self, lost: Collection[str]) -> "Topology":
-        """The next epoch, without these members. Raises ValueError if a role would have no member."""
-        if role := self.lacks(lost):
-            raise ValueError(f"no {role} worker is left without {', '.join(lost)}")
+        """The next epoch, without these members. Without compute workers, its pipeline is that of the next one."""
         members = tuple(member for member in self.members if member.name not in lost)
-        replicas = sum(member.role == "compute" for member in members)
+        replicas = max(1, sum(member.role == "compute" for member in members))
         pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
         return Topology(self.epoch.next, members, pipeline)
 

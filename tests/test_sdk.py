@@ -264,7 +264,7 @@ def test_closing_ends_the_workers_and_may_be_repeated() -> None:
 
 @pytest.mark.slow  # tests/runtime/test_faults.py and tests/cli/test_launch_ends.py kill one of the engine, of a server
 def test_a_killed_worker_ends_requests_with_its_name() -> None:
-    with Lamina(**SMALL) as runtime:
+    with Lamina(**SMALL, max_restarts=0) as runtime:
         stream = runtime.stream(PROMPTS[0], ENDLESS)
         next(stream)
         workers = {child.pid: " ".join(child.cmdline()) for child in psutil.Process().children()}

@@ -108,7 +108,16 @@ class Engine:
         self._pools = (
             None
             if cluster.fabric is None
-            else Pools(control, workers, cluster.fabric, self.topology, self._turn, self._adopt, self._unused)
+            else Pools(
+                control,
+                workers,
+                cluster.fabric,
+                self.topology,
+                self._turn,
+                self._adopt,
+                self._unused,
+                config.max_restarts,
+            )
         )
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
         self._recoveries = self._recomputed = 0
@@ -199,18 +208,25 @@ class Engine:
             self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
-    def grow(self, role: Role, count: int = 1) -> "Future[list[str]]":
-        """Add workers to a pool while requests run. The future has their names once they take part, or the reason why
-        one does not. Raises ConfigError if so many cannot take part, EngineDeadError if the engine has stopped."""
+    def scale(self, *, compute: int = 0, memory: int = 0) -> "Future[list[str]]":
+        """Let workers join the pools while requests run, or leave where a number is negative.
+
+        The future has their names once all have, or the reason why one does not: ConfigError, with the figures, if that
+        is impossible. A memory worker that leaves is emptied first: what it holds moves to others.
+
+        Raises ConfigError if both are 0, EngineDeadError if the engine has stopped.
+        """
         pools = self._pools
         if pools is None:
-            raise ConfigError("workers cannot join this cluster: it was not made by launch")
+            raise ConfigError("this cluster cannot be scaled: it was not made by launch")
+        if not compute and not memory:
+            raise ConfigError("nothing to change: give compute or memory a number of workers, such as memory=+2")
         resize = Resize()
+        changes: dict[Role, int] = {"compute": compute, "memory": memory}
 
         def command() -> None:
             try:
-                pools.check_growth(self.topology, role, count)
-                pools.grow(role, count, resize)
+                pools.resize(changes, resize)
             except LaminaError as error:
                 resize.fail(error)
 
@@ -229,10 +245,10 @@ class Engine:
             known = running = 0
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
-        joining = {} if self._pools is None else self._pools.joining
+        changing = {} if self._pools is None else self._pools.states
         links = list(collections.Counter(self.cluster.links.values()).items())
         silent = self._watch.silent
-        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, joining, links)
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, changing, links)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -288,7 +304,7 @@ class Engine:
             self._take(worker, message)
         self._run_commands()
         if self._pools is not None:
-            self._pools.turn(self.topology, self._ending is None)
+            self._pools.turn(steady=self._ending is None)
         now = time.monotonic()
         for plan in self._turn.plan(now):
             self._send(plan, now)
@@ -366,7 +382,13 @@ class Engine:
             self._commands.popleft()()
 
     def _add(self, tracked: TrackedRequest) -> None:
-        tracked.start(self._scheduler.add(tracked.request))
+        try:
+            group = self._scheduler.add(tracked.request)
+        except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
+            tracked.end(FinishReason.ERROR, str(error))
+            self._publish(tracked.request.request_id, tracked)
+        else:
+            tracked.start(group)
 
     def _finish_completion(self, request_id: str, index: int) -> None:
         tracked = self._tracked.get(request_id)
@@ -415,19 +437,21 @@ class Engine:
         self._watch.check()
 
     def _lose(self, lost: Mapping[str, LaminaError]) -> None:
-        """End the epoch: go on without these workers. Raises the reason for the loss if no worker of a role is left."""
-        if role := self.topology.lacks(lost):
+        """End the epoch: go on without these workers, and replace them. If no worker of a role is left, requests wait
+        for the replacement; raises the reason for the loss if there will be none."""
+        pools, role = self._pools, self.topology.lacks(lost)
+        if role is not None and (pools is None or not pools.can_lose(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
         for worker in lost:
             self._workers.end(worker)
-        if self._pools is not None:
-            self._pools.interrupt(next(iter(lost)))
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
         self._ending = Ending(topology, lost_at, now)
         self._control.apply(topology)
         self._watch.apply(topology)
+        if pools is not None:
+            pools.lose(lost, topology)
         remains = self._turn.apply(topology)
         self._usage = {name: usage for name, usage in self._usage.items() if name in topology.names}
         self._recomputed += remains.recomputed
@@ -444,13 +468,18 @@ class Engine:
             remains.recomputed,
         )
         self._recipients.apply(topology)
-        for group in remains.unservable:
-            self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, topology))
         for worker, kept in remains.kept.items():
             self._tell([worker], EndEpoch(topology, kept))
         self._tell(topology.computes, EndEpoch(topology))
+        if pools is None or not pools.grows("memory"):
+            self._end_stranded()
 
-    def _adopt(self, topology: Topology) -> None:
+    def _end_stranded(self) -> None:
+        """End the requests that no memory worker will have room for."""
+        for group in self._scheduler.stranded:
+            self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, self.topology))
+
+    def _adopt(self, topology: Topology) -> int:
         """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
         self.topology = topology
         self._control.apply(topology)
@@ -461,6 +490,7 @@ class Engine:
         self._usage = {name: self._usage.get(name, usage) for name, usage in fresh.items()}
         self._changes += 1
         self._tell(sorted(topology.names), Change(self._changes, topology))
+        return self._changes
 
     def _unused(self) -> int:
         """Token slots of memory workers that hold nothing."""
@@ -478,8 +508,7 @@ class Engine:
 
     def _end(self) -> None:
         """End all requests with an error, then the workers. A failure of one part does not stop the others."""
-        joins = () if self._pools is None else (self._pools.close,)
-        for part in (self._end_requests, *joins, self._end_workers, self._workers.close, self._control.close):
+        for part in (self._end_requests, self._end_workers, self._workers.close, self._control.close):
             try:
                 part()
             except BaseException:
@@ -496,6 +525,9 @@ class Engine:
 
     def _end_workers(self) -> None:
         told = tell_to_stop(self._control, self.topology.names)
+        if self._pools is not None:
+            tell_to_stop(self._control, self._pools.strangers)
+            self._pools.close()
         if self._on_trace:
             spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
             hand_over(spans, self._on_trace)

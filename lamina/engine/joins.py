@@ -1,5 +1,6 @@
 """Workers on their way into a cluster that serves: started, prepared and linked without holding up a step."""
 
+import contextlib
 import enum
 import itertools
 import logging
@@ -10,9 +11,9 @@ from typing import Any
 
 from lamina.cluster.gather import Ask, Conversation, Workers, failure, silence
 from lamina.cluster.joining import Fabric, enter, prepare_compute, prepare_memory
-from lamina.errors import DeadlineError, LaminaError, TransportError, WorkerError
+from lamina.errors import DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Failed, ToEngine
+from lamina.protocol.messages import Failed, Forget, ToEngine
 from lamina.topology import Member, Role, Topology
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Joins:
             "compute": itertools.count(len(topology.computes)),
             "memory": itertools.count(len(topology.capacities)),
         }
+        self._members = topology.names
         self._stale: tuple[type[ToEngine], set[str]] | None = None  # answers to a conversation that was given up
 
     @property
@@ -136,6 +138,7 @@ class Joins:
 
         ``joined``: the topology with another member; None: none may be linked now.
         """
+        self._members = topology.names
         if not self._joiners:
             return
         self._look_for_failures()
@@ -172,6 +175,12 @@ class Joins:
                 self._fail(joiner, DeadlineError(f"{joiner.name} cannot join: {what}"))
 
     @property
+    def is_linking(self) -> bool:
+        """True while a joiner is being linked with all members: none of them may leave."""
+        current = self._current
+        return current is not None and current.stage is Stage.LINKING
+
+    @property
     def linked(self) -> Joiner | None:
         """The joiner that may enter now."""
         current = self._current
@@ -195,9 +204,17 @@ class Joins:
             self._stale = joiner.asked.kind, left
         try:
             self._workers.end(joiner.name)
-        except TransportError as stuck:
+        except TransportError as stuck:  # it may still write into its leases: nobody else gets them
             log.warning("%s", stuck)
+        else:
+            self._forget(joiner)
         joiner.on_failed(error, again)
+
+    def _forget(self, joiner: Joiner) -> None:
+        """Tell those that may have a link to it that its process has ended."""
+        if joiner.stage not in (Stage.PREPARING, Stage.PREPARED):
+            with contextlib.suppress(UnreachableError):  # the engine's watch notices it
+                self._control.send(sorted(self._members), Forget([joiner.name]))
 
     def close(self) -> None:
         """Forget all joiners: the engine ends."""

@@ -1,14 +1,16 @@
-"""The pools while the engine serves: which workers join, and when they enter."""
+"""The pools while the engine serves: workers join, leave, and are replaced when they are lost."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from lamina.cluster.gather import Workers
 from lamina.cluster.joining import Fabric
 from lamina.engine.joins import Joiner, Joins
-from lamina.errors import ConfigError, LaminaError
+from lamina.engine.leaves import Leaves
+from lamina.engine.restarts import Restarts
+from lamina.errors import ConfigError, LaminaError, WorkerError
 from lamina.pipeline import Pipeline
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Changed, ToEngine
@@ -17,17 +19,24 @@ from lamina.topology import Member, Role, Topology
 
 log = logging.getLogger(__name__)
 
+Adopt = Callable[[Topology], int]
+"""Makes a topology that of the whole cluster, within the epoch; returns the number of the Change."""
+
 
 @dataclass(eq=False)
 class Resize:
-    """Workers that are to join together: ``left`` have not entered, ``done`` have. ``future`` has the names of all."""
+    """Workers that are to join or leave together. ``future`` has their names once all have.
+
+    Attributes:
+        left: how many have not yet. done: those that have.
+    """
 
     future: "Future[list[str]]" = field(default_factory=Future)
     left: int = 0
     done: list[str] = field(default_factory=list)
 
     def note(self, name: str) -> None:
-        """A worker has entered."""
+        """A worker has joined or left."""
         self.left -= 1
         self.done.append(name)
         if not self.left and not self.future.done():
@@ -42,7 +51,7 @@ class Resize:
 
 
 class Pools:
-    """Lets workers in at the boundary of a step. The engine's thread owns it."""
+    """Changes the members at boundaries of steps. The engine's thread owns it."""
 
     def __init__(
         self,
@@ -51,37 +60,43 @@ class Pools:
         fabric: Fabric,
         topology: Topology,
         turn: Turn,
-        adopt: Callable[[Topology], None],
+        adopt: Adopt,
         unused: Callable[[], int],
+        max_restarts: int,
     ) -> None:
-        """``adopt`` makes a topology that of the whole cluster, within the epoch. ``unused``: token slots of memory
-        workers."""
-        self._fabric, self._turn, self._adopt = fabric, turn, adopt
+        """``unused``: token slots of memory workers that hold nothing. ``max_restarts``: see ``EngineConfig``."""
+        self.topology = topology
+        self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
         self._joins = Joins(control, workers, fabric, topology, lambda: unused() * fabric.bytes_per_token)
+        self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
+        self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
+        self._due: list[tuple[float, Role]] = []  # replacements, and when to start them
+        self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
 
-    def grow(self, role: Role, count: int, resize: Resize) -> None:
-        """Start ``count`` more workers; they enter when they are ready. Raises ConfigError, WorkerError."""
-        resize.left += count
-        for _ in range(count):
-            self._start(role, resize)
+    # -- what callers ask for
 
-    def _start(self, role: Role, resize: Resize) -> None:
-        def on_failed(error: LaminaError, again: bool) -> None:
-            if again:
+    def resize(self, changes: Mapping[Role, int], resize: Resize) -> None:
+        """Let workers join, or leave where a change is negative. Raises ConfigError, having changed nothing, if that is
+        impossible."""
+        leavers = [name for role, change in changes.items() if change < 0 for name in self._leavers(role, -change)]
+        for role, change in changes.items():
+            if change > 0:
+                self._check_growth(role, change)
+        self._leaves.check(leavers, self.topology)
+        resize.left = sum(map(abs, changes.values()))
+        for name in leavers:
+            self._resizes[name] = resize
+            self._leaves.begin(name, self.topology)
+        for role, change in changes.items():
+            for _ in range(change):
                 self._start(role, resize)
-            else:
-                log.warning("a %s worker does not join: %s", role, error)
-                resize.fail(error)
 
-        self._resizes[self._joins.start(role, on_failed)] = resize
-
-    def check_growth(self, topology: Topology, role: Role, count: int) -> None:
-        """Raises ConfigError if so many more workers of a role cannot take part."""
+    def _check_growth(self, role: Role, count: int) -> None:
         if role == "memory":
             return
-        replicas = len(topology.computes) + self._joins.count("compute") + count
+        replicas = len(self.topology.computes) + self._joins.count("compute") + count
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:
             raise ConfigError(
@@ -89,47 +104,161 @@ class Pools:
                 f"have at most {slices} compute workers, or start with --pipelining fixed"
             )
 
+    def _leavers(self, role: Role, count: int) -> list[str]:
+        """The workers to let go: of memory workers those that hold least, of compute workers the latest."""
+        staying = [
+            member.name
+            for member in self.topology.members
+            if member.role == role and member.name not in self._leaves.names
+        ]
+        if count >= len(staying):
+            raise ConfigError(
+                f"{count} {role} workers cannot leave: the pool has {len(staying)}, and one must stay. "
+                f"Let at most {len(staying) - 1} leave"
+            )
+        if role == "compute":
+            return staying[-count:]
+        reserved = self._turn.scheduler.placement.reserved
+        return sorted(staying, key=lambda name: reserved[name])[:count]
+
+    def _start(self, role: Role, resize: Resize | None) -> None:
+        """Start another worker, on behalf of ``resize`` or as a replacement."""
+
+        def on_failed(error: LaminaError, again: bool) -> None:
+            if again:
+                self._start(role, resize)
+            elif resize is not None:
+                log.warning("a %s worker does not join: %s", role, error)
+                resize.fail(error)
+            else:
+                self._replace(role, error)
+
+        try:
+            name = self._joins.start(role, on_failed)
+        except LaminaError as error:
+            on_failed(error, False)
+        else:
+            if resize is not None:
+                self._resizes[name] = resize
+
+    # -- losses
+
+    def can_lose(self, role: Role) -> bool:
+        """True if another worker of this role is on its way, or may be started, should the last one be lost."""
+        return self._restarts[role].most > 0
+
+    def grows(self, role: Role) -> bool:
+        """True if another worker of this role is on its way."""
+        return self._joins.count(role) > 0 or any(one == role for _, one in self._due)
+
+    def lose(self, lost: Mapping[str, LaminaError], topology: Topology) -> None:
+        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them."""
+        roles = {member.name: member.role for member in self.topology.members}
+        self.topology = topology
+        self._joins.interrupt(next(iter(lost)))
+        for name, reason in lost.items():
+            if name in self._leaves.names:
+                self._leaves.lose(name)
+                self._note(name)
+            else:
+                self._replace(roles[name], reason)
+        for name in self._leaves.apply(topology):  # they have to stay
+            self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
+
+    def _replace(self, role: Role, reason: LaminaError) -> None:
+        self._reasons[role] = reason
+        at = self._restarts[role].next(self._control.liveness.awake_s)
+        if at is not None:
+            self._due.append((at, role))
+
+    # -- every turn of the engine
+
     def take(self, worker: str, message: ToEngine) -> bool:
         """Take what a worker says of joins and changes; False if it is about something else."""
-        return isinstance(message, Changed) or self._joins.take(worker, message)
+        if isinstance(message, Changed):
+            self._leaves.note_changed(worker, message.number)
+            return True
+        return self._joins.take(worker, message)
 
-    def turn(self, topology: Topology, steady: bool) -> None:
-        """Let workers in that are ready. ``steady``: no epoch is ending."""
-        self._joins.turn(topology, (lambda member: self._joined(topology, member)) if steady else None)
+    def turn(self, steady: bool) -> None:
+        """Let workers in that are ready, and those go that nothing depends on. ``steady``: no epoch is ending.
+
+        Raises the reason if the cluster has no worker of a role and none is on its way.
+        """
+        now = self._control.liveness.awake_s
+        for at, role in [due for due in self._due if due[0] <= now]:
+            self._due.remove((at, role))
+            self._start(role, None)
+        self._joins.turn(self.topology, self._joined if steady else None)
+        if steady:
+            self._change()
+        for name in self._leaves.turn(self.topology.names):
+            self._note(name)
+        if (missing := self.topology.lacks(())) is not None and not self.grows(missing):
+            raise self._reasons[missing]
+
+    def _change(self) -> None:
+        """Make the changes that can be made between the steps planned so far and the next ones."""
         joiner = self._joins.linked
-        if joiner is None or joiner.member is None or not steady:
-            return
-        following = self._joined(topology, joiner.member)
-        if following.pipeline != topology.pipeline and self._turn.in_flight:
-            self._turn.pause()  # lanes are dealt out again, as soon as their steps have completed
-            return
-        self._enter(joiner, following)
+        if joiner is not None and joiner.member is not None:
+            following = self._joined(joiner.member)
+            if self._may_adopt(following):
+                self._enter(joiner, following)
+        for name in () if self._joins.is_linking else self._leaves.ready:
+            following = self._left(name)
+            if self._may_adopt(following):
+                others = following.names
+                self.topology = following
+                self._leaves.part(name, self._adopt(following), others)
+
+    def _may_adopt(self, following: Topology) -> bool:
+        """False while steps in flight depend on the replicas: no more are planned until they have completed."""
+        if following.pipeline == self.topology.pipeline or not self._turn.in_flight:
+            return True
+        self._turn.pause()
+        return False
 
     def _enter(self, joiner: Joiner, following: Topology) -> None:
         self._joins.entered(joiner)
+        self.topology = following
         self._adopt(following)
-        self._resizes.pop(joiner.name).note(joiner.name)
+        self._note(joiner.name)
 
-    def _joined(self, topology: Topology, member: Member) -> Topology:
-        if member.role == "memory":
-            return topology.joined(member, topology.pipeline)
-        return topology.joined(member, self._pipeline_of(len(topology.computes) + 1))
+    def _note(self, name: str) -> None:
+        if (resize := self._resizes.pop(name, None)) is not None:
+            resize.note(name)
+
+    def _joined(self, member: Member) -> Topology:
+        replicas = len(self.topology.computes) + (member.role == "compute")
+        return self.topology.joined(member, self._pipeline_of(replicas))
+
+    def _left(self, name: str) -> Topology:
+        replicas = len(self.topology.computes) - (name in self.topology.computes)
+        return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
         """As at the start, but for so many replicas. No replica may be without a slice where lanes rotate."""
-        pipeline = self._pipeline.with_replicas(replicas)
+        if replicas == len(self.topology.computes):
+            return self.topology.pipeline
+        pipeline = self._pipeline.with_replicas(max(1, replicas))
         slices = len(self._fabric.memory_setup.attentions) + 1
         return pipeline if replicas <= slices else pipeline.without_rotation()
 
-    def interrupt(self, lost: str) -> None:
-        """A member is lost, and the epoch ends."""
-        self._joins.interrupt(lost)
-
     @property
-    def joining(self) -> dict[str, str]:
-        """How far the workers are that are to join, by name."""
-        return dict(self._joins.stages)
+    def states(self) -> dict[str, str]:
+        """How far the workers are that join or leave, by name."""
+        return {**self._joins.stages, **self._leaves.stages}
 
     def close(self) -> None:
         """The engine ends."""
+        stopped = WorkerError("engine", "it has stopped")
         self._joins.close()
+        for resize in self._resizes.values():
+            if not resize.future.done():
+                resize.fail(stopped)
+        self._resizes.clear()
+
+    @property
+    def strangers(self) -> Collection[str]:
+        """Workers with a process that are not members."""
+        return [*self._joins.stages, *self._leaves.parted]

@@ -160,6 +160,11 @@ class MemoryWorker:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
             return
+        if not self._channels:  # all compute workers were lost: there is nothing to do until another one joins
+            timeout_s = LINKING_SLICE_S if self._newcomers.pending else IDLE_SLICE_S
+            if (message := self._control.poll(timeout_s)) is not None:
+                self._handle(message)
+            return
         begun = next(((lane, lane.work) for lane in self._lanes if lane.work is not None), None)
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
             self._go_on(*begun)

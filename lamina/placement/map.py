@@ -21,7 +21,7 @@ class Placement:
     Attributes:
         longest: most tokens of a sequence in one segment, if more than one worker has room; None: any number.
         reserved: slots by worker. returning: those of them that will be released without another decision.
-        sequences: sequences on each worker that may grow there.
+        sequences: sequences on each worker that may grow there. closed: workers that take no more requests.
     """
 
     def __init__(self, capacities: Mapping[str, int], longest: int | None = None) -> None:
@@ -32,6 +32,7 @@ class Placement:
         self.returning = dict.fromkeys(capacities, 0)
         self.sequences = dict.fromkeys(capacities, 0)
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
+        self.closed = set[str]()
         self.largest = max(capacities.values())
         self.total = sum(capacities.values())
         self.left_in_all = self.total
@@ -49,15 +50,32 @@ class Placement:
                 self.capacities[worker] = capacity
                 self.reserved[worker] = self.returning[worker] = self.sequences[worker] = 0
                 self._watermarks[worker] = int(WATERMARK * capacity)
-        self.largest = max(self.capacities.values())
-        self.total = sum(self.capacities.values())
-        self.left_in_all = self.total - sum(self.reserved.values())
+        self.closed &= topology.names
+        self._note_open()
+        self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
+        self._roomiest.clear()
+
+    def close(self, worker: str) -> None:
+        """Place nothing more on a worker. What is there may grow, and goes elsewhere (``Relocations.drain``)."""
+        self.closed.add(worker)
+        self._note_open()
+
+    def open(self, worker: str) -> None:
+        """Undo ``close``."""
+        self.closed.discard(worker)
+        self._note_open()
+
+    def _note_open(self) -> None:
+        """If no worker takes requests, they wait for as many slots as there were before."""
+        capacities = [self.capacities[worker] for worker in self._open]
+        if capacities:
+            self.largest, self.total = max(capacities), sum(capacities)
         self._roomiest.clear()
 
     def require_possible(self, tokens: int) -> None:
         """Raises RequestError if all workers together could not hold ``tokens`` even when empty."""
         if tokens > self.total:
-            workers = f"{len(self.capacities)} memory workers hold" if len(self.capacities) > 1 else "memory holds"
+            workers = f"{len(self._open)} memory workers hold" if len(self._open) > 1 else "memory holds"
             raise RequestError(
                 f"the request may need {tokens} KV tokens; {workers} {self.total} in all. "
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
@@ -65,9 +83,7 @@ class Placement:
 
     def splits(self, tokens: int) -> bool:
         """True if so many tokens of a request go to more than one worker."""
-        return tokens > self.largest or (
-            self.longest is not None and tokens > self.longest and len(self.capacities) > 1
-        )
+        return tokens > self.largest or (self.longest is not None and tokens > self.longest and len(self._open) > 1)
 
     def reserve(self, tokens: int, sequences: int, besides: frozenset[str] = NOWHERE) -> list[tuple[str, int]] | None:
         """Reserve ``tokens`` for ``sequences``, which will grow on the last worker; None if they do not fit now.
@@ -92,12 +108,12 @@ class Placement:
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
         """Tokens for several workers, those with most room first; empty if they do not fit."""
-        workers = [worker for worker in self.capacities if worker not in besides]
+        workers = [worker for worker in self._open if worker not in besides]
         rooms = {worker: self.room(worker) for worker in workers}
         if sum(max(room, 0) for room in rooms.values()) < tokens + AHEAD * sequences:
             if besides or any(self.reserved.values()) or tokens > self.total:
                 return []
-            rooms = dict(self.capacities)  # an empty pool takes whatever it holds
+            rooms = {worker: self.capacities[worker] for worker in workers}  # an empty pool takes whatever it holds
         left = {worker: room for worker, room in sorted(rooms.items(), key=lambda one: -one[1]) if room > 0}
         spans: list[tuple[str, int]] = []
         while tokens:
@@ -116,7 +132,7 @@ class Placement:
         room, worker = self._roomiest[besides]
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
-            empty = [one for one in self.capacities if one not in besides and not self.reserved[one]]
+            empty = [one for one in self._open if one not in besides and not self.reserved[one]]
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
@@ -124,9 +140,9 @@ class Placement:
         """Where a sequence of ``worker`` goes on: of the others, the one with most slots that those there do not need
         soon; None if none has enough for a segment worth it."""
         best, most = None, -1
-        for other, capacity in self.capacities.items():
+        for other in self._open:
             spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
-            if other != worker and spare > most and spare >= min(LEAST_SEGMENT, int(WATERMARK * capacity)):
+            if other != worker and spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[other]):
                 best, most = other, spare
         return best
 
@@ -141,7 +157,7 @@ class Placement:
         most, roomiest = -1, ""
         for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
             room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
-            if room > most and worker not in besides:
+            if room > most and worker not in besides and worker not in self.closed:
                 most, roomiest = room, worker
         return most, roomiest
 
@@ -204,11 +220,16 @@ class Placement:
         self.sequences[worker] -= sequences
         self._roomiest.clear()
 
-    def roomiest(self, tokens: int) -> str:
-        """Of the workers whose capacity is at least ``tokens``, the one with most room."""
-        return next(name for name in self.by_room() if self.capacities[name] >= tokens)
+    def roomiest(self, tokens: int) -> str | None:
+        """Of the workers whose capacity is at least ``tokens``, the one with most room, if there is one."""
+        return next((name for name in self.by_room() if self.capacities[name] >= tokens), None)
+
+    @property
+    def _open(self) -> list[str]:
+        """The workers that take requests."""
+        return [worker for worker in self.capacities if worker not in self.closed]
 
     def by_room(self) -> dict[str, int]:
-        """The room of every worker for one more sequence, most first."""
-        rooms = sorted(((self.room(name) - AHEAD, name) for name in self.capacities), key=lambda one: -one[0])
+        """The room of every worker that takes requests, for one more sequence, most first."""
+        rooms = sorted(((self.room(name) - AHEAD, name) for name in self._open), key=lambda one: -one[0])
         return {name: room for room, name in rooms}

@@ -17,6 +17,8 @@ from lamina.placement.migration import Movable, make_room
 from lamina.topology import Topology
 from lamina.types import Migration, Segment
 
+CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
+
 
 @dataclass(eq=False, slots=True)
 class Relocation:
@@ -125,6 +127,33 @@ class Relocations:
         self._current = Relocation(group, move.target)
         self._pull(self._current, move.movable.cost)
         return move.source
+
+    def drain(self) -> None:
+        """Empty the workers that are closed: move the next sequence away, if none moves, and drop what cannot move.
+
+        Dropped is also what takes fewer tokens to compute again than a move is worth, or fits nowhere now. A prompt
+        that runs is left alone until it can move.
+        """
+        for worker in self._placement.closed:
+            for group in [one for one in self._residents[worker] if one.alive]:
+                if self._current is not None and self._current.group is group:
+                    continue
+                held, computed = self._held(group)[worker], self._computed(group)
+                if len(group.completions) > 1 or len(group.completions[0].segments) > 1 or held <= CHEAP:
+                    self._drop(group)
+                elif computed is not None and self._current is None:
+                    target = next(iter(self._placement.by_room().items()), ("", 0))
+                    if held > target[1]:
+                        self._drop(group)
+                    else:
+                        self._current = Relocation(group, target[0])
+                        self._pull(self._current, computed)
+
+    def is_empty(self, worker: str) -> bool:
+        """True if nothing is on a worker, or on its way there."""
+        current = self._current
+        expected = current is not None and current.target == worker
+        return not self._residents[worker] and not expected and not self._placement.reserved[worker]
 
     def _movable(self, worker: str) -> list[Movable]:
         return [

@@ -136,6 +136,12 @@ class Admissions:
         if self._kept is not None and not self._kept.workers <= topology.names:
             self._kept = None
 
+    def close(self, worker: str) -> None:
+        """A memory worker takes no more requests."""
+        self._exhausted = False
+        if self._kept is not None and worker in self._kept.workers:
+            self._kept = None
+
     def step_completed(self) -> None:
         """Advance the time of those set aside by a step."""
         self._steps += 1
@@ -237,7 +243,7 @@ class Admissions:
         kept = next(iter(self._kept.workers)) if self._kept is not None and len(self._kept.workers) == 1 else None
         source = self._relocations.start_move(group.to_run, kept)
         worker = kept or source or self._placement.roomiest(min(group.tokens, self._placement.largest))
-        self._kept = _Kept(group, frozenset([worker]), self._steps)
+        self._kept = None if worker is None else _Kept(group, frozenset([worker]), self._steps)
 
     def _keep_no_more(self, group: Group) -> None:
         if self._kept is not None and self._kept.group is group:

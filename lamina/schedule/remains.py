@@ -1,9 +1,6 @@
 """What an epoch leaves to the next one, when steps in flight are dropped. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from lamina.groups import Group
 
 
 @dataclass(frozen=True)
@@ -13,10 +10,8 @@ class Remains:
     Attributes:
         kept: by memory worker and sequence: tokens whose KV steps have completed. All other KV is forgotten.
         dropped: requests that have lost their KV. recomputed: tokens of these that are computed again.
-        unservable: requests that may need more KV tokens than the workers that are left hold. The caller ends them.
     """
 
     kept: dict[str, dict[int, int]]
     dropped: int = 0
     recomputed: int = 0
-    unservable: Sequence[Group] = ()

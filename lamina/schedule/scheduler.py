@@ -165,14 +165,40 @@ class Scheduler:
         self._relocations.apply(topology)
         self._admissions.apply(topology)
         self._move()
-        unservable = [group for group in self._requests.values() if group.tokens > self.placement.total]
-        return self._remains(len(dropped), recomputed, unservable)
+        return self._remains(len(dropped), recomputed)
 
-    def change(self, topology: Topology) -> None:
+    def drain(self, worker: str) -> None:
+        """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
+        self.placement.close(worker)
+        self._admissions.close(worker)
+        self._changed |= self._resting
+        self._resting.clear()
+
+    @property
+    def longest(self) -> int:
+        """The most KV tokens that one of the requests may need; 0 without requests."""
+        return max((group.tokens for group in self._requests.values()), default=0)
+
+    @property
+    def stranded(self) -> list[Group]:
+        """Requests that may need more KV tokens than all memory workers together hold."""
+        return [group for group in self._requests.values() if group.tokens > self.placement.total]
+
+    def resume(self, worker: str) -> None:
+        """Undo ``drain``: what has not left stays."""
+        self.placement.open(worker)
+        self._admissions.given_back()
+
+    def is_drained(self, worker: str) -> bool:
+        """True if nothing is on a memory worker any more."""
+        return self._relocations.is_empty(worker)
+
+    def change(self, topology: Topology, deal_again: bool) -> None:
         """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
 
-        If the replicas have changed, ``use_lanes`` was called and no step is in flight: requests are dealt out again.
+        ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
+        self._moving = self._moving or deal_again
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -180,14 +206,14 @@ class Scheduler:
             self._lanes.append(Lane(allowance=self.limits.max_num_batched_tokens))
             self._resting.add(lane)
 
-    def _remains(self, dropped: int, recomputed: int, unservable: list[Group]) -> Remains:
+    def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
         for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
             completions = group.alive if group.forked else group.completions[:1]
             for completion in completions:
                 for segment in completion.segments:
                     kept[segment.worker][completion.sequence] = group.kept(completion)
-        return Remains(kept, dropped, recomputed, unservable)
+        return Remains(kept, dropped, recomputed)
 
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
@@ -268,6 +294,8 @@ class Scheduler:
         self._turn_over(own)
         self._make_way(own)
         self._share_seats()
+        if self.placement.closed:
+            self._relocations.drain()
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()

@@ -55,6 +55,7 @@ class Turn:
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun
         self._paused = False
+        self._serves = True  # there are workers of both roles
         self._depth = DEPTH if plan_ahead else 1
         self._answers = Answers()
         self._chooser = chooser(pipeline)
@@ -73,6 +74,7 @@ class Turn:
         return self.scheduler.apply(topology)
 
     def _follow(self, topology: Topology) -> None:
+        self._serves = topology.serves
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
@@ -92,8 +94,9 @@ class Turn:
         if self.in_flight and topology.pipeline != self._pipeline:
             raise ValueError(f"the replicas cannot change: {len(self.in_flight)} steps are in flight")
         self._paused = False
+        replaced = topology.pipeline != self._pipeline
         self._follow(topology)
-        self.scheduler.change(topology)
+        self.scheduler.change(topology, deal_again=replaced)
 
     def begin_epoch(self) -> None:
         """All members are ready for the next epoch: steps are planned again."""
@@ -132,7 +135,7 @@ class Turn:
 
         ``now``: seconds of any monotonic clock.
         """
-        if self._ended or self._paused:
+        if self._ended or self._paused or not self._serves:
             return
         if self._chooser is not None and self._chooser.due:
             chosen = self._chooser.choose(self._sequences, now)

@@ -87,7 +87,7 @@ def test_chat_answers_each_line_of_a_pipe() -> None:
 def test_commands_whose_engine_dies_fail(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_LOG_LEVEL", "INFO")
     process = subprocess.Popen(
-        [*LAMINA, *command, "--max-tokens", "900", "--max-num-seqs", "1"],
+        [*LAMINA, *command, "--max-tokens", "900", "--max-num-seqs", "1", "--max-restarts", "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

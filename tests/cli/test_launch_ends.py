@@ -61,7 +61,7 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
 
 
 def test_a_server_whose_worker_died_tells_its_clients_and_ends() -> None:
-    running = start()
+    running = start("--max-restarts", "0")
     workers = running.workers()
     clients, answers = ask_for_long_answers(running)
     assert run("status", "--url", running.url).returncode == 0

@@ -19,6 +19,7 @@ GIVEN: dict[str, Any] = {
     "memory": "cpu:3",
     "load_format": "dummy",
     "dtype": "float16",
+    "max_restarts": 3,
     "max_model_len": 5,
     "default_max_tokens": 4,
     "kv_cache_memory_bytes": 6,

@@ -276,7 +276,6 @@ class Cluster:
         return read
 
 
-@settings(deadline=None)
 @given(actions=actions, lost=st.integers(0, 99), order=st.integers(0, 99))
 def test_nothing_of_an_epoch_arrives_after_all_have_ended_it(
     actions: list[tuple[str, int]], lost: int, order: int

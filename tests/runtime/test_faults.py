@@ -42,7 +42,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(checkpoint: Path, memory: str = "cpu:2") -> EngineConfig:
-    return EngineConfig(model=str(checkpoint), compute="cpu:1", memory=memory, dtype=DType.FLOAT32)
+    """Lost workers are not replaced: the engine ends with the last one of a pool."""
+    return EngineConfig(model=str(checkpoint), compute="cpu:1", memory=memory, dtype=DType.FLOAT32, max_restarts=0)
 
 
 def worker_processes(parent: psutil.Process | None = None) -> dict[str, psutil.Process]:

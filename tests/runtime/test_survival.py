@@ -45,6 +45,7 @@ def config(checkpoint: Path, compute: int, memory: int, **settings: object) -> E
         max_num_seqs=16,
         max_num_batched_tokens=32,
         kv_cache_memory_bytes=1_000_000,
+        max_restarts=0,
     )
     return dataclasses.replace(base, **settings)  # type: ignore[arg-type]
 

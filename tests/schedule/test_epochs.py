@@ -1,5 +1,5 @@
-"""Workers that are lost and that join at any point of a schedule: only what had not completed is lost, and no token is
-drawn twice."""
+"""Workers that are lost, join and leave at any point of a schedule: only what had not completed is lost with them, and
+no token is drawn twice."""
 
 import itertools
 
@@ -46,7 +46,7 @@ class Losing(Cluster):
 
     def end_epoch(self, number: int) -> None:
         """Memory worker ``number`` is lost, if it is not the last one; else a compute worker is, and no KV."""
-        lost = [memory.name for memory in self.memories[number : number + 1] if len(self.memories) > 1]
+        lost = [memory.name for memory in self.memories[number : number + 1] if self._is_dispensable(memory.name)]
         computes = self.topology.computes
         self.topology = self.topology.without(lost or computes[1:])
         self._in_flight = [[] for _ in self._in_flight]
@@ -63,7 +63,7 @@ class Losing(Cluster):
                 assert tokens == max(self._computed.get(sequence, 0), shared)
                 for start, stop in memory.here[sequence].items():
                     memory.slab.truncate((sequence, start), max(0, min(tokens, stop) - start))
-        for group in remains.unservable:
+        for group in self.scheduler.stranded:
             self.unservable.add(int(group.request.request_id))
             self.scheduler.abort(group.request.request_id)
 
@@ -72,7 +72,34 @@ class Losing(Cluster):
         name = f"later{next(self._numbers)}"
         self.memories.append(MemoryModel(name, capacity))
         self.topology = self.topology.joined(Member(name, "memory", "cpu", "", capacity), self.topology.pipeline)
-        self.scheduler.change(self.topology)
+        self.scheduler.change(self.topology, deal_again=False)
+
+    def drain(self, number: int) -> None:
+        """A memory worker is to leave, if another one can hold any request."""
+        name = self.memories[number % len(self.memories)].name
+        if self._is_dispensable(name):
+            self.scheduler.drain(name)
+
+    def _is_dispensable(self, name: str) -> bool:
+        """True if another memory worker that does not leave can hold any request."""
+        capacities, closed = self.topology.capacities, self.scheduler.placement.closed
+        return any(size >= 60 for other, size in capacities.items() if other != name and other not in closed)
+
+    def leave(self) -> None:
+        """Those that leave do, once they are empty."""
+        for memory in [one for one in self.memories if one.name in self.scheduler.placement.closed]:
+            if self.scheduler.is_drained(memory.name):
+                assert memory.slab.used == 0 and not memory.here
+                self.memories.remove(memory)
+                self.topology = self.topology.left(memory.name, self.topology.pipeline)
+                self.scheduler.change(self.topology, deal_again=False)
+
+    def deal_again(self) -> bool:
+        """The replicas change, if no step is in flight."""
+        if any(self._in_flight):
+            return False
+        self.scheduler.change(self.topology, deal_again=True)
+        return True
 
     @property
     def _firsts(self) -> set[int]:
@@ -89,10 +116,12 @@ class Losing(Cluster):
     longest=st.sampled_from([None, None, 5, 11]),
     migration_turns=st.integers(1, 6),
     ends=st.dictionaries(st.integers(0, 30), st.integers(0, 2), max_size=6),
-    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 70), max_size=4),
+    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=4),
+    leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=4),
+    deals=st.sets(st.integers(0, 30), max_size=3),
     drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=3),
 )
-def test_whenever_workers_join_and_are_lost_every_request_ends_with_the_same_tokens(
+def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_same_tokens(
     requests: list,
     memories: int,
     lanes: int,
@@ -103,9 +132,12 @@ def test_whenever_workers_join_and_are_lost_every_request_ends_with_the_same_tok
     migration_turns: int,
     ends: dict[int, int],
     joins: dict[int, int],
+    leaves: dict[int, int],
+    deals: set[int],
     drops: dict[int, int],
 ) -> None:
     cluster = Losing(requests, memories, lanes, depth, limits, capacity, longest)
+    paused = False
     for turn in itertools.count():
         assert turn < 2000, "the scheduler does not come to rest"
         cluster.arrive(turn)
@@ -117,12 +149,20 @@ def test_whenever_workers_join_and_are_lost_every_request_ends_with_the_same_tok
             cluster.end_epoch(ends[turn])
         if turn in joins:
             cluster.join(joins[turn])
+        if turn in leaves:
+            cluster.drain(leaves[turn])
+        cluster.leave()
+        paused = paused or turn in deals
+        paused = paused and not cluster.deal_again()
         for lane in range(lanes):
             if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
                 cluster.complete(lane)
-            cluster.plan(lane)
+            if not paused:
+                cluster.plan(lane)
         if turn > 30 and not cluster.busy:
             break
+    cluster.leave()
+    assert not cluster.scheduler.placement.closed
     assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
     assert not any(cluster.scheduler.placement.reserved.values())
     for index, (_, _, n, stops, aborted, _) in enumerate(requests):

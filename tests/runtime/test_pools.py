@@ -1,0 +1,157 @@
+"""Workers that join, leave and are replaced while requests run: every output is that of an undisturbed run."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lamina.errors import ConfigError, WorkerError
+from lamina.launch import launch
+from lamina.types import CompletionOutput
+from tests.runtime.test_survival import (  # noqa: F401  # fixtures
+    REQUESTS,
+    Killable,
+    Streams,
+    assert_same,
+    checkpoint,
+    config,
+    undisturbed,
+    wait_for_recoveries,
+    wait_until,
+)
+from tests.sweep import sweep
+
+JOIN_S = 60.0
+
+SWITCHES: dict[str, dict[str, object]] = {
+    "auto": {},
+    "rotational over TCP": {"lanes": 2, "pipelining": "rotational", "transport": "tcp"},
+    "nothing ahead": {"plan_ahead": False},
+}
+LEAVING: dict[str, dict[str, object]] = {
+    "auto": {},
+    "rotational over TCP": {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
+    "fixed": {"lanes": 4, "pipelining": "fixed"},
+}
+
+
+@pytest.mark.parametrize("switches", sweep(SWITCHES, {"auto", "rotational over TCP"}))
+def test_workers_of_both_kinds_join_and_are_lost_again(
+    checkpoint: Path,  # noqa: F811
+    switches: dict[str, object],
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    """The workers at the start are killed once others have joined."""
+    workers = Killable()
+    engine = launch(config(checkpoint, 1, 1, **switches), workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        joining = [engine.scale(memory=2), engine.scale(compute=1)]
+        assert sorted(name for each in joining for name in each.result(JOIN_S)) == ["compute1", "memory1", "memory2"]
+        assert engine.topology.epoch.number == 1 and engine.stats().recoveries == 0
+        streams.wait_for_tokens(streams.tokens + 60)
+        for number, victim in enumerate(("memory0", "compute0")):
+            workers.signal(victim, signal.SIGKILL)
+            wait_for_recoveries(engine, number + 1)
+        assert_same(streams.results(), undisturbed)
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        assert engine.stats().memory.keys() == {"memory1", "memory2"}
+        pids = workers.pids
+    finally:
+        engine.close()
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+
+
+class Broken(Killable):
+    """Workers that are started later exit at once."""
+
+    def command(self, name: str, module: str) -> list[str]:
+        return ["/bin/false"] if name not in {"memory0", "compute0"} else super().command(name, module)
+
+
+def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    workers = Broken()
+    engine = launch(config(checkpoint, 1, 1), workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        with pytest.raises(WorkerError, match="memory1 failed: its process exited with status 1"):
+            engine.scale(memory=1).result(JOIN_S)
+        assert_same(streams.results(), undisturbed)
+        assert not engine.stats().changing and workers.pids.keys() == {"compute0", "memory0"}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("switches", sweep(LEAVING, {"auto"}))
+def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
+    checkpoint: Path,  # noqa: F811
+    switches: dict[str, object],
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    workers = Killable()
+    engine = launch(config(checkpoint, 2, 3, **switches), workers=workers)
+    pids = workers.pids
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
+        gone = [*engine.scale(memory=-1).result(JOIN_S), *engine.scale(memory=-1, compute=-1).result(JOIN_S)]
+        assert "compute1" in gone and len(gone) == 3
+        assert not [name for name in gone if psutil.pid_exists(pids[name])]
+        assert_same(streams.results(), undisturbed)
+        stats = engine.stats()
+        assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
+        assert stats.moved > 0
+        for refused, reason in (
+            ({"memory": -1}, "1 memory workers cannot leave: the pool has 1, and one must stay"),
+            ({"compute": -3}, "3 compute workers cannot leave: the pool has 1, and one must stay"),
+        ):
+            with pytest.raises(ConfigError, match=reason):
+                engine.scale(**refused).result(JOIN_S)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        assert len(engine.scale(memory=1).result(JOIN_S)) == 1, "what the leavers leased is free again"
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+    finally:
+        engine.close()
+
+
+def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    """KV outlives the compute workers."""
+    workers = Killable()
+    engine = launch(config(checkpoint, 1, 1, max_restarts=2), workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        for number, victim in enumerate(("compute0", "memory0")):
+            streams.wait_for_tokens(streams.tokens + 100)
+            workers.signal(victim, signal.SIGKILL)
+            wait_for_recoveries(engine, number + 1)
+            assert (engine.stats().recomputed > 0) == (victim == "memory0")
+        assert_same(streams.results(), undisturbed)
+        assert engine.topology.computes == ("compute1",) and engine.stats().memory.keys() == {"memory1"}
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        pids = workers.pids
+    finally:
+        engine.close()
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+
+
+def test_without_a_replacement_the_loss_of_the_last_worker_ends_the_engine(checkpoint: Path) -> None:  # noqa: F811
+    """As many replacements exit at once as may be started."""
+    workers = Broken()
+    engine = launch(config(checkpoint, 1, 1, max_restarts=2), workers=workers)
+    try:
+        pid = workers.pids["memory0"]
+        Streams(engine, REQUESTS).wait_for_tokens(20)
+        workers.signal("compute0", signal.SIGKILL)
+        wait_until(lambda: engine.stats().dead, "the engine goes on")
+        assert "compute2 failed: its process exited with status 1" in (engine.stats().dead or "")
+        wait_until(lambda: not psutil.pid_exists(pid), "a worker is left behind")
+    finally:
+        engine.close()
