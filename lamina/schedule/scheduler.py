@@ -402,7 +402,7 @@ class Scheduler:
         """Drop a request of a client with most sequences if one with fewer than its share waits."""
         if not self._admissions.may_share:
             return
-        holders = self._admissions.share(self._seats, sum(len(lane.finished) for lane in self._lanes))
+        holders = self._admissions.share(self._seats)
         if not holders:
             return
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
@@ -590,6 +590,7 @@ class Scheduler:
             own.prompts.discard(completion)
             own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
+            self._seats.leaving += 1
             self.placement.leave(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
@@ -607,6 +608,7 @@ class Scheduler:
                 self._has_changed(group.lane)
                 group.seats -= 1
                 self._seats.change(group.lane, -1, group.request.client)
+                self._seats.leaving -= 1
                 self._admissions.given_back()
                 if not group.seats:
                     del lane.running[group]
