@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lamina.errors import ConfigError
-from lamina.placement.map import Placement
+from lamina.placement.map import WATERMARK, Placement
 from lamina.plan import hardware, models
 from lamina.plan.cost import ROUND_TRIP_S
 from lamina.plan.workload import TracedRequest
@@ -302,6 +302,15 @@ def test_a_slow_memory_worker_attends_twice_as_long() -> None:
     slow = simulate(pools(), arriving((0.0, 700, 5)), faults=[Fault("memory", 0, 0.0, 2.0)])
     assert slow.pools[1].busy * slow.seconds == pytest.approx(2 * usual.pools[1].busy * usual.seconds)
     assert slow.pools[0].busy * slow.seconds == pytest.approx(usual.pools[0].busy * usual.seconds)
+
+
+def test_a_sequence_that_is_too_long_for_one_worker_decodes_on_several_at_once() -> None:
+    """It fills one worker, but for what is always left free, and has the rest on the other. Both attend at once."""
+    deployment = pools(memory_workers=2)
+    capacity = deployment.memory_cost.kv_tokens
+    result = simulate(deployment, arriving((0.0, capacity + capacity // 2, 3)))
+    slowest = ClosedForm(deployment).decode(capacity - int(WATERMARK * capacity))
+    assert gaps_of(result) == pytest.approx([slowest] * 2, rel=0.01)
 
 
 def test_what_can_never_fit_is_refused_and_others_go_on() -> None:
