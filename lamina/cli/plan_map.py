@@ -9,6 +9,8 @@ from lamina.config import check_writable
 from lamina.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lamina.plan.cost import CostModel
     from lamina.plan.hardware import Hardware
     from lamina.plan.map import Cell
@@ -66,7 +68,7 @@ def show(
     picture.write_text(svg(drawn))
 
 
-def _table(title: str, found: "Sequence[Cell]") -> object:
+def _table(title: str, found: "Sequence[Cell]") -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
