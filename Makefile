@@ -22,7 +22,7 @@ test: check
 test-all: check
 	$(BIN)/pytest -rs -n 2 --dist loadfile --hypothesis-profile=thorough
 
-# On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
+# On a machine with an NVIDIA GPU and lamina[cuda]; elsewhere every test says why it is skipped.
 test-gpu: dev
 	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
 

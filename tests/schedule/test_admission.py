@@ -249,7 +249,6 @@ def test_clients_with_equal_shares_do_not_disturb_each_other() -> None:
     assert under_test.dropped == 0
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16), lanes=st.integers(1, 3))
 def test_a_request_with_many_completions_ends_though_newcomers_never_stop(seed: int, lanes: int) -> None:
     random, numbers = Random(seed), itertools.count()
