@@ -16,11 +16,14 @@ run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
 		"def fibonacci(n):" "class Stack:" "def read(self, size=-1):" "for key, value in"
 
+# More tests at once than a small machine has cores: for half of their time they wait for processes that they have started.
+PYTEST = $(BIN)/pytest -rs -n 4 --dist loadfile
+
 test: check
-	$(BIN)/pytest -rs -n 2 --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: check
-	$(BIN)/pytest -rs -n 2 --dist loadfile --hypothesis-profile=thorough
+	$(PYTEST) --hypothesis-profile=thorough
 
 # On a machine with an NVIDIA GPU and lamina[cuda]; elsewhere every test says why it is skipped.
 test-gpu: dev
