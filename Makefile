@@ -47,7 +47,7 @@ check: dev
 	$(BIN)/mypy
 
 # The documentation site, in build/site. A broken link, also to a heading or a file, is an error.
-docs: venv
+docs: dev
 	$(PIP) mkdocs mkdocs-material "mkdocstrings[python]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
@@ -84,6 +84,7 @@ $(VENV)/.native: $(VENV)/.tools pyproject.toml CMakeLists.txt $(CPP)
 # Rebuild the native module alone, after a change under native/.
 native:
 	$(PIP) --quiet --quiet --no-build-isolation --no-deps -e .
+	@touch $(VENV)/.native
 
 # Write lamina/_native.pyi again, after `make native` changed the functions or their documentation.
 stubs:
