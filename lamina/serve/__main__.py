@@ -44,7 +44,10 @@ def main() -> None:
 
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
-    await serve_in_loop(engine, listener, engine.ready)
+    try:
+        await serve_in_loop(engine, listener, engine.ready)
+    finally:
+        engine.disconnect()
 
 
 main()
