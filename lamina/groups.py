@@ -49,6 +49,7 @@ class Group:
         until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
+        gave_way: it has been dropped once for a client with fewer seats.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Group:
     forked: bool = False
     seats: int = 0
     holders: int = 0
+    gave_way: bool = False
     prompt_length: int = field(init=False)
     own_tokens: int = field(init=False)
     tokens: int = field(init=False)

@@ -198,7 +198,8 @@ class Engine:
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         links = list(collections.Counter(self.cluster.links.values()).items())
-        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, self._watch.silent, links)
+        counts = (running, waiting, self._steps, self._moved, *counted)
+        return EngineStats(*counts, usage, dead, self._watch.silent, links=links)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""

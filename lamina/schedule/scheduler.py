@@ -184,7 +184,7 @@ class Scheduler:
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
             group.lane, group.until = self._seats.emptiest, 0
-            self._seats.change(group.lane, group.seats)
+            self._seats.change(group.lane, group.seats, group.request.client)
             own = self._lanes[group.lane]
             own.running[group] = None
             own.histories |= group.histories
@@ -244,6 +244,7 @@ class Scheduler:
         moved = self._relocated(lane)
         own.decoding.let_go()
         self._make_way(own)
+        self._share_seats()
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
@@ -290,6 +291,21 @@ class Scheduler:
             elif self.placement.left(worker) + self.placement.returning[worker] < lane.decoding.workers[worker]:
                 for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
                     self.drop(group)
+
+    def _share_seats(self) -> None:
+        """Drop a request of a client with most sequences if one with fewer than its share waits."""
+        if not self._admissions.may_share:
+            return
+        holders = self._admissions.share(self._seats, sum(len(lane.finished) for lane in self._lanes))
+        if not holders:
+            return
+        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
+        giving = [group for group in running if group.alive and not group.gave_way and group.request.client in holders]
+        if giving:
+            group = min(giving, key=lambda one: (holders.index(one.request.client), -one.arrival))
+            successor = self._withdraw(group)
+            successor.gave_way = True
+            self._admissions.add(successor)
 
     def _held(self, group: Group) -> int:
         return self._lanes[group.lane].held(group)
@@ -339,7 +355,7 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
-            self._seats.change(group.lane, group.seats)
+            self._seats.change(group.lane, group.seats, group.request.client)
             self._has_changed(group.lane)
 
     def _admit(self, lane: Lane) -> list[Admission]:
@@ -425,17 +441,19 @@ class Scheduler:
         Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
         flight have completed and the next plan has been applied.
         """
-        if group.lane < 0 or not group.alive:
-            return
+        if group.lane >= 0 and group.alive:
+            self._admissions.put_back(self._withdraw(group))
+
+    def _withdraw(self, group: Group) -> Group:
+        """Give up the KV of a request; returns what is to be admitted again."""
         if group in self._lanes[group.lane].dealt:
             self._take_back(group)
-            self._admissions.put_back(group)
-            return
+            return group
         successor = self._requests[group.request.request_id] = again(group, self._sequences)
         for completion in group.completions:
             self._end(group, completion)
-        self._admissions.put_back(successor)
         self.dropped += 1
+        return successor
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
@@ -446,7 +464,7 @@ class Scheduler:
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
-        self._seats.change(group.lane, -group.seats)
+        self._seats.change(group.lane, -group.seats, group.request.client)
         self.placement.will_release(group.memory, group.to_run)
         self.placement.release(group.memory, group.to_run)
         self.placement.leave(group.memory, group.seats)
@@ -479,7 +497,7 @@ class Scheduler:
                 lane.ending.append(owner)
                 self._has_changed(group.lane)
                 group.seats -= 1
-                self._seats.change(group.lane, -1)
+                self._seats.change(group.lane, -1, group.request.client)
                 self._admissions.given_back()
                 if not group.seats:
                     del lane.running[group]

@@ -27,7 +27,7 @@ from lamina.engine.frontends import Frontends
 from lamina.errors import EngineDeadError, WorkerError
 from lamina.protocol.liveness import Liveness
 from lamina.serve.errors import first_line
-from lamina.serve.server import GRACE_S, TELL_S
+from lamina.serve.server import GRACE_S, TELL_S, no_old_garbage
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class FrontendProcesses:
         """
         room = Frontends(engine, Path(self._folder.name))
         try:
-            with self._own_signals():
+            with self._own_signals(), no_old_garbage():
                 for process in self._running:
                     self._introduce(process, room)
                 self._await_ready(room)
