@@ -96,7 +96,7 @@ class FrontendProcesses:
                     on_ready()
                 while not self._signals and engine.dead is None:
                     self._watch(room)
-                self._stop(engine)
+                self._stop()
         finally:
             self._kill()
             engine.close()
@@ -153,7 +153,7 @@ class FrontendProcesses:
             process.popen.wait()
             yield process
 
-    def _stop(self, engine: Engine) -> None:
+    def _stop(self) -> None:
         """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end."""
         told, deadline = 0, time.monotonic() + STOP_TIMEOUT_S
         left = list(self._running)
