@@ -189,12 +189,25 @@ class RemoteEngine:
         """End all requests with an error."""
         self._loop.call_soon_threadsafe(self._end, "the engine was closed")
 
+    def disconnect(self) -> None:
+        """End all requests with an error and close the sockets, in the event loop. Idempotent."""
+        self._end("the engine was closed")
+        for task in self._tasks:
+            task.cancel()
+        with self._lock:
+            if self._context.closed:
+                return
+            self._loop.remove_reader(self._answers.fileno())
+            os.close(self._engine_process)
+            self._context.destroy(linger=0)
+
     def _finish(self, request_id: str, index: int) -> None:
         self._send(Finish(self._named[request_id], index))
 
     def _send(self, message: msgspec.Struct) -> None:
         with self._lock:
-            self._requests.send(self._encoder.encode(message))
+            if not self._context.closed:
+                self._requests.send(self._encoder.encode(message))
 
     def _wait(self, number: int, reply: concurrent.futures.Future[Any], timeout_s: float) -> Any:
         try:
@@ -259,13 +272,13 @@ class RemoteEngine:
 
     def _end(self, reason: str) -> None:
         """The engine has stopped, or is not to be used any more: every request ends with an error."""
-        self._loop.remove_reader(self._engine_process)
         with self._lock:
             if self.dead is not None:
                 return
             self.dead = reason
             asked, self._asked, self._named = self._asked, {}, {}
             replies, self._replies = self._replies, {}
+        self._loop.remove_reader(self._engine_process)
         for reply in replies.values():
             reply.set_exception(EngineDeadError(_stopped(reason)))
         for number, one in asked.items():

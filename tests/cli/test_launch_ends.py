@@ -60,8 +60,9 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 
-def test_a_server_whose_worker_died_tells_its_clients_and_ends() -> None:
-    running = start("--max-restarts", "0")
+@pytest.mark.parametrize("frontends", ["0", "1"])
+def test_a_server_whose_worker_died_tells_its_clients_and_ends(frontends: str) -> None:
+    running = start("--max-restarts", "0", "--frontends", frontends)
     workers = running.workers()
     clients, answers = ask_for_long_answers(running)
     assert run("status", "--url", running.url).returncode == 0

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.cli import status
-from lamina.errors import ConfigError, EngineDeadError, TransportError
+from lamina.errors import ConfigError, DeadlineError, EngineDeadError, TransportError
 from lamina.serve import server as serving
 from lamina.serve.logs import OncePer
 from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
@@ -27,6 +27,14 @@ def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
     for response in (server.http.get("/health"), server.post(COMPLETION, prompt="a")):
         message = refusal(response, 503)["message"]
         assert "memory0 was killed" in message and "its own business" not in message
+
+
+def test_an_engine_that_does_not_answer_in_time_is_a_503(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        raise DeadlineError("the engine has not answered within 5 s")
+
+    monkeypatch.setattr(server.engine, "stats", wait)
+    assert refusal(server.http.get("/health"), 503)["code"] == "engine_silent"
 
 
 def test_health_and_status_name_workers_that_do_not_answer(server: Running) -> None:
