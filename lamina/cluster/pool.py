@@ -106,6 +106,24 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     return entries
 
 
+def parse_change(role: str, text: str) -> int:
+    """Workers to add to a pool, or to remove if negative, from "+2", "-1" or "cpu:+2".
+
+    Raises ConfigError if the text is malformed, or for a kind that workers do not run on.
+    """
+    match = re.fullmatch(r"(?:(?P<kind>[a-z0-9_-]+):)?(?P<count>[+-][0-9]{1,9})", text.strip().lower())
+    if match is None or not 1 <= abs(int(match["count"])) <= MAX_COUNT:
+        raise ConfigError(
+            f"{role} is {text!r}; give the workers to add or remove, 1 to {MAX_COUNT}, such as +2, -1 or cpu:+2"
+        )
+    kind = match["kind"] or CPU
+    if kind != CPU:
+        known = [CPU, *GPUS, *PLANNED]
+        reason = "workers run on CPUs only so far" if kind in known else f"the kind is unknown{_near(kind, known)}"
+        raise ConfigError(f"{role} is {text!r}: {reason} Use cpu:{match['count']}".replace("far Use", "far. Use"))
+    return int(match["count"])
+
+
 def check_available(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> None:
     """Check that this machine and this version can run a pool. Workers run on CPUs only so far.
 

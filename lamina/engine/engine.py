@@ -214,8 +214,9 @@ class Engine:
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         changing = {} if self._pools is None else self._pools.states
+        workers = {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
         silent = self._watch.silent
-        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, changing)
+        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, workers)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""

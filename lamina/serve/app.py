@@ -10,7 +10,7 @@ import lamina
 from lamina.engine.engine import Engine
 from lamina.frontend.prompts import Prompt, chat_prompt, encode_prompt
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import errors
+from lamina.serve import admin, errors
 from lamina.serve.errors import APIError, first_line
 from lamina.serve.generation import Form, check_model, respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
@@ -86,6 +86,7 @@ def create_app(engine: Engine) -> FastAPI:
         """Metrics for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    admin.install(app, engine)
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
     return app
 
