@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lamina.types import Request
+from lamina.types import Admission, Request, Segment
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +49,7 @@ class Group:
         until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
+        gave_way: it has been dropped once for a client with fewer seats.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Group:
     forked: bool = False
     seats: int = 0
     holders: int = 0
+    gave_way: bool = False
     prompt_length: int = field(init=False)
     own_tokens: int = field(init=False)
     tokens: int = field(init=False)
@@ -77,6 +79,15 @@ class Group:
     def to_run(self) -> int:
         """Tokens of the prompt and generated ones that must run before all its completions draw."""
         return self.prompt_length + sum(completion.known for completion in self.completions)
+
+    @property
+    def admission(self) -> Admission:
+        """What workers are told of it."""
+        params, first = self.request.params, self.completions[0].sequence
+        segment = Segment(first, self.memory, self.heads, (0, None))
+        prompt = self.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+        indices = [completion.index for completion in self.completions]
+        return Admission(first, len(indices), self.prompt_length, [segment], params, self.request.seed, prompt, indices)
 
     def fork(self) -> list[Completion]:
         """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""

@@ -77,17 +77,21 @@ class Placement:
 
         Worker ``besides`` is excluded.
         """
+        worker = self.fitting(tokens, sequences, besides)
+        if worker is not None:
+            self.reserve_on(worker, tokens)
+            self.sequences[worker] += sequences
+        return worker
+
+    def fitting(self, tokens: int, sequences: int, besides: str | None = None) -> str | None:
+        """The worker that ``reserve`` would name."""
         if besides not in self._roomiest:
             self._roomiest[besides] = self._most_room(besides)
         room, worker = self._roomiest[besides]
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
             empty = [one for one in self._open if one != besides and not self.reserved[one]]
-            worker = next((one for one in empty if tokens <= self.capacities[one]), "")
-            if not worker:
-                return None
-        self.reserve_on(worker, tokens)
-        self.sequences[worker] += sequences
+            return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
     def _most_room(self, besides: str | None) -> tuple[int, str]:

@@ -5,8 +5,12 @@ behind it pass it together, every ``PAUSE`` steps: prompts admitted one by one, 
 badly, and where requests end often the one set aside has room by then. Once it has waited for ``PATIENCE`` steps, the
 room of one memory worker and the seats that it needs are reserved for it, and sequences move away from there if that
 helps: it is admitted at the latest when all that ran there by then has ended. Meanwhile others are admitted elsewhere.
+
+Order alone is not fair while all seats are taken for long: every ``SHARE`` steps, a client with more seats gives way to
+a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,9 +20,11 @@ from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
 from lamina.topology import Topology
+from lamina.types import Client
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
+SHARE = 2
 MOST_ASIDE = 32  # requests set aside: all are tried again when something is released
 
 
@@ -45,10 +51,13 @@ class Admissions:
         self._kept: _Kept | None = None
         self._passed = 0  # the step at which all that fit had last passed
         self._steps = 0
+        self._preferred: Group | None = None  # ahead of all but ``_kept``, since a step
+        self._preferred_since = 0
+        self._shared = 0  # the step at which seats were last compared
         self._exhausted = False  # no waiting request fits, and nothing has changed since
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._aside)
+        return len(self._waiting) + len(self._aside) + (self._preferred is not None)
 
     @property
     def due(self) -> bool:
@@ -72,9 +81,42 @@ class Admissions:
         self._kept = None  # room is kept for the first one alone
         self._exhausted = False
 
+    @property
+    def may_share(self) -> bool:
+        """True if ``share`` is due."""
+        return self._steps >= self._shared + SHARE and len(self) > 0
+
+    def share(self, seats: Seats, leaving: int) -> list[Client]:
+        """Prefer the waiting request whose client has fewest seats, if others have more than their share.
+
+        Returns the clients of which one must give up seats for it; none if enough are free, or will be: ``leaving``.
+        """
+        self._shared = self._steps
+        if self._preferred is not None and self._steps >= self._preferred_since + PAUSE:
+            self._aside = {self._preferred: self._steps, **self._aside}  # its room has been taken meanwhile
+            self._preferred = None
+
+        def shares(group: Group) -> tuple[int, ...]:
+            return tuple(taken + len(group.completions) for taken in seats.of(group.request.client))
+
+        first = self._preferred or min(itertools.chain(self._aside, self._waiting.firsts()), key=shares)
+        wanted = len(first.completions)
+        holders = seats.holders(first.request.client, wanted)
+        if self._preferred is None and holders and self._placement.fitting(first.to_run, wanted):
+            if first in self._aside:
+                del self._aside[first]
+            else:
+                self._waiting.remove(first)
+            self._preferred, self._preferred_since = first, self._steps
+            self._exhausted = False
+        lacks = seats.total - leaving + wanted > self._max_sequences
+        return holders if lacks and first is self._preferred else []
+
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
-        if group in self._aside:
+        if group is self._preferred:
+            self._preferred = None
+        elif group in self._aside:
             del self._aside[group]
             self._keep_no_more(group)
         else:
@@ -142,8 +184,11 @@ class Admissions:
             self._passed = self._steps
 
     def _in_turn(self) -> Iterator[Group]:
-        """Those set aside, then the first of the others until the caller leaves it there."""
-        yield from list(self._aside)
+        """The one that room is kept for, the preferred one, those set aside, then the first of the others until the
+        caller leaves it there."""
+        kept = None if self._kept is None else self._kept.group
+        yield from [group for group in (kept, self._preferred) if group is not None]
+        yield from [group for group in self._aside if group is not kept]
         while self._waiting:
             yield self._waiting.first()
 
@@ -159,6 +204,8 @@ class Admissions:
 
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
+        if group is self._preferred:
+            return False
         if group not in self._aside:
             if len(self._aside) >= MOST_ASIDE:
                 return False
@@ -166,10 +213,12 @@ class Admissions:
             self._aside[group] = self._steps
         if group is next(iter(self._aside)) and self._is_overdue:
             self._keep_room(group)
-        return self._may_pass
+        return self._may_pass or self._preferred is not None
 
     def _leave(self, group: Group) -> None:
-        if group in self._aside:
+        if group is self._preferred:
+            self._preferred = None
+        elif group in self._aside:
             del self._aside[group]
             self._keep_no_more(group)
         else:
@@ -178,7 +227,7 @@ class Admissions:
     def _keep_room(self, group: Group) -> None:
         """Reserve the room of one worker for this request; move sequences away from there if that helps."""
         kept = None if self._kept is None else self._kept.worker
-        source = self._relocations.make_room(group.to_run, kept)
+        source = self._relocations.start_move(group.to_run, kept)
         worker = kept or source or self._placement.roomiest(group.tokens)
         self._kept = None if worker is None else _Kept(group, worker, self._steps)
 

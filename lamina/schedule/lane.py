@@ -96,6 +96,32 @@ class Lane:
         planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
         return max(self.decoding.position(first.sequence) - planned, first.goal)
 
+    def clear(self) -> None:
+        """Give up all requests, to be dealt out again. No step is in flight."""
+        for content in (self.dealt, self.running, self.prompts, self.prompted, self.ending, self.histories):
+            content.clear()
+        self.decoding, self.completed = DecodeBatch(), 0
+
+    def take_over(self, group: Group, dealt: bool, paused: bool) -> None:
+        """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``paused``: it is on
+        its way to another memory worker."""
+        self.running[group] = None
+        self.histories |= group.histories
+        if dealt:
+            self.dealt[group] = None
+            return
+        if paused:
+            group.completions[0].until = 0
+            return
+        for completion in group.alive if group.forked else group.completions[:1]:
+            completion.until = 0
+            if completion.left:
+                self.prompts.add(group, completion)
+            elif group.forked:
+                self.decoding.join(group, completion, group.kept(completion))
+            else:
+                self.prompted.append((group, completion))
+
     def withdraw(self) -> None:
         """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
         owners = {one.sequence: (group, one) for group in self.running for one in group.completions}

@@ -28,9 +28,9 @@ from lamina.placement.map import Placement
 from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
-from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.lane import Lane, Planned
 from lamina.schedule.limits import Limits
+from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
 from lamina.topology import Topology
@@ -64,11 +64,7 @@ class Scheduler:
         self._policy = policy
         self._lanes = [Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
         self._seats = Seats(self.active)
-        # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
-        # allows, or it had nothing to plan last time.
-        self._changed = set(range(lanes))
-        self._ahead = set[int]()
-        self._resting = set[int]()
+        self._ready = Readiness(lanes)
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed, self._held, self.drop)
@@ -141,7 +137,6 @@ class Scheduler:
         for own in self._lanes:
             own.withdraw()
             self._retire(own)
-        self._ahead.clear()
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
         dropped = sorted((group for worker in lost for group in self.holders(worker)), key=lambda group: -group.arrival)
@@ -164,8 +159,7 @@ class Scheduler:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
         self.placement.close(worker)
         self._admissions.close(worker)
-        self._changed |= self._resting
-        self._resting.clear()
+        self._ready.wake()
 
     @property
     def longest(self) -> int:
@@ -196,9 +190,9 @@ class Scheduler:
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
-        for lane in range(len(self._lanes), topology.pipeline.lanes):
-            self._lanes.append(Lane(allowance=self.limits.max_num_batched_tokens))
-            self._resting.add(lane)
+        more = topology.pipeline.lanes - len(self._lanes)
+        self._lanes += [Lane(allowance=self.limits.max_num_batched_tokens) for _ in range(more)]
+        self._ready.extend(len(self._lanes))
 
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
@@ -215,32 +209,14 @@ class Scheduler:
         dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
         for own in self._lanes:
-            own.dealt.clear()
-            for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
-                content.clear()
-            own.decoding, own.completed = DecodeBatch(), 0
+            own.clear()
         self._seats = Seats(self.active)
         self._admissions.given_back()
-        self._changed, self._resting = set(range(len(self._lanes))), set()
+        self._ready.restart()
         for group in groups:
             group.lane, group.until = self._seats.emptiest, 0
-            self._seats.change(group.lane, group.seats)
-            own = self._lanes[group.lane]
-            own.running[group] = None
-            own.histories |= group.histories
-            if group in dealt:
-                own.dealt[group] = None
-            elif self._relocations.is_paused(group):
-                group.completions[0].until = 0
-            else:
-                for completion in group.alive if group.forked else group.completions[:1]:
-                    completion.until = 0
-                    if completion.left:
-                        own.prompts.add(group, completion)
-                    elif group.forked:
-                        own.decoding.join(group, completion, group.kept(completion))
-                    else:
-                        own.prompted.append((group, completion))
+            self._seats.change(group.lane, group.seats, group.request.client)
+            self._lanes[group.lane].take_over(group, group in dealt, self._relocations.is_paused(group))
         for lane, own in enumerate(self._lanes):
             own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases the sequence that it may still fork from
@@ -252,25 +228,12 @@ class Scheduler:
         Evaluated lazily: planning for one lane may give another one something to do.
         """
         lane = -1
-        while after := [one for one in self._candidates() if one > lane]:
+        while after := [one for one in self._ready.candidates(self._moving, self._admissions.due) if one > lane]:
             lane = min(after)
             if self.in_flight(lane) < depth:
                 yield lane
             if self.in_flight(lane) >= depth:
-                self._ahead.add(lane)
-                self._changed.discard(lane)
-                self._resting.discard(lane)
-
-    def _has_changed(self, lane: int) -> None:
-        self._changed.add(lane)
-        self._resting.discard(lane)
-
-    def _candidates(self) -> set[int]:
-        if self._moving:
-            return set(range(len(self._lanes))) - self._ahead
-        if self._admissions.due and self._resting:  # the first lane planned deals to all of them
-            return self._changed | {min(self._resting)}
-        return self._changed
+                self._ready.note_ahead(lane)
 
     def plan(self, lane: int) -> StepPlan | None:
         """The next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
@@ -286,6 +249,7 @@ class Scheduler:
         self._make_way(own)
         if self.placement.closed:
             self._relocations.drain()
+        self._share_seats()
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
@@ -298,8 +262,7 @@ class Scheduler:
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
             # KV of its own has been dropped.
             if fits and not own.ending:
-                self._changed.discard(lane)
-                self._resting.add(lane)
+                self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
         plan = StepPlan(
@@ -332,6 +295,21 @@ class Scheduler:
             elif self.placement.left(worker) + self.placement.returning[worker] < lane.decoding.workers[worker]:
                 for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
                     self.drop(group)
+
+    def _share_seats(self) -> None:
+        """Drop a request of a client with most sequences if one with fewer than its share waits."""
+        if not self._admissions.may_share:
+            return
+        holders = self._admissions.share(self._seats, sum(len(lane.finished) for lane in self._lanes))
+        if not holders:
+            return
+        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
+        giving = [group for group in running if group.alive and not group.gave_way and group.request.client in holders]
+        if giving:
+            group = min(giving, key=lambda one: (holders.index(one.request.client), -one.arrival))
+            successor = self._withdraw(group)
+            successor.gave_way = True
+            self._admissions.add(successor)
 
     def _held(self, group: Group) -> int:
         return self._lanes[group.lane].held(group)
@@ -381,25 +359,16 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
-            self._seats.change(group.lane, group.seats)
-            self._has_changed(group.lane)
+            self._seats.change(group.lane, group.seats, group.request.client)
+            self._ready.note_change(group.lane)
 
     def _admit(self, lane: Lane) -> list[Admission]:
         """Admit the requests dealt to the lane: this plan tells the workers."""
-        admitted = [self._admission(group) for group in lane.dealt]
+        admitted = [group.admission for group in lane.dealt]
         for group in lane.dealt:
             lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted
-
-    def _admission(self, group: Group) -> Admission:
-        params, first = group.request.params, group.completions[0].sequence
-        segment = Segment(first, group.memory, group.heads, (0, None))
-        prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
-        indices = [completion.index for completion in group.completions]
-        return Admission(
-            first, len(indices), group.prompt_length, [segment], params, group.request.seed, prompt, indices
-        )
 
     def migrated(self, number: int) -> None:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
@@ -413,7 +382,7 @@ class Scheduler:
             relocation.position = own.decoding.pause(completion.sequence)
         if relocation.position is not None:
             relocation.arrived = True
-            self._has_changed(group.lane)
+            self._ready.note_change(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
@@ -430,8 +399,7 @@ class Scheduler:
             if planned.plan.runs and planned is not next(one for one in own.in_flight if one.plan.runs):
                 raise AssertionError(f"step {step} of lane {lane} was completed before an earlier one")
         own.in_flight.remove(planned)
-        self._ahead.discard(lane)
-        self._has_changed(lane)
+        self._ready.note_completed(lane)
         if not planned.plan.runs:
             return {}
         own.completed += 1
@@ -467,17 +435,19 @@ class Scheduler:
         Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
         flight have completed and the next plan has been applied.
         """
-        if group.lane < 0 or not group.alive:
-            return
+        if group.lane >= 0 and group.alive:
+            self._admissions.put_back(self._withdraw(group))
+
+    def _withdraw(self, group: Group) -> Group:
+        """Give up the KV of a request; returns what is to be admitted again."""
         if group in self._lanes[group.lane].dealt:
             self._take_back(group)
-            self._admissions.put_back(group)
-            return
+            return group
         successor = self._requests[group.request.request_id] = again(group, self._sequences)
         for completion in group.completions:
             self._end(group, completion)
-        self._admissions.put_back(successor)
         self.dropped += 1
+        return successor
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
@@ -488,7 +458,7 @@ class Scheduler:
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
-        self._seats.change(group.lane, -group.seats)
+        self._seats.change(group.lane, -group.seats, group.request.client)
         self.placement.will_release(group.memory, group.to_run)
         self.placement.release(group.memory, group.to_run)
         self.placement.leave(group.memory, group.seats)
@@ -519,9 +489,9 @@ class Scheduler:
             if lane.completed >= max(group.until, completion.until):
                 completion.retired = True
                 lane.ending.append(owner)
-                self._has_changed(group.lane)
+                self._ready.note_change(group.lane)
                 group.seats -= 1
-                self._seats.change(group.lane, -1)
+                self._seats.change(group.lane, -1, group.request.client)
                 self._admissions.given_back()
                 if not group.seats:
                     del lane.running[group]

@@ -131,6 +131,7 @@ class FakeEngine:
             memory=memory,
             dead=self.dead,
             silent=self.silent,
+            workers={"memory0": "serving"},
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
