@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.segments import by_worker, continued, forked
-from lamina.types import Request, Segment
+from lamina.types import Admission, Request, Segment
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +109,23 @@ class Group:
     def slots(self, completion: Completion, own: int, *, alone: bool = False) -> dict[str, int]:
         """By memory worker, the slots of ``own`` tokens of a completion, and of the prompt if it has that ``alone``."""
         return by_worker(completion.segments, 0 if alone else self.prompt_length, self.prompt_length + own)
+
+    @property
+    def admission(self) -> Admission:
+        """What workers are told of it."""
+        params, first = self.request.params, self.completions[0]
+        prompt = self.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+        indices = [completion.index for completion in self.completions]
+        return Admission(
+            first.sequence,
+            len(indices),
+            self.prompt_length,
+            first.segments,
+            params,
+            self.request.seed,
+            prompt,
+            indices,
+        )
 
     def fork(self) -> list[Completion]:
         """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""

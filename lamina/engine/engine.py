@@ -247,8 +247,9 @@ class Engine:
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         changing = {} if self._pools is None else self._pools.states
         links = list(collections.Counter(self.cluster.links.values()).items())
+        workers = {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        return EngineStats(*counts, usage, dead, self._watch.silent, changing, links)
+        return EngineStats(*counts, usage, dead, self._watch.silent, workers, links)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""

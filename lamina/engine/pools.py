@@ -5,8 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
+from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Workers
 from lamina.cluster.joining import Fabric
+from lamina.cluster.pool import CPU, PoolEntry, check_available
 from lamina.engine.joins import Joiner, Joins
 from lamina.engine.leaves import Leaves
 from lamina.engine.restarts import Restarts
@@ -94,6 +96,8 @@ class Pools:
                 self._start(role, resize)
 
     def _check_growth(self, role: Role, count: int) -> None:
+        present = sum(member.role == role for member in self.topology.members) + self._joins.count(role)
+        check_available(role, (PoolEntry(CPU, present + count),), find_devices())
         if role == "memory":
             return
         replicas = len(self.topology.computes) + self._joins.count("compute") + count

@@ -137,6 +137,7 @@ class FakeEngine:
             dead=self.dead,
             silent=self.silent,
             links=[(near, 1), (far, 2)],
+            workers={"memory0": "serving"},
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:

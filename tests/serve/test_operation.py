@@ -185,7 +185,7 @@ def test_metrics_count_tokens_and_measure_waits(server: Running, stream: bool) -
 def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
-        "memory0   5 of 9 token slots in use",
+        "memory0   serving, 5 of 9 token slots in use",
         "network   shm between 1 pair of workers (same host)",
         'network   tcp between 2 pairs of workers (different hosts; no rdma: "none")',
     ]
