@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import CPU, PoolEntry, check_available
+from lamina.cluster.pool import CPU, PoolEntry, assign
 from lamina.engine.joins import Joiner, Joins
 from lamina.engine.leaves import Leaves
 from lamina.engine.restarts import Restarts
@@ -97,7 +97,7 @@ class Pools:
 
     def _check_growth(self, role: Role, count: int) -> None:
         present = sum(member.role == role for member in self.topology.members) + self._joins.count(role)
-        check_available(role, (PoolEntry(CPU, present + count),), find_devices())
+        assign(role, (PoolEntry(CPU, present + count),), find_devices())
         if role == "memory":
             return
         replicas = len(self.topology.computes) + self._joins.count("compute") + count

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from lamina.cluster.pool import parse_change
-from lamina.engine.engine import Engine
+from lamina.engine.runtime import Runtime
 from lamina.env import environment
 from lamina.errors import EngineDeadError, LaminaError, UserError
 from lamina.serve.errors import APIError, first_line
@@ -19,7 +19,7 @@ MOST_NBYTES = 1024  # of a body
 POOLS = ("compute", "memory")
 
 
-def install(app: FastAPI, engine: Engine) -> None:
+def install(app: FastAPI, engine: Runtime) -> None:
     """Add the routes to ``app``."""
 
     @app.post(SCALE_PATH)

@@ -25,7 +25,9 @@ from lamina.types import Client, FinishReason, Logprob, SamplingParams
 END_S = 20.0
 TOKENIZER = Tokenizer(find(None))
 CLIENT = Client("key", "127.0.0.1:5")
-STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, {"memory0": MemoryStats(1, 2, 3)}, None, {}, [(Choice(Transport.SHM, "a"), 1)])
+STATS = EngineStats(
+    1, 2, 3, 4, 5, 6, 7, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
+)
 
 
 class ScriptedEngine:
