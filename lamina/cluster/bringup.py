@@ -190,7 +190,8 @@ def _fabric(plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: s
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
-    roles: dict[str, Role] = {name: "compute" for name in computes} | {name: "memory" for name in memories}
+    roles: dict[str, Role] = {name: "compute" for name in computes}
+    roles |= {name: "memory" for name in memories}
     for group, role in ((computes, roles[computes[0]]), (memories, roles[memories[0]])):
         control.send(group, fabric.register(role, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
