@@ -214,7 +214,9 @@ class RemoteEngine:
             self._context.destroy(linger=0)
 
     def _finish(self, request_id: str, index: int) -> None:
-        self._send(Finish(self._named[request_id], index))
+        number = self._named.get(request_id)
+        if number is not None:
+            self._send(Finish(number, index))
 
     def _send(self, message: msgspec.Struct) -> None:
         with self._lock:

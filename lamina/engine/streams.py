@@ -189,7 +189,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         outputs = cls(engine, request_id, client, most_unread)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
-        except asyncio.CancelledError:
+        except BaseException:  # cancellation too
             outputs.close()
             raise
         return outputs
