@@ -72,7 +72,7 @@ class Metrics:
             "Pairs of workers by transport and its reason.",
             labels=["transport", "reason"],
         )
-        choices = self._engine.cluster.links.values()
+        choices = list(self._engine.cluster.links.values())  # at once: workers may join meanwhile
         for choice, pairs in collections.Counter(choices).items():
             links.add_metric([choice.transport.value, choice.reason], pairs)
         yield links
