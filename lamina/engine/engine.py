@@ -246,7 +246,7 @@ class Engine:
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         changing = {} if self._pools is None else self._pools.states
-        links = list(collections.Counter(self.cluster.links.values()).items())
+        links = list(collections.Counter(list(self.cluster.links.values())).items())
         workers = {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
         counts = (running, waiting, self._steps, self._moved, *counted)
         return EngineStats(*counts, usage, dead, self._watch.silent, workers, links)

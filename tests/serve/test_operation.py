@@ -135,6 +135,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_tokens_recomputed_total",): 7,
         ("lamina_kv_slots_used", "memory0"): 5,
         ("lamina_kv_slots", "memory0"): 9,
+        ("lamina_workers", "memory0", "serving"): 1,
         ("lamina_links", "same host", "shm"): 1,
         ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
     }
