@@ -145,7 +145,7 @@ class Endpoint(Protocol):
 
 def part_nbytes(part: Part) -> int:
     """Bytes of a part."""
-    return len(part) if isinstance(part, bytes | bytearray) else part.nbytes
+    return len(part) if isinstance(part, (bytes, bytearray)) else part.nbytes
 
 
 def check_fetch(fetch: Fetch, peer: Sizes, own: Sizes) -> None:

@@ -1,7 +1,7 @@
 """Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +40,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Remote:
-    """One memory worker's share of a step."""
+    """One memory worker's share of a step.
+
+    Attributes:
+        sizes: bytes of a request and of what it leaves to be fetched, by shape of heads.
+        partials: views of replies, by slot and shape of heads.
+    """
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
     source: Source
+    sizes: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+    partials: dict[tuple[int, ...], Partial] = field(default_factory=dict)
 
     @property
     def queries_first(self) -> bool:
@@ -174,9 +181,12 @@ class StepExchange:
                 message.send([*(keys_values if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _begin(self, remote: Remote, index: int, spec: AttentionSpec) -> Message:
-        nbytes = body_nbytes(spec, self._dtype, remote.rows)
-        bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
-        return remote.channel.begin(self._lane, self._turn + index, nbytes, bulk)
+        shape = (spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim)
+        sizes = remote.sizes.get(shape)
+        if sizes is None:
+            bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
+            sizes = remote.sizes[shape] = body_nbytes(spec, self._dtype, remote.rows), bulk
+        return remote.channel.begin(self._lane, self._turn + index, *sizes)
 
     def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, k: Array, v: Array) -> None:
         """Put k and v of prompt chunks where the memory worker fetches them once the request has arrived."""
@@ -218,11 +228,18 @@ class StepExchange:
 
     def _read(self, spec: AttentionSpec, letters: Sequence[Letter]) -> list[tuple[Source, Floats, Floats]]:
         """The partials (out, lse) in the messages of memory workers."""
-        return [
-            (remote.source, *read_reply(letter.body, spec, len(remote.rows.queries)))
-            for remote, letter in zip(self._remotes, letters, strict=True)
-            if len(remote.rows.queries)
-        ]
+        found: list[tuple[Source, Floats, Floats]] = []
+        for remote, letter in zip(self._remotes, letters, strict=True):
+            if not len(remote.rows.queries):
+                continue
+            key = (letter.slot, spec.query_heads, spec.v_dim)
+            views = remote.partials.get(key)
+            if views is None:
+                views = read_reply(letter.body, spec, len(remote.rows.queries))
+                if letter.slot >= 0:  # the next reply may come in the same slot
+                    remote.partials[key] = views
+            found.append((remote.source, *views))
+        return found
 
     def _gathering(self, spec: AttentionSpec) -> Gathering:
         key = (spec.query_heads, spec.v_dim)

@@ -6,9 +6,8 @@ of its link and its lane cannot go on yet, it is set aside: copied, and its slot
 free slot, or one whose lane can run without waiting for anybody.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from lamina.errors import DeadlineError
 from lamina.protocol.channel import Arrival, Channel, Hub, Target
@@ -22,24 +21,24 @@ class Letter:
     """A message that has arrived.
 
     Attributes:
-        body: its bytes, until ``free``.
+        body: its bytes, until ``free``. slot: where they are; -1: not in a slot.
     """
 
     body: memoryview
     _channel: Channel
-    _slot: int  # -1: it is not in a slot
+    slot: int
 
     def set_aside(self) -> None:
         """Copy the message out of its slot."""
-        if self._slot >= 0:
+        if self.slot >= 0:
             self.body = memoryview(bytearray(self.body))
             self.free()
 
     def free(self) -> None:
         """Give back the slot."""
-        if self._slot >= 0:
-            self._channel.free(self._slot)
-            self._slot = -1
+        if self.slot >= 0:
+            self._channel.free(self.slot)
+            self.slot = -1
 
 
 class Mail:
@@ -98,22 +97,24 @@ class Mail:
 
         Returns the lane whose message has arrived, if any. Raises DeadlineError; PeerLostError.
         """
-        events: list[Callable[[], int | None]] = []
         targets: list[Target] = []
         for peer in peers:
-            channel = self.channels[peer]
-            for slot, target in channel.awaited:
-                targets.append(target)
-                events.append(partial(self._receive, channel, slot))
-        for index, target in enumerate(self._fetcher.awaited):
-            targets.append(target)
-            events.append(partial(self._keep, index))
-        for target in self._hub.credits:
-            targets.append(target)
-            events.append(self._hub.go_on)
+            targets += self.channels[peer].awaited.values()
+        coming = self._fetcher.awaited
+        targets += coming
+        targets += self._hub.credits
         if not targets:
             raise DeadlineError("nothing is awaited")
-        return events[wait(targets, timeout_s)]()
+        index = wait(targets, timeout_s)
+        for peer in peers:
+            channel = self.channels[peer]
+            if index < len(channel.awaited):
+                return self._receive(channel, list(channel.awaited)[index])
+            index -= len(channel.awaited)
+        if index < len(coming):
+            return self._keep(index)
+        self._hub.go_on()
+        return None
 
     @property
     def is_waiting(self) -> bool:
@@ -123,7 +124,8 @@ class Mail:
     def _receive(self, channel: Channel, slot: int) -> int | None:
         channel.close_slot(slot)
         arrival = channel.read(slot)
-        self._hub.go_on()  # its header may bring credits
+        if self._hub.keeping:
+            self._hub.go_on()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
             return None

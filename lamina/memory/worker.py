@@ -88,7 +88,7 @@ class Lane:
 
     Attributes:
         layer, piece: of the first step, to be served next.
-        begin: byte of the request at which that piece begins.
+        begin: byte at which that piece begins, of a request that is fetched.
         out, lse: what the request's rows have so far.
         work: what is left of a piece that was begun, of the request behind ``door``. reply: finished, not sent yet.
     """
@@ -236,8 +236,8 @@ class MemoryWorker:
 
     def _awaited(self) -> tuple[list[Door], list[Target]]:
         """The doors at which a piece of a request may arrive, and what announces it; behind that, credits."""
-        doors = [door for door in self._doors if door.channel.is_open(door.slot)]
-        return doors, [door.channel.arrives(door.slot) for door in doors] + self._hub.credits
+        doors = [door for door in self._doors if door.slot in door.channel.awaited]
+        return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
     def _open(self, door: Door, waiting: int) -> None:
         """A piece of a request has arrived."""
@@ -246,7 +246,8 @@ class MemoryWorker:
         door.channel.close_slot(door.slot)
         if door.request is None:
             door.request = door.channel.read(door.slot)
-            self._hub.go_on()  # its header may bring credits
+            if self._hub.keeping:
+                self._hub.go_on()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         lane, request = self._lanes[door.request.lane], door.request
         self._timeline.add("wait", lane.number, waiting)
@@ -267,10 +268,13 @@ class MemoryWorker:
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
         """Serve the piece, once it has been fetched if it does not lie in the slot."""
+        if request.body is not None:
+            self._begin(lane)
+            return
         step, spec = lane.steps[0], self._store.attentions[lane.layer]
         begin = lane.begin
         lane.begin += piece_nbytes(spec, self._store.dtype, step.rows, step.pieces[lane.piece])
-        if request.body is not None or begin == lane.begin:
+        if begin == lane.begin:
             self._begin(lane)
             return
         into = door.body[begin : lane.begin]

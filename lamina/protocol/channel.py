@@ -2,8 +2,8 @@
 
 Each side of a link has ``SLOTS`` slots for the other's messages. A sender uses a slot only when its receiver has given
 it back, and knows that by a counter per slot: uses given back so far. The counters travel in the header of the next
-message that goes the other way, or are rung (``Channel.flush``) if there is none. A message without a free slot is kept
-and sent when one is given back; it never blocks its worker.
+message that goes the other way; they are rung (``Channel.flush``) only once the sender may know of no free slot. A
+message without one is kept and sent when one is given back; it never blocks its worker.
 
 The number of a slot's doorbell says how often the slot has been used and which piece of the message has arrived
 (``wire.slot_number``); the header says which lane the message belongs to, so that any lane may use any slot.
@@ -73,7 +73,7 @@ class Hub:
 
     Attributes:
         channels: all of them. keeping: those with messages that wait for a slot or a region. owing: those whose peer
-            has not been told of all slots given back and regions fetched.
+            may wait for a slot or a region of which it has not been told.
     """
 
     def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
@@ -167,21 +167,23 @@ class Message:
     """A message to a peer: pieces sent one after another, at once if it has a slot, otherwise once it has one.
 
     Made by ``Channel.begin``.
+
+    Attributes:
+        slot: -1 while it is kept. region, number: where the bytes to be fetched lie, and which region it is.
+        piece, at: of the body, to be sent next.
     """
+
+    slot = region = -1
+    number = piece = at = 0
+    _sent: Sequence[Part] = ()  # the piece before
 
     def __init__(self, channel: "Channel", lane: int, turn: int, nbytes: int, bulk_nbytes: int, copies: bool) -> None:
         self.lane, self.turn, self.nbytes = lane, turn, nbytes
         self.is_fetched = nbytes > channel.most_nbytes
         self._bulk = aligned(nbytes) if self.is_fetched else 0
         self.region_nbytes = self._bulk + bulk_nbytes
-        self.region = -1
-        self.number = 0  # of the region
-        self.slot = -1
-        self._channel = channel
-        self._copies = copies
+        self._channel, self._copies = channel, copies
         self._later: list[Callable[[], None]] = []
-        self._at = 0
-        self._piece = 0
 
     def lay_out(self, at: int, parts: Sequence[Part]) -> None:
         """Put parts at byte ``at`` of the message's bulk, for its receiver to fetch."""
@@ -197,9 +199,10 @@ class Message:
             kept = self._kept(parts)
             self._later.append(lambda: self.send(kept))
             return
-        self._channel.post(self, self._piece, self._at, parts)
-        self._at += sum(map(part_nbytes, parts))
-        self._piece += 1
+        self.at += sum(map(part_nbytes, self._sent))
+        self._channel.post(self, parts)
+        self.piece += 1
+        self._sent = parts
 
     def _kept(self, parts: Sequence[Part]) -> Sequence[Part]:
         return [_view(part).tobytes() for part in parts] if self._copies else parts
@@ -216,6 +219,7 @@ class Channel:
 
     Attributes:
         name: the peer's. most_nbytes: of a message's body in a slot.
+        awaited: the slots that a piece may arrive in, each with what announces it.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
@@ -228,6 +232,9 @@ class Channel:
         self._own, self._theirs = own, theirs
         nbytes = own.slot_nbytes
         self._slots = [arena.view(own.slot(number), nbytes) for number in range(SLOTS if nbytes > 0 else 0)]
+        self._bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
+        self._places = [theirs.slot(number) for number in range(SLOTS)]
+        self.awaited: dict[int, Target] = {}
         self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
         self._kept: list[Message] = []
         self._has_ended = False
@@ -239,10 +246,12 @@ class Channel:
         # Outgoing: uses of the peer's slots, and those given back; regions announced, and those fetched.
         self._used, self._given_back = [first] * SLOTS, [first] * SLOTS
         self._announced, self._fetched_there = first, first
-        # Incoming: uses of the own slots given back, the next piece of each slot, and whether it may arrive now.
-        self._freed, self._piece, self._open = [first] * SLOTS, [0] * SLOTS, [True] * SLOTS
+        # Incoming: uses of the own slots given back, and the next piece of each slot.
+        self._freed, self._piece = [first] * SLOTS, [0] * SLOTS
+        self.awaited = {slot: self._target(slot) for slot in range(len(self._slots))}
         self._fetched, self._finished = first, set[int]()
         self._told = [first] * SLOTS, first  # what the peer knows of both
+        self._untold, self._known = 0, SLOTS  # free slots that it does not know of, and that it may know of
 
     # Sending
 
@@ -254,21 +263,22 @@ class Channel:
         message = Message(self, lane, turn, nbytes, bulk_nbytes, copies)
         if message.region_nbytes > self.hub.nbytes:
             raise ValueError(f"{message.region_nbytes} bytes do not fit into a pool of {self.hub.nbytes} bytes")
-        self.hub.go_on()  # those that were kept come first
+        if self.hub.keeping:
+            self.hub.go_on()  # those that were kept come first
         if not self._admit(message):
             self._kept.append(message)
             self.hub.keeping.add(self)
             self.hub.go_on()
         return message
 
-    def post(self, message: Message, piece: int, at: int, parts: Sequence[Part]) -> None:
-        """Write a piece of a message's body from byte ``at`` on, and ring. Called by ``Message``."""
-        theirs, slot = self._theirs, message.slot
-        offset, nbytes = theirs.slot(slot) + HEADER_NBYTES + at, self.most_nbytes - at
+    def post(self, message: Message, parts: Sequence[Part]) -> None:
+        """Write a message's next piece, and ring. Called by ``Message``."""
+        slot, at = message.slot, message.at
+        offset, nbytes = self._places[slot] + HEADER_NBYTES + at, self.most_nbytes - at
         if message.is_fetched:
             self.hub.write(message.region + at, parts)
-            offset, nbytes, parts = theirs.slot(slot) + HEADER_NBYTES, 0, ()
-        if piece == 0:
+            offset, nbytes, parts = self._places[slot] + HEADER_NBYTES, 0, ()
+        if message.piece == 0:
             header = _HEADER.pack(
                 message.lane,
                 message.is_fetched,
@@ -279,10 +289,11 @@ class Channel:
                 self._fetched,
                 *self._freed,
             )
-            self._tell()
+            if self._untold or self in self.hub.owing:
+                self._tell()
             offset, nbytes, parts = offset - HEADER_NBYTES, nbytes + HEADER_NBYTES, [header, *parts]
-        number = slot_number(self._used[slot] - 1, piece)
-        self._endpoint.post(self._peer, offset, nbytes, parts, theirs.doorbell + ARRIVED + slot, number)
+        number = slot_number(self._used[slot] - 1, message.piece)
+        self._endpoint.post(self._peer, offset, nbytes, parts, self._theirs.doorbell + ARRIVED + slot, number)
 
     def _admit(self, message: Message) -> bool:
         """Give a message a slot, and a region if it needs one, if they are free."""
@@ -301,11 +312,11 @@ class Channel:
         return True
 
     def _free_slot(self) -> int | None:
-        for slot in range(SLOTS):
-            if self._used[slot] == self._given_back[slot]:
+        for slot, used in enumerate(self._used):
+            if used == self._given_back[slot]:
                 return slot
         self._read_slots()
-        return next((slot for slot in range(SLOTS) if self._used[slot] == self._given_back[slot]), None)
+        return next((slot for slot, used in enumerate(self._used) if used == self._given_back[slot]), None)
 
     def read_credits(self) -> None:
         """Take in what the peer has rung. ``Hub.go_on`` must follow: a region may be what another message waits for."""
@@ -317,7 +328,8 @@ class Channel:
         self._give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
     def _give_back(self, uses: Sequence[int]) -> None:
-        self._given_back = list(map(max, self._given_back, uses))
+        for slot, count in enumerate(uses):
+            self._given_back[slot] = max(self._given_back[slot], count)
 
     def _release(self, fetched: int) -> None:
         while self._fetched_there < fetched:
@@ -353,34 +365,28 @@ class Channel:
 
     # Receiving
 
-    @property
-    def awaited(self) -> list[tuple[int, Target]]:
-        """The slots that a piece may arrive in, each with what announces it."""
-        return [(slot, self.arrives(slot)) for slot in range(len(self._slots)) if self._open[slot]]
-
-    def is_open(self, slot: int) -> bool:
-        """True if a piece may arrive in this slot."""
-        return self._open[slot]
-
-    def arrives(self, slot: int) -> Target:
-        """What announces the next piece in a slot."""
-        return self._own.doorbell + ARRIVED + slot, slot_number(self._freed[slot], self._piece[slot])
+    def _target(self, slot: int) -> Target:
+        return self._bells[slot], slot_number(self._freed[slot], self._piece[slot])
 
     def close_slot(self, slot: int) -> None:
         """Nothing more is awaited in a slot before ``free`` or ``open_slot``."""
-        self._open[slot] = False
+        del self.awaited[slot]
 
     def open_slot(self, slot: int) -> None:
         """The next piece of the message in this slot is awaited."""
         self._piece[slot] += 1
-        self._open[slot] = True
+        self.awaited[slot] = self._target(slot)
 
     def read(self, slot: int) -> Arrival:
         """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
         view = self._slots[slot]
         lane, is_fetched, turn, nbytes, at, number, fetched, *given_back = _HEADER.unpack_from(view)
         self._give_back(given_back)
-        self._release(fetched)
+        if fetched > self._fetched_there:
+            self._release(fetched)
+        self._known -= 1
+        if self._untold and not self._known:
+            self._owe()
         body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 
@@ -388,8 +394,10 @@ class Channel:
         """Give back a slot: its message has been read."""
         self._freed[slot] += 1
         self._piece[slot] = 0
-        self._open[slot] = True
-        self._owe()
+        self.awaited[slot] = self._target(slot)
+        self._untold += 1
+        if not self._known:
+            self._owe()
 
     def fetched(self, number: int) -> None:
         """All of a message's region has been fetched."""
@@ -400,7 +408,7 @@ class Channel:
             self._owe()
 
     def flush(self) -> None:
-        """Ring what the peer has not been told of the slots given back and regions fetched. Raises PeerLostError."""
+        """Ring what the peer has not been told of slots given back and regions fetched. Raises PeerLostError."""
         (freed, fetched), bell = self._told, self._theirs.doorbell
         self._tell()
         for slot in range(SLOTS):
@@ -415,12 +423,14 @@ class Channel:
 
     def _tell(self) -> None:
         self._told = list(self._freed), self._fetched
+        self._known += self._untold
+        self._untold = 0
         self.hub.owing.discard(self)
 
     @property
     def free_slots(self) -> int:
         """How many more messages may arrive before one is given back."""
-        return sum(self._open)
+        return len(self.awaited)
 
 
 def _first_use(epoch: Epoch) -> int:

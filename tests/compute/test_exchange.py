@@ -89,7 +89,7 @@ class Memory:
                 out, lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
                 turn, slot, at, body = plan.turn + layer, -1, 0, memoryview(b"")
                 for number, piece in enumerate(step.pieces):
-                    awaited = channel.awaited
+                    awaited = list(channel.awaited.items())
                     index = self.station.endpoint.wait([target for _, target in awaited], TIMEOUT_S)
                     slot = awaited[index][0]
                     if number == 0:

@@ -86,7 +86,7 @@ def test_a_slot_is_used_again_only_once_it_has_been_given_back(pair: tuple[Stati
     for lane in range(3):
         to.begin(lane, 7, 3).send([b"ab", bytes([lane])])
     arrived = []
-    for slot, target in at.awaited:
+    for slot, target in list(at.awaited.items()):
         far.endpoint.wait([target], 0.0)
         at.close_slot(slot)
         arrived.append(at.read(slot))
@@ -121,13 +121,13 @@ def test_pieces_are_announced_one_after_another_in_one_slot(pair: tuple[Station,
     near, far = pair
     message, at = near.channels["far"].begin(4, 9, 6), far.channels["near"]
     message.send([b"abc"])
-    far.endpoint.wait([at.arrives(0)], 0.0)
+    far.endpoint.wait([at.awaited[0]], 0.0)
     request = at.read(0)
     at.open_slot(0)
     with pytest.raises(DeadlineError):
-        far.endpoint.wait([at.arrives(0)], 0.0)
+        far.endpoint.wait([at.awaited[0]], 0.0)
     message.send([b"de", b"f"])
-    far.endpoint.wait([at.arrives(0)], 0.0)
+    far.endpoint.wait([at.awaited[0]], 0.0)
     assert bytes(request.body or b"") == b"abcdef"
 
 

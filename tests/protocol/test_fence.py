@@ -106,7 +106,7 @@ class Worker:
             (name, self._read(channel, slot))
             for name, channel in self.channels.items()
             if self.fence.open and self.links.has(name)
-            for slot, (doorbell, number) in channel.awaited
+            for slot, (doorbell, number) in list(channel.awaited.items())
             if self.arena.sequence(doorbell) >= number
         ]
 
