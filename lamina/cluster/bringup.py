@@ -11,8 +11,8 @@ from lamina.cluster.gather import (
     LOAD_TIMEOUT_S,
     START_TIMEOUT_S,
     Gather,
+    Launcher,
     OnProgress,
-    Workers,
     converse,
 )
 from lamina.cluster.joining import Fabric
@@ -85,7 +85,7 @@ class Cluster:
         return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
 
 
-def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
+def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
     """Load the model, allocate slabs and arenas, connect every memory worker with every other worker.
 
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
@@ -102,7 +102,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
         loaded.attentions, loaded.dtype, capacity, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
     )
     control.send(plan.memories, setup)
-    fabric = _fabric(plan, loaded, setup, {hello.host for hello in greetings.values()})
+    fabric = _fabric(workers, plan, loaded, setup, {hello.host for hello in greetings.values()})
     gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
@@ -155,11 +155,12 @@ def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
+def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
     transports = candidates(plan.transport, hosts)
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0
     return Fabric(
+        start=workers.start,
         compute_setup=plan.compute_setup,
         memory_setup=setup,
         bytes_per_token=_bytes_per_token(plan, loaded),
@@ -176,7 +177,8 @@ def _fabric(plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: s
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
-    roles: dict[str, Role] = dict.fromkeys(computes, "compute") | dict.fromkeys(memories, "memory")
+    roles: dict[str, Role] = {name: "compute" for name in computes}
+    roles |= {name: "memory" for name in memories}
     for group, role in ((computes, roles[computes[0]]), (memories, roles[memories[0]])):
         control.send(group, fabric.register(role, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
