@@ -90,6 +90,15 @@ class Streams:
             if not self._changed.wait_for(lambda: min(map(len, self.arrivals)) >= tokens or not self._left, TIMEOUT_S):
                 raise SystemExit(f"error: after {TIMEOUT_S:g} s, {self._left} of {REQUESTS} requests have not ended")
 
+    def wait_beyond(self, moment: float) -> None:
+        """Until every stream has had an update after this moment, or all have ended."""
+        with self._changed:
+            told = self._changed.wait_for(
+                lambda: not self._left or min(arrivals[-1] for arrivals in self.arrivals) > moment, TIMEOUT_S
+            )
+        if not told:
+            raise SystemExit(f"error: a stream has had no update for {TIMEOUT_S:g} s")
+
     def longest_gap(self, begin: float, end: float) -> float:
         """The longest gap between two updates of a stream that overlaps [begin, end]."""
         with self._changed:
@@ -115,7 +124,7 @@ def change(engine: Engine, streams: Streams, memory: int) -> Change:
     asked = time.monotonic()
     engine.scale(memory=memory).result(TIMEOUT_S)
     done = time.monotonic()
-    time.sleep(WINDOW_S / 2)
+    streams.wait_beyond(done + WINDOW_S / 2)
     around = streams.longest_gap(done - WINDOW_S / 2, done + WINDOW_S / 2)
     return Change(
         done - asked,

@@ -13,8 +13,8 @@ from lamina.cluster.gather import (
     LOAD_TIMEOUT_S,
     START_TIMEOUT_S,
     Gather,
+    Launcher,
     OnProgress,
-    Workers,
     converse,
 )
 from lamina.cluster.joining import Fabric
@@ -89,7 +89,7 @@ class Cluster:
         return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
 
 
-def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
+def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
     """Load the model, allocate slabs and arenas, connect every memory worker with every other worker.
 
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
@@ -107,7 +107,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     )
     for name, capacity in capacities.items():
         control.send([name], msgspec.structs.replace(setup, capacity=capacity))
-    fabric = _fabric(plan, loaded, setup, {hello.host for hello in greetings.values()})
+    fabric = _fabric(workers, plan, loaded, setup, {hello.host for hello in greetings.values()})
     gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
@@ -169,11 +169,12 @@ def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
+def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
     transports = candidates(plan.transport, hosts)
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0
     return Fabric(
+        start=workers.start,
         compute_setup=plan.compute_setup,
         memory_setup=setup,
         bytes_per_token=_bytes_per_token(plan, loaded),

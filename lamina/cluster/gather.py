@@ -65,10 +65,6 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
 class Workers(Protocol):
     """Handle on the worker processes, wherever they run."""
 
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        """Start another worker, as those of its role that were started before."""
-        ...
-
     def ended(self) -> Mapping[str, str]:
         """Workers that have exited, with the known reason."""
         ...
@@ -82,6 +78,14 @@ class Workers(Protocol):
 
     def close(self) -> None:
         """End all workers. Idempotent."""
+        ...
+
+
+class Launcher(Workers, Protocol):
+    """Can also start workers."""
+
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        """Start another worker, as those of its role that were started before. Raises OSError."""
         ...
 
 

@@ -10,7 +10,7 @@ from lamina.cluster.linking import Pair, link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
-from lamina.protocol.control import ControlServer
+from lamina.protocol.control import Bootstrap, ControlServer
 from lamina.protocol.leases import Messages
 from lamina.protocol.messages import (
     ComputeSetup,
@@ -32,6 +32,7 @@ class Fabric:
     """How the workers of a cluster are set up and linked.
 
     Attributes:
+        start: see ``Launcher``.
         compute_setup, memory_setup: of every worker; capacities may differ.
         bytes_per_token: of KV on a memory worker.
         kv_bytes: of another memory worker, given those that the largest has, and those promised to all and not used.
@@ -40,6 +41,7 @@ class Fabric:
         offers, links: of the workers so far, by name and by pair.
     """
 
+    start: Callable[[str, Role, Bootstrap], None]
     compute_setup: ComputeSetup
     memory_setup: MemorySetup
     bytes_per_token: int

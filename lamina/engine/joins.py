@@ -88,7 +88,7 @@ class Joins:
         name = f"{role}{next(self._numbers[role])}"
         bootstrap = self._control.admit(name)
         try:
-            self._workers.start(name, role, bootstrap)
+            self._fabric.start(name, role, bootstrap)
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error

@@ -304,7 +304,8 @@ class Links:
     def disconnect(self, name: str) -> None:
         """End all use of the link to a peer, if it is linked; its death no longer ends waits."""
         self._forget_channel(name)
-        if self._round is not None and self._round.waiting.pop(name, False):
+        if self._round is not None and name in self._round.waiting:
+            del self._round.waiting[name]
             self._round.failures[name] = f"{name} has been disconnected"
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)
