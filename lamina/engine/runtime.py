@@ -21,9 +21,6 @@ class Submission(NamedTuple):
 
 class Runtime(Protocol):
     """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend.
-
-    Attributes:
-        dead: why it has stopped, if it has.
     """
 
     model_name: str
@@ -32,7 +29,9 @@ class Runtime(Protocol):
     default_max_tokens: int
 
     @property
-    def dead(self) -> str | None: ...
+    def dead(self) -> str | None:
+        """Why it has stopped, if it has."""
+        ...
 
     def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
         """Queue all or none. Raises RequestError, OverloadedError, EngineDeadError. May wait: not for event loops."""

@@ -160,6 +160,7 @@ class Arrival:
 
     @property
     def bulk_at(self) -> int:
+        """Where K and V of prompt chunks lie in the region."""
         return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
 
 

@@ -26,12 +26,15 @@ class Interpreter:
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
+        """See ``Backend``."""
         target[: len(source)] = source
 
     def download(self, source: Any, target: npt.NDArray[Any]) -> None:
+        """See ``Backend``."""
         target[...] = source
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Run the programs of ``grid`` one after another."""
         import triton.language as tl
 
         match_gpus()
@@ -75,6 +78,7 @@ def match_gpus() -> None:
 
 
 def constants(program: Program, language: Any) -> dict[str, Any]:
+    """The kernel's compile-time parameters, by name."""
     names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     return {
         name: getattr(language, names[value]) if isinstance(value, str) else value for name, value in program.constants

@@ -24,6 +24,8 @@ class KvArrays:
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "KvArrays":
+        """Arrays of ``capacity`` slots; memory is touched only when tokens arrive."""
+
         def rows(size: int) -> Array:
             stored = STORAGE[element]
             nbytes = capacity * spec.kv_heads * size * stored.itemsize
@@ -49,10 +51,12 @@ class Cpu:
         self._slabs = [KvArrays.allocate(spec, element, capacity) for spec in attentions]
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
+        """See ``Device``."""
         slab = self._slabs[layer]
         append(slab.k, slab.v, k, v, slots, self._threads, slab.scales)
 
     def attend(self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        """See ``Device``."""
         slab, spec = self._slabs[layer], self._attentions[layer]
         for place, cut in enumerate(cuts(table, spec, self._threads, MOST_PRODUCTS)):
             if place:
@@ -65,9 +69,11 @@ class Cpu:
                 partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
+        """See ``Device``."""
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
             view[:] = array[slots]
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
+        """See ``Device``."""
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
             array[slots] = view

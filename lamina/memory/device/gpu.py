@@ -53,10 +53,12 @@ class Gpu:
         self._slots: Any = None
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
+        """See ``Device``."""
         if len(slots):
             self._any().append(self._slabs[layer], self._sent(k), self._sent(v), self._sent(slots))
 
     def attend(self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        """See ``Device``."""
         attention = self._begin(table)
         out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
         attention.partial(self._sent(q), self._slabs[layer], self._slots, self._specs[layer], out_there, lse_there)
@@ -65,11 +67,13 @@ class Gpu:
         yield from ()
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
+        """See ``Device``."""
         there = self._sent(slots)
         for array, view in parts(content, len(slots), self._arrays(layer)):
             self._backend.download(array[there], view)
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
+        """See ``Device``."""
         there = self._sent(slots)
         for array, view in parts(content, len(slots), self._arrays(layer)):
             array[there] = self._sent(view)
