@@ -20,8 +20,7 @@ class Submission(NamedTuple):
 
 
 class Runtime(Protocol):
-    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend.
-    """
+    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend."""
 
     model_name: str
     tokenizer: Tokenizer

@@ -140,7 +140,7 @@ class Relocations:
             for group in [one for one in self._residents[worker] if one.alive]:
                 if self._current is not None and self._current.group is group:
                     continue
-                held, computed = self._held(group)[worker], self._computed(group)
+                held, computed = self._held(group).get(worker, 0), self._computed(group)
                 if len(group.completions) > 1 or len(group.completions[0].segments) > 1 or held <= CHEAP:
                     self._drop(group)
                 elif computed is not None and self._current is None:

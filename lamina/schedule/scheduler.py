@@ -26,16 +26,16 @@ from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
-from lamina.placement.map import AHEAD, Placement
-from lamina.placement.recovery import Policy, again, latest, victims
+from lamina.placement.map import Placement
+from lamina.placement.recovery import Policy, again, latest
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
+from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane, Planned
 from lamina.schedule.limits import Limits
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
-from lamina.segments import grown, holding
 from lamina.topology import Topology
 from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
 
@@ -64,13 +64,13 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._policy = policy
         self._lanes = [self._new_lane() for _ in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._relocations = Relocations(placement, self._computed, self._held, self.drop)
+        self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
         self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
@@ -255,8 +255,8 @@ class Scheduler:
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
-        self._turn_over(own)
-        self._make_way(own)
+        self._growth.turn_over(own)
+        self._growth.make_way(own)
         if self.placement.closed:
             self._relocations.drain()
         self._share_seats()
@@ -296,70 +296,6 @@ class Scheduler:
             own.decoding.steps += 1
         own.in_flight.append(Planned(plan, own.decoding.members, prompted))
         return plan
-
-    def _turn_over(self, lane: Lane) -> None:
-        """Let sequences whose segments have ended go on in the next one."""
-        for group, completion in lane.decoding.full():
-            position = lane.decoding.position(completion.sequence)
-            if holding(completion.segments, position).tokens[0] == position:  # planned before an epoch ended
-                lane.decoding.turn_over(completion)
-            elif not self._grow(lane, group, completion, self.placement.next_worker(completion.worker)):
-                lane.decoding.postpone(completion.sequence, AHEAD)
-
-    def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
-        """A sequence continues on another memory worker from its next position on. False, and it does not, if it is on
-        its way to another worker, or there is none with room."""
-        if worker is None or self._relocations.is_moving(group):
-            return False
-        position = lane.decoding.position(completion.sequence)
-        new = Segment(completion.sequence, worker, group.heads, (position, None))
-        self.placement.go_on(completion.worker, worker)
-        completion.segments = grown(completion.segments, new)
-        self._relocations.settle(group)
-        lane.decoding.turn_over(completion)
-        lane.grown.append(new)
-        return True
-
-    def _make_way(self, lane: Lane) -> None:
-        """Where memory workers are about to run out of slots for the sequences of this lane, let these go on elsewhere;
-        drop KV if there is no room either."""
-        placement, needed = self.placement, lane.decoding.workers
-        for worker, tokens in placement.shortages(needed).items():
-            lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
-            if lacking <= 0:
-                continue
-            holders = self._relocations.holders(worker)
-            if len(holders) > 1:
-                for group in victims(holders, lacking, self._policy):
-                    self.drop(group)
-            elif placement.left(worker) + placement.returning[worker] < needed.get(worker, 0):
-                self._squeeze(lane, worker)
-
-    def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
-        """Let up to so many sequences of this lane that grow on a worker go on elsewhere. Returns how many do."""
-        if self.placement.next_worker(worker) is None:
-            return 0
-        chosen = lane.decoding.on(worker)[-sequences:]
-        return sum(self._grow(lane, *owner, self.placement.next_worker(worker)) for owner in chosen)
-
-    def _squeeze(self, lane: Lane, worker: str) -> None:
-        """The only request on a worker has filled it, and no other worker has room to spare: use the last slots of all;
-        if there are none, drop the KV of others."""
-        placement, needed = self.placement, lane.decoding.workers
-        for group, completion in lane.decoding.on(worker):
-            if needed.get(worker, 0) <= placement.left(worker):
-                return
-            spare = {one: placement.left(one) - needed.get(one, 0) for one in placement.capacities if one != worker}
-            best = max(spare, key=lambda one: spare[one], default=worker)
-            if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
-                break
-        else:
-            return
-        if not any(placement.returning.values()):
-            running = (group for own in self._lanes for group in own.running if group.alive)
-            holders = {group: sum(self._held(group).values()) for group in running if group not in lane.dealt}
-            for group in victims(holders, AHEAD * needed[worker], self._policy):
-                self.drop(group)
 
     def _share_seats(self) -> None:
         """Drop a request of a client with most sequences if one with fewer than its share waits."""

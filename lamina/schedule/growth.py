@@ -1,0 +1,96 @@
+"""Where the sequences of a lane go on when their segments end, or when a memory worker runs out of slots. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from lamina.groups import Completion, Group
+from lamina.placement.map import AHEAD, Placement
+from lamina.placement.recovery import Policy, victims
+from lamina.placement.relocation import Relocations
+from lamina.schedule.lane import Lane
+from lamina.segments import grown, holding
+from lamina.types import Segment
+
+
+class Growth:
+    """Gives sequences that decode a memory worker with slots, and drops KV if there is none."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        relocations: Relocations,
+        policy: Policy,
+        lanes: Sequence[Lane],
+        drop: Callable[[Group], None],
+    ) -> None:
+        """``policy``: whose KV is dropped; ``drop`` does it. ``lanes``: all of them, also those added later."""
+        self._placement = placement
+        self._relocations = relocations
+        self._policy = policy
+        self._lanes = lanes
+        self._drop = drop
+
+    def turn_over(self, lane: Lane) -> None:
+        """Let sequences whose segments have ended go on in the next one."""
+        for group, completion in lane.decoding.full():
+            position = lane.decoding.position(completion.sequence)
+            if holding(completion.segments, position).tokens[0] == position:  # planned before an epoch ended
+                lane.decoding.turn_over(completion)
+            elif not self._grow(lane, group, completion, self._placement.next_worker(completion.worker)):
+                lane.decoding.postpone(completion.sequence, AHEAD)
+
+    def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
+        """A sequence continues on another memory worker from its next position on. False, and it does not, if it is on
+        its way to another worker, or there is none with room."""
+        if worker is None or self._relocations.is_moving(group):
+            return False
+        position = lane.decoding.position(completion.sequence)
+        new = Segment(completion.sequence, worker, group.heads, (position, None))
+        self._placement.go_on(completion.worker, worker)
+        completion.segments = grown(completion.segments, new)
+        self._relocations.settle(group)
+        lane.decoding.turn_over(completion)
+        lane.grown.append(new)
+        return True
+
+    def make_way(self, lane: Lane) -> None:
+        """Where memory workers are about to run out of slots for the sequences of this lane, let these go on elsewhere;
+        drop KV if there is no room either."""
+        placement, needed = self._placement, lane.decoding.workers
+        for worker, tokens in placement.shortages(needed).items():
+            lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
+            if lacking <= 0:
+                continue
+            holders = self._relocations.holders(worker)
+            if len(holders) > 1:
+                for group in victims(holders, lacking, self._policy):
+                    self._drop(group)
+            elif placement.left(worker) + placement.returning[worker] < needed.get(worker, 0):
+                self._squeeze(lane, worker)
+
+    def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
+        """Let up to so many sequences of this lane that grow on a worker go on elsewhere. Returns how many do."""
+        if self._placement.next_worker(worker) is None:
+            return 0
+        chosen = lane.decoding.on(worker)[-sequences:]
+        return sum(self._grow(lane, *owner, self._placement.next_worker(worker)) for owner in chosen)
+
+    def _squeeze(self, lane: Lane, worker: str) -> None:
+        """The only request on a worker has filled it, and no other worker has room to spare: use the last slots of all;
+        if there are none, drop the KV of others."""
+        placement, needed = self._placement, lane.decoding.workers
+        for group, completion in lane.decoding.on(worker):
+            if needed.get(worker, 0) <= placement.left(worker):
+                return
+            spare = {one: placement.left(one) - needed.get(one, 0) for one in placement.capacities if one != worker}
+            best = max(spare, key=lambda one: spare[one], default=worker)
+            if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
+                break
+        else:
+            return
+        if not any(placement.returning.values()):
+            running = (group for own in self._lanes for group in own.running if group.alive)
+            holders = {
+                group: sum(self._lanes[group.lane].held(group).values()) for group in running if group not in lane.dealt
+            }
+            for group in victims(holders, AHEAD * needed[worker], self._policy):
+                self._drop(group)
