@@ -7,22 +7,22 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
-from lamina.engine.epochs import Ending
-from lamina.engine.pools import Pools, Resize
+from lamina.engine.members import Members
+from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
 from lamina.engine.runtime import Submission
-from lamina.engine.stats import EngineStats, MemoryStats
+from lamina.engine.stats import EngineStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate
-from lamina.engine.watch import POLL_S, Watch
-from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError, TransportError, UnreachableError
+from lamina.engine.watch import POLL_S
+from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.groups import Group
 from lamina.models.directory import ModelDirectory
@@ -30,24 +30,14 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import (
-    Change,
-    EndEpoch,
-    EpochEnded,
-    Failed,
-    Migrated,
-    PeerLost,
     Release,
-    SlabUsage,
     Step,
     StepDone,
     ToEngine,
-    ToWorker,
-    Working,
 )
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
 from lamina.schedule.limits import Limits
-from lamina.schedule.recipients import Recipients
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.topology import Role, Topology
@@ -87,7 +77,6 @@ class Engine:
         self.max_model_len = limits.max_model_len
         self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
         self.cluster = cluster
-        self.topology = cluster.topology
         self._control = control
         self._workers = workers
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
@@ -100,28 +89,9 @@ class Engine:
             plan_ahead=config.plan_ahead,
         )
         self._scheduler = self._turn.scheduler
-        self._recipients = Recipients(cluster.computes, cluster.pipeline)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._watch = Watch(control, workers, self._turn, self.topology)
-        self._changes = 0  # of the topology within epochs
-        self._pools = (
-            None
-            if cluster.fabric is None
-            else Pools(
-                control,
-                workers,
-                cluster.fabric,
-                self.topology,
-                self._turn,
-                self._adopt,
-                self._unused,
-                config.max_restarts,
-            )
-        )
-        self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
-        self._recoveries = self._recomputed = 0
-        self._usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
+        self._members = Members(control, workers, cluster, self._turn, config.max_restarts)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
         self._moved = 0
@@ -216,7 +186,7 @@ class Engine:
 
         Raises ConfigError if both are 0, EngineDeadError if the engine has stopped.
         """
-        pools = self._pools
+        pools = self._members.pools
         if pools is None:
             raise ConfigError("this cluster cannot be scaled: it was not made by launch")
         if not compute and not memory:
@@ -244,12 +214,11 @@ class Engine:
         if dead is not None:
             known = running = 0
         waiting = max(0, known - running)
-        usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
-        changing = {} if self._pools is None else self._pools.states
+        members = self._members
+        usage, counted = dict(members.usage), (self._scheduler.dropped, members.recoveries, members.recomputed)
         links = list(collections.Counter(list(self.cluster.links.values())).items())
-        workers = {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        return EngineStats(*counts, usage, dead, self._watch.silent, workers, links)
+        return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -259,6 +228,11 @@ class Engine:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 raise EngineDeadError(f"the engine did not end within {CLOSE_TIMEOUT_S:.0f} s; end its process")
+
+    @property
+    def topology(self) -> Topology:
+        """Who takes part now."""
+        return self._members.topology
 
     @property
     def dead(self) -> str | None:
@@ -304,13 +278,12 @@ class Engine:
         for worker, message in messages:
             self._take(worker, message)
         self._run_commands()
-        if self._pools is not None:
-            self._pools.turn(steady=self._ending is None)
+        self._members.turn()
         now = time.monotonic()
         for plan in self._turn.plan(now):
             self._send(plan, now)
-        for worker, sequences in self._recipients.overdue(now if self._turn.in_flight else math.inf):
-            self._tell([worker], Release(sequences))
+        for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
+            self._members.tell([worker], Release(sequences))
         self._timeline.add("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
@@ -321,30 +294,13 @@ class Engine:
         self._check_workers()
 
     def _take(self, worker: str, message: ToEngine) -> None:
-        if self._pools is not None and self._pools.take(worker, message):
-            return  # it is about a worker that joins
-        if worker not in self.topology.names:
-            return  # it was lost after it sent this
-        if isinstance(message, StepDone):
+        if isinstance(message, StepDone) and worker in self.topology.names:
             if (plan := self._turn.in_flight.get(message.step)) is not None:
-                self._watch.progressed([plan.lane], worker)
+                self._members.watch.progressed([plan.lane], worker)
             for done in self._turn.in_order(message):
                 self._complete(done)
-        elif isinstance(message, SlabUsage):
-            self._usage[worker] = MemoryStats(message.used, self._usage[worker].capacity, message.sequences)
-            self._turn.note_attention(worker, message.busy_s)
-        elif isinstance(message, Working):
-            self._watch.progressed(message.lanes, worker)
-        elif isinstance(message, Migrated):
-            self._scheduler.migrated(message.number)
-        elif isinstance(message, EpochEnded):
-            self._note_ended(worker, message)
-        elif isinstance(message, PeerLost):
-            self._watch.complain(worker, message.peer, message.reason)
-        elif isinstance(message, Failed):
-            self._watch.failed(worker, message)
         else:
-            raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+            self._members.take(worker, message)
 
     def _complete(self, done: StepDone) -> None:
         drawn = self._turn.complete(done)
@@ -367,17 +323,10 @@ class Engine:
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
-        self._watch.began(plan)
+        self._members.watch.began(plan)
         self._moved += len(plan.moved)
-        for workers, part in self._recipients.of(plan, now):
-            self._tell(workers, Step(part, self.topology.epoch))
-
-    def _tell(self, workers: Sequence[str], message: ToWorker) -> None:
-        try:
-            self._control.send(workers, message)
-        except UnreachableError as error:
-            for worker, reason in error.workers.items():
-                self._watch.complain("engine", worker, reason)
+        for workers, part in self._members.recipients.of(plan, now):
+            self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -425,88 +374,20 @@ class Engine:
 
     def _check_workers(self) -> None:
         """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""
-        if self._watch.ended:
+        members = self._members
+        if members.watch.ended:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
-        lost = self._watch.lost()
-        if not lost and self._ending is not None:
-            overdue = self._ending.overdue(self._control.liveness.awake_s)
-            lost = {
-                worker: TransportError(f"worker {worker} holds all others up: {why}") for worker, why in overdue.items()
-            }
-        if lost:
-            self._lose(lost)
-        self._watch.check()
-
-    def _lose(self, lost: Mapping[str, LaminaError]) -> None:
-        """End the epoch: go on without these workers, and replace them. If no worker of a role is left, requests wait
-        for the replacement; raises the reason for the loss if there will be none."""
-        pools, role = self._pools, self.topology.lacks(lost)
-        if role is not None and (pools is None or not pools.can_lose(role)):
-            raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
-        for worker in lost:
-            self._workers.end(worker)
-        now = self._control.liveness.awake_s
-        lost_at = now if self._ending is None else self._ending.lost_at
-        self.topology = topology = self.topology.without(lost)
-        self._ending = Ending(topology, lost_at, now)
-        self._control.apply(topology)
-        self._watch.apply(topology)
-        if pools is not None:
-            pools.lose(lost, topology)
-        remains = self._turn.apply(topology)
-        self._usage = {name: usage for name, usage in self._usage.items() if name in topology.names}
-        self._recomputed += remains.recomputed
-        for why in lost.values():
-            log.warning("%s", why)
-        log.warning(
-            "epoch %d ends without %s: %d compute and %d memory workers go on; %d requests have lost KV, and %d tokens "
-            "are computed again",
-            topology.epoch.number - 1,
-            ", ".join(lost),
-            len(topology.computes),
-            len(topology.capacities),
-            remains.dropped,
-            remains.recomputed,
-        )
-        self._recipients.apply(topology)
-        for worker, kept in remains.kept.items():
-            self._tell([worker], EndEpoch(topology, kept))
-        self._tell(topology.computes, EndEpoch(topology))
-        if pools is None or not pools.grows("memory"):
-            self._end_stranded()
+        if lost := members.lost():
+            members.lose(lost)
+            if not members.memory_grows:
+                self._end_stranded()
+        members.watch.check()
 
     def _end_stranded(self) -> None:
         """End the requests that no memory worker will have room for."""
         for group in self._scheduler.stranded:
             self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, self.topology))
-
-    def _adopt(self, topology: Topology) -> int:
-        """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
-        self.topology = topology
-        self._control.apply(topology)
-        self._watch.apply(topology)
-        self._turn.change(topology)
-        self._recipients.change(topology)
-        fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
-        self._usage = {name: self._usage.get(name, usage) for name, usage in fresh.items()}
-        self._changes += 1
-        self._tell(sorted(topology.names), Change(self._changes, topology))
-        return self._changes
-
-    def _unused(self) -> int:
-        """Token slots of memory workers that hold nothing."""
-        return sum(usage.capacity - usage.used for usage in self._usage.values())
-
-    def _note_ended(self, worker: str, message: EpochEnded) -> None:
-        ending = self._ending
-        if ending is None or not ending.note(worker, message):
-            return
-        self._ending = None
-        self._recoveries += 1
-        self._turn.begin_epoch()
-        seconds = self._control.liveness.awake_s - ending.lost_at
-        log.warning("epoch %d begins %.2f s after the loss was noticed", ending.topology.epoch.number, seconds)
 
     def _end(self) -> None:
         """End all requests with an error, then the workers. A failure of one part does not stop the others."""
@@ -527,9 +408,9 @@ class Engine:
 
     def _end_workers(self) -> None:
         told = tell_to_stop(self._control, self.topology.names)
-        if self._pools is not None:
-            tell_to_stop(self._control, self._pools.strangers)
-            self._pools.close()
+        if (pools := self._members.pools) is not None:
+            tell_to_stop(self._control, pools.strangers)
+            pools.close()
         if self._on_trace:
             spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
             hand_over(spans, self._on_trace)

@@ -1,0 +1,179 @@
+"""Who takes part in a cluster: losses end an epoch, joins and leaves change the members within one."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from lamina.cluster.bringup import Cluster
+from lamina.cluster.gather import Workers
+from lamina.engine.epochs import Ending
+from lamina.engine.pools import Pools
+from lamina.engine.stats import MemoryStats
+from lamina.engine.watch import Watch
+from lamina.errors import LaminaError, TransportError, UnreachableError
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import (
+    Change,
+    EndEpoch,
+    EpochEnded,
+    Failed,
+    Migrated,
+    PeerLost,
+    SlabUsage,
+    ToEngine,
+    ToWorker,
+    Working,
+)
+from lamina.schedule.recipients import Recipients
+from lamina.schedule.turn import Turn
+from lamina.topology import Topology
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """The workers of a running engine, and what they report besides steps. Methods run in the engine's thread.
+
+    Attributes:
+        topology: the members now. usage: the latest report of each memory worker.
+        pools: starts and ends workers; None: the pools are fixed.
+        recoveries: epochs that losses have ended. recomputed: tokens whose KV was lost with workers.
+    """
+
+    def __init__(
+        self, control: ControlServer, workers: Workers, cluster: Cluster, turn: Turn, max_restarts: int
+    ) -> None:
+        self._control = control
+        self._workers = workers
+        self._turn = turn
+        self.topology = topology = cluster.topology
+        self.recipients = Recipients(cluster.computes, cluster.pipeline)
+        self.watch = Watch(control, workers, turn, topology)
+        self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
+        self.recoveries = self.recomputed = 0
+        self._changes = 0  # of the topology within epochs
+        self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
+        fabric = cluster.fabric
+        self.pools = (
+            None
+            if fabric is None
+            else Pools(control, workers, fabric, topology, turn, self._adopt, self._unused, max_restarts)
+        )
+
+    @property
+    def states(self) -> Mapping[str, str]:
+        """All workers, by name: "serving", or how far those are that join or leave."""
+        changing = {} if self.pools is None else self.pools.states
+        return {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
+
+    @property
+    def memory_grows(self) -> bool:
+        """Whether more memory workers are on their way."""
+        return self.pools is not None and self.pools.grows("memory")
+
+    def turn(self) -> None:
+        """Go on with workers that join or leave."""
+        if self.pools is not None:
+            self.pools.turn(steady=self._ending is None)
+
+    def take(self, worker: str, message: ToEngine) -> None:
+        """A message that is not about a step. Raises TransportError if it is not expected while serving."""
+        if self.pools is not None and self.pools.take(worker, message):
+            return  # it is about a worker that joins
+        if worker not in self.topology.names:
+            return  # it was lost after it sent this
+        if isinstance(message, SlabUsage):
+            self.usage[worker] = MemoryStats(message.used, self.usage[worker].capacity, message.sequences)
+            self._turn.note_attention(worker, message.busy_s)
+        elif isinstance(message, Working):
+            self.watch.progressed(message.lanes, worker)
+        elif isinstance(message, Migrated):
+            self._turn.scheduler.migrated(message.number)
+        elif isinstance(message, EpochEnded):
+            self._note_ended(worker, message)
+        elif isinstance(message, PeerLost):
+            self.watch.complain(worker, message.peer, message.reason)
+        elif isinstance(message, Failed):
+            self.watch.failed(worker, message)
+        else:
+            raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+
+    def tell(self, workers: Sequence[str], message: ToWorker) -> None:
+        """Send a message; those that cannot be reached may be lost."""
+        try:
+            self._control.send(workers, message)
+        except UnreachableError as error:
+            for worker, reason in error.workers.items():
+                self.watch.complain("engine", worker, reason)
+
+    def lost(self) -> Mapping[str, LaminaError]:
+        """Workers that are lost, with the reasons, or that keep the others from beginning the next epoch."""
+        lost = self.watch.lost()
+        if lost or self._ending is None:
+            return lost
+        overdue = self._ending.overdue(self._control.liveness.awake_s)
+        return {
+            worker: TransportError(f"worker {worker} holds all others up: {why}") for worker, why in overdue.items()
+        }
+
+    def lose(self, lost: Mapping[str, LaminaError]) -> None:
+        """End the epoch: go on without these workers, and replace them. If no worker of a role is left, requests wait
+        for the replacement; raises the reason for the loss if there will be none."""
+        pools, role = self.pools, self.topology.lacks(lost)
+        if role is not None and (pools is None or not pools.can_lose(role)):
+            raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
+        for worker in lost:
+            self._workers.end(worker)
+        now = self._control.liveness.awake_s
+        lost_at = now if self._ending is None else self._ending.lost_at
+        self.topology = topology = self.topology.without(lost)
+        self._ending = Ending(topology, lost_at, now)
+        self._control.apply(topology)
+        self.watch.apply(topology)
+        if pools is not None:
+            pools.lose(lost, topology)
+        remains = self._turn.apply(topology)
+        self.usage = {name: usage for name, usage in self.usage.items() if name in topology.names}
+        self.recomputed += remains.recomputed
+        for why in lost.values():
+            log.warning("%s", why)
+        log.warning(
+            "epoch %d ends without %s: %d compute and %d memory workers go on; %d requests have lost KV, and %d tokens "
+            "are computed again",
+            topology.epoch.number - 1,
+            ", ".join(lost),
+            len(topology.computes),
+            len(topology.capacities),
+            remains.dropped,
+            remains.recomputed,
+        )
+        self.recipients.apply(topology)
+        for worker, kept in remains.kept.items():
+            self.tell([worker], EndEpoch(topology, kept))
+        self.tell(topology.computes, EndEpoch(topology))
+
+    def _adopt(self, topology: Topology) -> int:
+        """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
+        self.topology = topology
+        self._control.apply(topology)
+        self.watch.apply(topology)
+        self._turn.change(topology)
+        self.recipients.change(topology)
+        fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
+        self.usage = {name: self.usage.get(name, usage) for name, usage in fresh.items()}
+        self._changes += 1
+        self.tell(sorted(topology.names), Change(self._changes, topology))
+        return self._changes
+
+    def _unused(self) -> int:
+        """Token slots of memory workers that hold nothing."""
+        return sum(usage.capacity - usage.used for usage in self.usage.values())
+
+    def _note_ended(self, worker: str, message: EpochEnded) -> None:
+        ending = self._ending
+        if ending is None or not ending.note(worker, message):
+            return
+        self._ending = None
+        self.recoveries += 1
+        self._turn.begin_epoch()
+        seconds = self._control.liveness.awake_s - ending.lost_at
+        log.warning("epoch %d begins %.2f s after the loss was noticed", ending.topology.epoch.number, seconds)
