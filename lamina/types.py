@@ -303,7 +303,10 @@ NOBODY = Client()
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew."""
+    """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew.
+
+    Requests with different ``cache_salt`` share no cached prefixes.
+    """
 
     request_id: str
     prompt: str | None
@@ -311,6 +314,7 @@ class Request:
     params: SamplingParams
     seed: int = 0
     client: Client = NOBODY
+    cache_salt: str = ""
 
 
 LAST_DRAWN = -1  # in place of a token id: see SequenceStep
@@ -374,7 +378,10 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """``child`` shares the first ``tokens`` tokens of ``parent``; both have been admitted."""
+    """``child`` shares the first ``tokens`` tokens of ``parent``, or those of them that follow what it has already.
+
+    A child that has not been admitted, and is not with the same plan, is a cached prefix: only memory workers know it.
+    """
 
     parent: int
     child: int

@@ -56,6 +56,7 @@ class Slab:
         self._set_aside = 0
         self._references = np.zeros(capacity, np.int32)
         self._tables: dict[int, _PageTable] = {}
+        self._growing: dict[int, _PageTable] = {}  # that were appended to: forks that nobody runs take no runs
 
     @property
     def capacity(self) -> int:
@@ -106,9 +107,10 @@ class Slab:
             raise CapacityError(needed=total, free=self.free_slots, capacity=self.capacity)
         slots = np.empty(total, np.int32)
         start = 0
-        for table, count in zip(tables, counts, strict=True):
+        for sequence, table, count in zip(sequences, tables, counts, strict=True):
             length = table.length + count
             if length > table.held:
+                self._growing[sequence] = table
                 self._supply(table, length)
             if count == 1:  # decode: indexing costs a third of slicing
                 slots[start] = table.slots[length - 1]
@@ -121,16 +123,24 @@ class Slab:
         return slots
 
     def fork(self, parent: int, child: int, tokens: int) -> None:
-        """Open ``child`` with the first ``tokens`` slots of ``parent``, shared.
+        """Let ``child`` share the first ``tokens`` slots of ``parent``. One that is open keeps those that it has.
 
-        Raises ValueError if the parent is unknown or shorter than that, or the child is already open.
+        Raises ValueError if the parent is unknown or shorter than that, or the child has as many tokens already.
         """
         table = self._table(parent)
-        self._require_new(child)
         self._require_within(parent, table, tokens)
-        shared = table.slots[:tokens].copy()
+        begun = self._tables.get(child)
+        if begun is None:
+            shared = table.slots[:tokens].copy()
+            self._tables[child] = _PageTable(shared)
+        else:
+            if begun.length >= tokens:
+                raise ValueError(f"sequence {child} has {begun.length} tokens already; fork more than {tokens}")
+            self._give_up(begun)
+            shared = table.slots[begun.length : tokens]
+            begun.hold(shared)
+            begun.length = begun.held
         self._references[shared] += 1
-        self._tables[child] = _PageTable(shared)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Keep the first ``tokens`` tokens of ``sequence`` and release the others.
@@ -147,6 +157,7 @@ class Slab:
         """Forget ``sequence``; slots it shares stay with the others. Raises ValueError if it is unknown."""
         self.truncate(sequence, 0)
         del self._tables[sequence]
+        self._growing.pop(sequence, None)
 
     def slots(self, sequence: int) -> Slots:
         """The page table: read-only int32 [length], a view that is valid until the sequence changes.
@@ -161,11 +172,11 @@ class Slab:
     def _supply(self, table: _PageTable, length: int) -> None:
         """Let a sequence hold ``length`` slots, rounded up to a run if enough slots are free for one per sequence."""
         if length - table.held > self._free_count:
-            for other in self._tables.values():
+            for other in self._growing.values():
                 self._give_up(other)
         count = length - table.held
         whole = -(-count // _RUN) * _RUN
-        if whole + _RUN * len(self._tables) <= self._free_count:
+        if whole + _RUN * len(self._growing) <= self._free_count:
             count = whole
         self._free_count -= count
         self._set_aside += count

@@ -139,8 +139,9 @@ class KvStore:
                 self._check_source(migration)
         for admission in plan.admitted:
             if any(segment.worker == self.worker for segment in admission.segments):
+                if admission.sequence not in self._segments:  # else it begins as a fork of a cached prefix
+                    self.slab.open(admission.sequence)
                 self._segments[admission.sequence] = admission.segments
-                self.slab.open(admission.sequence)
         return self._plan_step(plan)
 
     def truncate(self, kept: Mapping[int, int]) -> None:

@@ -2,11 +2,21 @@
 
 from collections.abc import Mapping
 
+from typing import NamedTuple
+
 from lamina.errors import RequestError
 from lamina.topology import Topology
 
 AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one whose KV is dropped come back meanwhile
 WATERMARK = 0.05  # share of a worker's slots that stays free, beyond those, when a request is admitted
+AFFINITY = 2  # a prefix found on a worker outweighs so many times its tokens of room that another one has more
+
+
+class Found(NamedTuple):
+    """The first ``length`` tokens of a request are cached on a worker, and the first ``held`` of them reserved."""
+
+    length: int
+    held: int
 
 
 class Placement:
@@ -18,6 +28,8 @@ class Placement:
     Attributes:
         reserved: slots by worker. returning: those of them that will be released without another decision.
         sequences: sequences placed on each worker that may grow.
+        idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
+        crowded: workers with more slots reserved and idle than they have: what is idle must make way.
     """
 
     def __init__(self, capacities: Mapping[str, int]) -> None:
@@ -26,6 +38,8 @@ class Placement:
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
         self.sequences = dict.fromkeys(capacities, 0)
+        self.idle = dict.fromkeys(capacities, 0)
+        self.crowded = set[str]()
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.largest = max(capacities.values())
         self.left_in_all = sum(capacities.values())
@@ -36,8 +50,9 @@ class Placement:
         for worker in self.capacities.keys() - topology.capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
-            for figures in (self.capacities, self.returning, self.sequences, self._watermarks):
+            for figures in (self.capacities, self.returning, self.sequences, self.idle, self._watermarks):
                 del figures[worker]
+            self.crowded.discard(worker)
         self.largest = max(self.capacities.values())
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
         self._roomiest.clear()
@@ -50,11 +65,18 @@ class Placement:
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
             )
 
-    def reserve(self, tokens: int, sequences: int, besides: str | None = None) -> str | None:
+    def reserve(
+        self, tokens: int, sequences: int, besides: str | None = None, found: Mapping[str, Found] | None = None
+    ) -> str | None:
         """Reserve ``tokens`` for ``sequences`` on the worker with most room and name it; None if they fit nowhere now.
 
-        Worker ``besides`` is excluded.
+        Worker ``besides`` is excluded. What is ``found`` on a worker counts as ``AFFINITY`` times as much room there,
+        and is not reserved again.
         """
+        if found and (worker := self._nearest(tokens, sequences, besides, found)) is not None:
+            self.reserve_on(worker, tokens - found[worker].length)
+            self.sequences[worker] += sequences
+            return worker
         if besides not in self._roomiest:
             self._roomiest[besides] = self._most_room(besides)
         room, worker = self._roomiest[besides]
@@ -67,6 +89,20 @@ class Placement:
         self.reserve_on(worker, tokens)
         self.sequences[worker] += sequences
         return worker
+
+    def _nearest(
+        self, tokens: int, sequences: int, besides: str | None, found: Mapping[str, Found]
+    ) -> str | None:
+        """The worker with a prefix that a request goes to; None if it goes to one without, or fits none of these."""
+        rooms = {worker: self.room(worker) for worker in found if worker != besides}
+        fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
+        if not fitting:
+            return None
+        nearest = max(fitting, key=lambda one: rooms[one] + AFFINITY * found[one].length)
+        if besides not in self._roomiest:
+            self._roomiest[besides] = self._most_room(besides)
+        room, _ = self._roomiest[besides]
+        return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def _most_room(self, besides: str | None) -> tuple[int, str]:
         """The most room of a worker, and its name."""
@@ -91,7 +127,12 @@ class Placement:
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
+        self._note_crowded(worker)
         self._roomiest.clear()
+
+    def _note_crowded(self, worker: str) -> None:
+        if self.reserved[worker] + self.idle[worker] > self.capacities[worker]:
+            self.crowded.add(worker)
 
     def grow(self, rows: Mapping[str, int]) -> bool:
         """Reserve a step's new tokens, by worker; False, and nothing is reserved, if they do not all fit."""
@@ -102,6 +143,7 @@ class Placement:
         for worker, tokens in rows.items():
             reserved[worker] += tokens
             self.left_in_all -= tokens
+            self._note_crowded(worker)
         self._roomiest.clear()
         return True
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lamina.groups import Completion, Group, Ids, ids_of
-from lamina.placement.map import Placement
+from lamina.placement.map import Found, Placement
 from lamina.topology import Topology
 from lamina.types import Fork
 
@@ -186,15 +186,6 @@ def _common(edge: Ids, ids: Ids, start: int) -> int:
     return low
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The first ``length`` tokens of a request on a worker; the first ``held`` of them are reserved already."""
-
-    node: Node
-    length: int
-    held: int
-
-
 class PrefixCache:
     """The prefixes of all memory workers. Changes are collected for the next plan; ``changes`` hands them over.
 
@@ -231,8 +222,8 @@ class PrefixCache:
 
     # -- requests that share ------------------------------------------------------------------------------------
 
-    def find(self, group: Group) -> dict[str, Prefix]:
-        """By worker, the longest prefix of a request that may be shared: its last token is computed in any case."""
+    def find(self, group: Group) -> dict[str, Found]:
+        """By worker, the longest prefix that a request could share: its last token is computed in any case."""
         first = group.completions[0]
         if not self._trees or first.goal <= SHORTEST:
             return {}
@@ -240,31 +231,34 @@ class PrefixCache:
             group.ids = ids_of(group.known_tokens(first, 0, first.goal))
         found = {}
         for worker, tree in self._trees.items():
-            node, length = tree.find(group.request.params.cache_salt, group.ids)
+            node, length = tree.find(group.request.cache_salt, group.ids)
             length = min(length, first.goal - 1)
             if node is not None and length >= SHORTEST:
-                while node.start >= length:
-                    assert node.parent is not None
-                    node = node.parent
                 held = next((one.stop for one in node.path() if one.holders), 0)
-                found[worker] = Prefix(node, length, min(held, length))
+                found[worker] = Found(length, min(held, length))
         return found
 
-    def share(self, group: Group, prefix: Prefix | None) -> None:
-        """A request is dealt, with room reserved for its tokens beyond ``prefix``, which it shares from now on."""
+    def share(self, group: Group, length: int) -> None:
+        """A request is dealt to ``group.memory``, and shares the first ``length`` tokens that ``find`` found there.
+
+        The caller has reserved slots for the others.
+        """
         if not self._trees:
             return
-        length = 0 if prefix is None else prefix.length
         self.queried += group.completions[0].goal
         self.hit += length
         group.share(length)
-        if prefix is not None:
-            tree, node = self._trees[group.memory], prefix.node
-            if length < node.stop:
-                node = tree.split(node, length)
-            tree.use(node)
-            self._shared[group] = node
-            self._hold(group.memory, node)
+        if not length:
+            return
+        assert group.ids is not None
+        tree = self._trees[group.memory]
+        node, _ = tree.find(group.request.cache_salt, group.ids[:length])
+        assert node is not None
+        if length < node.stop:
+            node = tree.split(node, length)
+        tree.use(node)
+        self._shared[group] = node
+        self._hold(group.memory, node)
 
     def fork(self, group: Group) -> None:
         """A request is admitted: its first sequence begins with what it shares."""
@@ -318,7 +312,7 @@ class PrefixCache:
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
             return
         ids = ids_of(group.request.prompt_token_ids)
-        tree, salt = self._trees[group.memory], group.request.params.cache_salt
+        tree, salt = self._trees[group.memory], group.request.cache_salt
         node, found = tree.find(salt, ids)
         if found != group.hit:
             return
@@ -338,7 +332,7 @@ class PrefixCache:
         if not length:
             return
         ids = ids_of(group.known_tokens(completion, 0, length))
-        tree, salt = self._trees[group.memory], group.request.params.cache_salt
+        tree, salt = self._trees[group.memory], group.request.cache_salt
         node, found = tree.find(salt, ids)
         if node is not None:
             if found < min(node.stop, length):
