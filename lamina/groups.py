@@ -65,6 +65,7 @@ class Group:
         until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
+        gave_way: it has been dropped once for a client with fewer seats.
     """
 
     request: Request
@@ -83,6 +84,7 @@ class Group:
     cached_tokens: int | None = None
     suspect: bool = False
     ids: "Ids | None" = None
+    gave_way: bool = False
     prompt_length: int = field(init=False)
     own_tokens: int = field(init=False)
     tokens: int = field(init=False)
@@ -111,6 +113,12 @@ class Group:
         self.hit = first.cached = tokens
         self.unshared = max(0, self.prompt_length - tokens)
         first.own = self.prompt_length + first.known - self.base
+        if self.cached_tokens is None:
+            self.cached_tokens = min(tokens, self.prompt_length)
+
+    def unshare(self) -> None:
+        """It has moved, and shares nothing any more."""
+        self.hit, self.unshared = 0, self.prompt_length
 
     def fork(self) -> list[Completion]:
         """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""

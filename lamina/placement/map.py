@@ -73,21 +73,23 @@ class Placement:
         Worker ``besides`` is excluded. What is ``found`` on a worker counts as ``AFFINITY`` times as much room there,
         and is not reserved again.
         """
-        if found and (worker := self._nearest(tokens, sequences, besides, found)) is not None:
-            self.reserve_on(worker, tokens - found[worker].length)
+        worker = self.fitting(tokens, sequences, besides, found)
+        if worker is not None:
+            self.reserve_on(worker, tokens - (found[worker].length if found and worker in found else 0))
             self.sequences[worker] += sequences
-            return worker
-        if besides not in self._roomiest:
-            self._roomiest[besides] = self._most_room(besides)
-        room, worker = self._roomiest[besides]
+        return worker
+
+    def fitting(
+        self, tokens: int, sequences: int, besides: str | None = None, found: Mapping[str, Found] | None = None
+    ) -> str | None:
+        """The worker that ``reserve`` would name."""
+        if found and (nearest := self._nearest(tokens, sequences, besides, found)) is not None:
+            return nearest
+        room, worker = self._most_room(besides)
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
             empty = [one for one in self.capacities if one != besides and not self.reserved[one]]
-            worker = next((one for one in empty if tokens <= self.capacities[one]), "")
-            if not worker:
-                return None
-        self.reserve_on(worker, tokens)
-        self.sequences[worker] += sequences
+            return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
     def _nearest(
@@ -99,18 +101,19 @@ class Placement:
         if not fitting:
             return None
         nearest = max(fitting, key=lambda one: rooms[one] + AFFINITY * found[one].length)
-        if besides not in self._roomiest:
-            self._roomiest[besides] = self._most_room(besides)
-        room, _ = self._roomiest[besides]
+        room, _ = self._most_room(besides)
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def _most_room(self, besides: str | None) -> tuple[int, str]:
         """The most room of a worker, and its name."""
+        if besides in self._roomiest:
+            return self._roomiest[besides]
         most, roomiest = -1, ""
         for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
             room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
             if room > most and worker != besides:
                 most, roomiest = room, worker
+        self._roomiest[besides] = most, roomiest
         return most, roomiest
 
     def room(self, worker: str) -> int:

@@ -238,13 +238,15 @@ class PrefixCache:
                 found[worker] = Found(length, min(held, length))
         return found
 
-    def share(self, group: Group, length: int) -> None:
-        """A request is dealt to ``group.memory``, and shares the first ``length`` tokens that ``find`` found there.
+    def share(self, group: Group) -> None:
+        """A request is dealt to ``group.memory``, and shares what ``find`` found there.
 
-        The caller has reserved slots for the others.
+        The caller has reserved slots for its other tokens.
         """
         if not self._trees:
             return
+        found = self.find(group).get(group.memory)
+        length = 0 if found is None else found.length
         self.queried += group.completions[0].goal
         self.hit += length
         group.share(length)
@@ -266,8 +268,12 @@ class PrefixCache:
             parent = self._shared[group].any_sequence
             self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))
 
+    def shared(self, group: Group) -> int:
+        """Tokens of a request that are in the tree: not reserved for it alone."""
+        return self._shared[group].stop if group in self._shared else 0
+
     def exclusive(self, group: Group) -> int:
-        """Tokens that would be idle if this request ended."""
+        """Tokens in the tree that would be idle without this request."""
         node = self._shared.get(group)
         return 0 if node is None else sum(len(one.tokens) for one in node.path() if one.users == 1)
 
@@ -340,8 +346,7 @@ class PrefixCache:
             tree.use(node)
         if found == length:
             return
-        shared = self._shared[group].stop if group in self._shared else 0
-        beginning = node if found > shared else None  # computed twice: what the tree has takes the place of the other
+        beginning = node if found > self.shared(group) else None  # computed twice: what the tree has takes the place of the other
         leaf = self._add(tree, node, salt, ids[found:], completion.sequence, beginning)
         self._placement.idle[group.memory] += length - found
         tree.use(leaf)

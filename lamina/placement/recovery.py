@@ -49,4 +49,12 @@ def again(group: Group, sequences: Iterator[int]) -> Group:
         Completion(next(sequences), one.index, one.generated, known=len(one.generated), own=len(one.generated))
         for one in group.alive
     ]
-    return Group(group.request, group.max_tokens, completions, group.arrival, heads=group.heads)
+    return Group(
+        group.request,
+        group.max_tokens,
+        completions,
+        group.arrival,
+        heads=group.heads,
+        gave_way=group.gave_way,
+        cached_tokens=group.cached_tokens,
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.topology import Topology
 from lamina.types import Migration
 
@@ -39,13 +40,15 @@ class Relocations:
     def __init__(
         self,
         placement: Placement,
+        prefixes: PrefixCache,
         computed: Callable[[Group], int | None],
         held: Callable[[Group], int],
         drop: Callable[[Group], None],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: those
-        reserved for it. ``drop`` gives up the KV of a request for which the target has no room left."""
+        reserved for it, without those that it shares. ``drop`` gives up the KV of a request for which the target has no room left."""
         self._placement = placement
+        self._prefixes = prefixes
         self._computed = computed
         self._held = held
         self._drop = drop
@@ -61,11 +64,15 @@ class Relocations:
 
     def holders(self, worker: str) -> dict[Group, int]:
         """Requests with KV on a worker that have not ended, one on its way there included, and the tokens they hold."""
-        holders = {group: self._held(group) for group in self._residents[worker] if group.alive}
+        holders = {group: self._freed(group) for group in self._residents[worker] if group.alive}
         current = self._current
         if current is not None and current.target == worker and current.group.alive:
             holders[current.group] = current.copied
         return holders
+
+    def _freed(self, group: Group) -> int:
+        """Tokens that come back if a request leaves its worker."""
+        return self._held(group) + self._prefixes.exclusive(group)
 
     def settle(self, group: Group) -> None:
         """A request has been placed on ``group.memory``."""
@@ -120,7 +127,12 @@ class Relocations:
 
     def _movable(self, worker: str) -> list[Movable]:
         return [
-            Movable(group.completions[0].sequence, self._held(group), computed)
+            Movable(
+                group.completions[0].sequence,
+                self._held(group) + self._prefixes.shared(group),
+                computed,
+                self._freed(group),
+            )
             for group in self._residents[worker]
             if (computed := self._computed(group)) is not None
         ]
@@ -167,8 +179,12 @@ class Relocations:
             else:
                 self._pull(current, current.position)
             return None
-        self._placement.will_release(group.memory, current.position)
-        self._placement.release(group.memory, current.position)
+        own = current.position - self._prefixes.shared(group)
+        self._placement.will_release(group.memory, own)
+        self._placement.release(group.memory, own)
+        self._prefixes.leave(group)
+        self._prefixes.let_go(group)
+        group.unshare()
         self._placement.leave(group.memory, 1)
         self._placement.sequences[current.target] += 1
         del self._residents[group.memory][group]

@@ -5,20 +5,27 @@ behind it pass it together, every ``PAUSE`` steps: prompts admitted one by one, 
 badly, and where requests end often the one set aside has room by then. Once it has waited for ``PATIENCE`` steps, the
 room of one memory worker and the seats that it needs are reserved for it, and sequences move away from there if that
 helps: it is admitted at the latest when all that ran there by then has ended. Meanwhile others are admitted elsewhere.
+
+Order alone is not fair while all seats are taken for long: every ``SHARE`` steps, a client with more seats gives way to
+a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lamina.groups import Group
 from lamina.placement.map import Placement
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
 from lamina.topology import Topology
+from lamina.types import Client
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
+SHARE = 8
 MOST_ASIDE = 32  # requests set aside: all are tried again when something is released
 
 
@@ -34,17 +41,21 @@ class _Kept:
 class Admissions:
     """Waiting requests; ``deal`` selects those that go to lanes."""
 
-    def __init__(self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations) -> None:
+    def __init__(
+        self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations, prefixes: PrefixCache
+    ) -> None:
         """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
         self._max_sequences = max_sequences
         self._rows = rows
         self._placement = placement
         self._relocations = relocations
+        self._prefixes = prefixes
         self._waiting = WaitingQueue()
         self._aside: dict[Group, int] = {}  # with the step at which each did not fit
         self._kept: _Kept | None = None
         self._passed = 0  # the step at which all that fit had last passed
         self._steps = 0
+        self._shared = 0  # the step at which seats were last compared
         self._exhausted = False  # no waiting request fits, and nothing has changed since
 
     def __len__(self) -> int:
@@ -71,6 +82,30 @@ class Admissions:
         self._aside = {group: self._steps, **self._aside}
         self._kept = None  # room is kept for the first one alone
         self._exhausted = False
+
+    def share(self, seats: Seats) -> list[Client]:
+        """Every ``SHARE`` steps, let the waiting request whose client has fewest seats go ahead of all others.
+
+        Only if other clients have more seats than their share. Returns those of which one must give up seats for it.
+        """
+        if not len(self) or self._steps < self._shared + SHARE:
+            return []
+        self._shared = self._steps
+
+        def shares(group: Group) -> tuple[int, ...]:
+            return tuple(taken + len(group.completions) for taken in seats.of(group.request.client))
+
+        first = min(itertools.chain(self._aside, self._waiting.firsts()), key=shares)
+        holders = seats.holders(first.request.client, len(first.completions))
+        if not holders or not self._placement.fitting(first.to_run, len(first.completions)):
+            return []
+        if first in self._aside:
+            del self._aside[first]
+        else:
+            self._waiting.remove(first)
+        self._aside = {first: self._steps, **self._aside}
+        self._exhausted = False
+        return holders if seats.total + len(first.completions) > self._max_sequences else []
 
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
@@ -104,8 +139,8 @@ class Admissions:
 
     @property
     def _is_overdue(self) -> bool:
-        """True if room is to be sought for the first one set aside, for the first time or again."""
-        since = next(iter(self._aside.values())) if self._kept is None else self._kept.since
+        """True if room is to be sought for the one longest set aside, for the first time or again."""
+        since = min(self._aside.values()) if self._kept is None else self._kept.since
         return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
@@ -126,6 +161,7 @@ class Admissions:
             if memory is not None:
                 self._leave(group)
                 group.lane, group.memory = lane, memory
+                self._prefixes.share(group)
                 group.seats = group.holders = len(group.completions)
                 self._relocations.settle(group)
                 yield group
@@ -149,7 +185,8 @@ class Admissions:
             besides = self._kept.worker
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
-        return self._placement.reserve(group.to_run, len(group.completions), besides)
+        found = self._prefixes.find(group)
+        return self._placement.reserve(group.to_run, len(group.completions), besides, found)
 
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
@@ -158,7 +195,8 @@ class Admissions:
                 return False
             self._waiting.pop()
             self._aside[group] = self._steps
-        if group is next(iter(self._aside)) and self._is_overdue:
+        longest = min(self._aside, key=self._aside.__getitem__) if self._kept is None else self._kept.group
+        if group is longest and self._is_overdue:
             self._keep_room(group)
         return self._may_pass
 

@@ -54,7 +54,7 @@ class DecodeBatch:
         if sequence in self._owners:
             group, completion = self._owners.pop(sequence)
             completion.until = self.steps
-            completion.own = self._joined.pop(sequence) + self.steps - group.prompt_length
+            completion.own = self._joined.pop(sequence) + self.steps - group.base
             self.workers[group.memory] -= 1
             if not self.workers[group.memory]:
                 del self.workers[group.memory]

@@ -29,6 +29,7 @@ class Lane:
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
+    prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
     decoding: DecodeBatch = field(default_factory=DecodeBatch)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
@@ -60,6 +61,13 @@ class Lane:
         self.prompted.clear()
         return forks
 
+    def prompts_computed(self) -> list[Group]:
+        """Requests whose prompts have been computed since the last call: their steps have completed."""
+        computed = [group for group in self.prompts_run if self.completed >= group.until]
+        if computed:
+            self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
+        return computed
+
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
         """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
@@ -69,6 +77,7 @@ class Lane:
             draws: dict[int, Owner] = {}
             if not completion.left:
                 self.prompted.append((group, completion))
+                self.prompts_run.append(group)
                 draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
                 drawing |= draws
             start = completion.cached - count
@@ -77,10 +86,10 @@ class Lane:
         return chunks, drawing
 
     def held(self, group: Group) -> int:
-        """KV tokens that are reserved for a request."""
+        """KV tokens that are reserved for a request, without those that it shares with cached prefixes."""
         decoding = self.decoding
-        return group.prompt_length + sum(
-            decoding.position(one.sequence) - group.prompt_length if one.sequence in decoding else one.own
+        return group.unshared + sum(
+            decoding.position(one.sequence) - group.base if one.sequence in decoding else one.own
             for one in group.completions
             if not one.released
         )
@@ -109,8 +118,8 @@ class Lane:
         """Release the slots that steps in flight would have filled."""
         for group in self.running:
             for completion in group.alive:
-                place, prompt = completion.sequence, group.prompt_length
-                reserved = self.decoding.position(place) - prompt if place in self.decoding else completion.own
-                completion.own = max(group.kept(completion) - prompt, completion.known)
+                place, base = completion.sequence, group.base
+                reserved = self.decoding.position(place) - base if place in self.decoding else completion.own
+                completion.own = max(group.kept(completion), group.prompt_length + completion.known) - base
                 placement.will_release(group.memory, reserved - completion.own)
                 placement.release(group.memory, reserved - completion.own)

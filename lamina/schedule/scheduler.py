@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
@@ -51,9 +52,11 @@ class Scheduler:
         attentions: int,
         kv_heads: int,
         policy: Policy = latest,
+        prefix_cache: bool = False,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
-        KV is dropped when a memory worker runs out of slots."""
+        KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
+        that begin with the same tokens."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -71,10 +74,13 @@ class Scheduler:
         self._resting = set[int]()
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._relocations = Relocations(placement, self._computed, self._held, self.drop)
-        self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
+        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        self._relocations = Relocations(placement, self.prefixes, self._computed, self._held, self.drop)
+        self._admissions = Admissions(
+            limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
+        )
         self._steps = itertools.count(1)
 
     @property
@@ -154,6 +160,7 @@ class Scheduler:
             own.ending = [owner for owner in own.ending if owner[0].memory not in lost]
             for group, completion in gone:
                 self._give_back(group, completion)
+        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -165,6 +172,11 @@ class Scheduler:
         for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
             completions = group.alive if group.forked else group.completions[:1]
             kept[group.memory] |= {completion.sequence: group.kept(completion) for completion in completions}
+        for group, completion in itertools.chain.from_iterable(own.ending for own in self._lanes):
+            if length := self.prefixes.keepable(group, completion):
+                kept[group.memory][completion.sequence] = length
+        for worker, sequences in kept.items():
+            sequences |= self.prefixes.sequences(worker)
         return Remains([own.turn for own in self._lanes], kept, dropped, recomputed)
 
     def _move(self) -> None:
@@ -174,9 +186,10 @@ class Scheduler:
         groups = sorted(running, key=lambda group: -len(group.completions))
         dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
+        prompts_run = [group for own in self._lanes for group in own.prompts_run]
         for own in self._lanes:
             own.dealt.clear()
-            for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
+            for content in (own.running, own.prompts, own.prompted, own.prompts_run, own.ending, own.histories):
                 content.clear()
             own.decoding, own.completed = DecodeBatch(), 0
         self._seats = Seats(self.active)
@@ -184,7 +197,7 @@ class Scheduler:
         self._changed, self._resting = set(range(len(self._lanes))), set()
         for group in groups:
             group.lane, group.until = self._seats.emptiest, 0
-            self._seats.change(group.lane, group.seats)
+            self._seats.change(group.lane, group.seats, group.request.client)
             own = self._lanes[group.lane]
             own.running[group] = None
             own.histories |= group.histories
@@ -205,6 +218,8 @@ class Scheduler:
             own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases the sequence that it may still fork from
             self._lanes[owner[0].lane].ending.append(owner)
+        for group in prompts_run:
+            self._lanes[group.lane].prompts_run.append(group)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
@@ -240,14 +255,20 @@ class Scheduler:
             self._move()
         own = self._lanes[lane]
         forks = own.forks()
+        for group in own.prompts_computed():
+            self.prefixes.keep_prompt(group)
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
         self._make_way(own)
+        self._share_seats()
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
+        more_forks, more_released = self.prefixes.changes()
+        forks += more_forks
+        released += more_released
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
@@ -291,6 +312,19 @@ class Scheduler:
                 for group in holders:  # alone, it has outgrown this worker: it goes on where there is more room
                     self.drop(group)
 
+    def _share_seats(self) -> None:
+        """Drop a request of a client with most sequences if one with fewer than its share waits."""
+        holders = self._admissions.share(self._seats)
+        if not holders:
+            return
+        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
+        giving = [group for group in running if group.alive and not group.gave_way and group.request.client in holders]
+        if giving:
+            group = min(giving, key=lambda one: (holders.index(one.request.client), -one.arrival))
+            successor = self._withdraw(group)
+            successor.gave_way = True
+            self._admissions.add(successor)
+
     def _held(self, group: Group) -> int:
         return self._lanes[group.lane].held(group)
 
@@ -301,17 +335,19 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
         for group, completion in ending:
+            self.prefixes.keep(group, completion)
             self._give_back(group, completion)
         return [completion.sequence for _, completion in ending]
 
     def _give_back(self, group: Group, completion: Completion) -> None:
         """The room of one of a request's completions."""
         group.holders -= 1
-        prompt = 0 if group.holders else group.prompt_length  # shared: the last one releases it
+        prompt = 0 if group.holders else group.unshared  # shared: the last one releases it
         self.placement.release(group.memory, completion.own + prompt)
         completion.released = True
         self._admissions.given_back()
         if not group.holders:
+            self.prefixes.let_go(group)
             self._relocations.leave(group)
 
     def _relocated(self, lane: int) -> list[Segment]:
@@ -339,13 +375,14 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
-            self._seats.change(group.lane, group.seats)
+            self._seats.change(group.lane, group.seats, group.request.client)
             self._has_changed(group.lane)
 
     def _admit(self, lane: Lane) -> list[Admission]:
         """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [self._admission(group) for group in lane.dealt]
         for group in lane.dealt:
+            self.prefixes.fork(group)
             lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted
@@ -407,11 +444,15 @@ class Scheduler:
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
 
-    def abort(self, request_id: str) -> None:
-        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown."""
+    def abort(self, request_id: str, suspect: bool = False) -> None:
+        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown.
+
+        ``suspect``: its KV may be wrong, and is not kept for others.
+        """
         group = self._requests.pop(request_id, None)
         if group is None:
             return
+        group.suspect = suspect
         if group.lane < 0:
             self._admissions.remove(group)
         elif group in self._lanes[group.lane].dealt:
@@ -425,17 +466,19 @@ class Scheduler:
         Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
         flight have completed and the next plan has been applied.
         """
-        if group.lane < 0 or not group.alive:
-            return
+        if group.lane >= 0 and group.alive:
+            self._admissions.put_back(self._withdraw(group))
+
+    def _withdraw(self, group: Group) -> Group:
+        """Give up the KV of a request; returns what is to be admitted again."""
         if group in self._lanes[group.lane].dealt:
             self._take_back(group)
-            self._admissions.put_back(group)
-            return
+            return group
         successor = self._requests[group.request.request_id] = again(group, self._sequences)
         for completion in group.completions:
             self._end(group, completion)
-        self._admissions.put_back(successor)
         self.dropped += 1
+        return successor
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
@@ -446,10 +489,13 @@ class Scheduler:
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
-        self._seats.change(group.lane, -group.seats)
+        self._seats.change(group.lane, -group.seats, group.request.client)
         self.placement.will_release(group.memory, group.to_run)
         self.placement.release(group.memory, group.to_run)
         self.placement.leave(group.memory, group.seats)
+        self.prefixes.leave(group)
+        self.prefixes.let_go(group)
+        group.share(0)
         self._relocations.leave(group)
         self._admissions.given_back()
         group.lane = -1
@@ -458,6 +504,7 @@ class Scheduler:
         if completion.finished:
             return
         completion.finished = True
+        completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.decoding.leave(completion.sequence)
@@ -465,8 +512,9 @@ class Scheduler:
             own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
             self.placement.leave(group.memory, 1)
-            self.placement.will_release(group.memory, completion.own + (0 if group.alive else group.prompt_length))
+            self.placement.will_release(group.memory, completion.own + (0 if group.alive else group.unshared))
             if not group.alive:
+                self.prefixes.leave(group)
                 self._relocations.ended(group)
             self._retire(own)
 
@@ -479,7 +527,7 @@ class Scheduler:
                 lane.ending.append(owner)
                 self._has_changed(group.lane)
                 group.seats -= 1
-                self._seats.change(group.lane, -1)
+                self._seats.change(group.lane, -1, group.request.client)
                 self._admissions.given_back()
                 if not group.seats:
                     del lane.running[group]

@@ -12,6 +12,7 @@ client is charged for all KV tokens that its request reserves, since others cann
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from lamina.errors import OverloadedError
 from lamina.groups import Group
@@ -40,6 +41,10 @@ class _Line:
 
     def remove(self, group: Group) -> None:
         del self._groups[group]
+
+    def firsts(self) -> Iterator[Group]:
+        if self._groups:
+            yield self.first()
 
 
 class WaitingQueue:
@@ -84,6 +89,11 @@ class WaitingQueue:
     def first(self) -> Group:
         """The request to admit next. The queue must not be empty."""
         return self._next().first()
+
+    def firsts(self) -> Iterator[Group]:
+        """The next request of every connection."""
+        for line in self._lines.values():
+            yield from line.firsts()
 
     def pop(self) -> Group:
         """Remove the first request and charge its client for it."""

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from lamina.groups import Completion, Group
 from lamina.placement.map import AHEAD, WATERMARK, Placement
 from lamina.placement.recovery import POLICIES, victims
-from lamina.schedule.seats import Seats
 from lamina.types import Request, SamplingParams
 
 
@@ -69,14 +68,3 @@ def test_victims_give_what_is_lacking_and_the_earliest_stays(
     assert not chosen or given_back - holders[chosen[-1]] < lacking  # none for nothing
     if policy == "latest":
         assert [one.arrival for one in chosen] == sorted((n for n, _ in arrivals), reverse=True)[: len(chosen)]
-
-
-@given(lanes=st.integers(1, 6), changes=st.lists(st.tuples(st.integers(0, 5), st.integers(-3, 3)), max_size=100))
-def test_the_emptiest_lane_is_the_first_of_those_with_fewest(lanes: int, changes: list[tuple[int, int]]) -> None:
-    seats, taken = Seats(lanes), [0] * lanes
-    for lane, change in changes:
-        lane, change = lane % lanes, max(change, -taken[lane % lanes])  # noqa: PLW2901
-        seats.change(lane, change)
-        taken[lane] += change
-        assert seats.emptiest == taken.index(min(taken))
-        assert (seats.taken, seats.total) == (taken, sum(taken))

@@ -11,8 +11,11 @@ LIMITS = Limits(max_sequences=4, max_num_batched_tokens=8, max_model_len=32)
 ATTENTIONS = 3
 
 
-def scheduler(capacities: dict[str, int], lanes: int = 1, limits: Limits = LIMITS) -> Scheduler:
-    return Scheduler(limits, Placement(capacities), lanes, attentions=ATTENTIONS, kv_heads=2)
+def scheduler(
+    capacities: dict[str, int], lanes: int = 1, limits: Limits = LIMITS, prefix_cache: bool = False
+) -> Scheduler:
+    placement = Placement(capacities)
+    return Scheduler(limits, placement, lanes, attentions=ATTENTIONS, kv_heads=2, prefix_cache=prefix_cache)
 
 
 def request(name: str, prompt: int, **params: Any) -> Request:

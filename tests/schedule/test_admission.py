@@ -217,3 +217,50 @@ def test_no_worker_hears_of_a_request_that_ends_between_its_lane_and_its_plan() 
     under_test.abort("b")
     assert under_test.running == 1 and under_test.placement.reserved == {"memory0": 4}
     assert under_test.plan(1) is None
+
+
+def test_a_newcomer_gets_a_seat_from_clients_that_hold_all_of_them_for_long() -> None:
+    """Others, with as many sequences each, wait before it."""
+    under_test = scheduler({"memory0": 10_000}, 2, Limits(32, 64, 512))
+    turns = Turns(under_test, 2)
+    hogs = [under_test.add(asked(f"hog{i}", f"hog{i}", 4, max_tokens=200, n=8)) for i in range(12)]
+    for _ in range(10):
+        turns.go_on()
+    assert sum(group.lane >= 0 for group in hogs) == 4
+    for number in range(3):
+        under_test.add(asked(f"new{number}", f"new{number}", 4, max_tokens=1))
+        begun = turns.turn
+        while f"new{number}" not in turns.drew:
+            turns.go_on()
+        assert turns.turn - begun <= 2 * admission.SHARE
+    assert under_test.dropped <= 3
+    while under_test.running or under_test.waiting or any(under_test.placement.reserved.values()):
+        turns.go_on()
+        assert turns.turn < 5_000
+    assert {f"hog{i}" for i in range(12)} <= turns.drew.keys()
+
+
+def test_clients_with_equal_shares_do_not_disturb_each_other() -> None:
+    under_test = scheduler({"memory0": 10_000}, 1, Limits(8, 64, 512))
+    turns = Turns(under_test, 1)
+    for number in range(24):
+        under_test.add(asked(str(number), f"client{number % 12}", 4, max_tokens=40))
+    while under_test.running or under_test.waiting:
+        turns.go_on()
+    assert under_test.dropped == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), lanes=st.integers(1, 3))
+def test_a_request_with_many_completions_ends_though_newcomers_never_stop(seed: int, lanes: int) -> None:
+    random, numbers = Random(seed), itertools.count()
+    under_test = scheduler({"memory0": 4_000}, lanes, Limits(16, 32, 512))
+    turns = Turns(under_test, lanes)
+    group = under_test.add(asked("many", "many", 4, max_tokens=20, n=8))
+    while under_test._requests.get("many") is not None:
+        while under_test.waiting < random.randrange(1, 10):
+            name = f"new{next(numbers)}"
+            under_test.add(asked(name, name, 4, max_tokens=random.randint(1, 60)))
+        turns.go_on()
+        assert turns.turn < 3_000
+    assert all(len(one.generated) == 20 for one in group.completions)

@@ -1,5 +1,6 @@
 """The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable
@@ -45,7 +46,8 @@ class MemoryModel:
         self.migrate(plan.migrations)
         for admission in plan.admitted:
             if admission.segments[0].worker == self.name:
-                self.slab.open(admission.sequence)
+                if admission.sequence not in self.here:
+                    self.slab.open(admission.sequence)
                 self.here.add(admission.sequence)
         for step in plan.sequences:
             if step.sequence in self.here:
@@ -85,11 +87,13 @@ requests = st.lists(
 class Cluster:
     """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
 
+    prefix_cache = False
+
     def __init__(self, requests: list, memories: int, lanes: int, depth: int, limits: Limits = LIMITS) -> None:
         self.requests = requests
         self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", 60) for index in range(memories)]
-        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes, limits)
+        self.scheduler = scheduler({memory.name: 60 for memory in self.memories}, lanes, limits, self.prefix_cache)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self._depth = depth
@@ -115,9 +119,13 @@ class Cluster:
     def arrive(self, turn: int) -> None:
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
             if arrival == turn:
-                self.groups[index] = self.scheduler.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+                new = request(str(index), prompt, max_tokens=max_tokens, n=n)
+                self.groups[index] = self.scheduler.add(dataclasses.replace(new, prompt_token_ids=self.prompt(index)))
             if aborted is not None and aborted == turn - arrival:
                 self.scheduler.abort(str(index))
+
+    def prompt(self, index: int) -> list[int]:
+        return list(range(self.requests[index][0]))
 
     def complete(self, lane: int) -> None:
         """The oldest step of a lane ends."""
@@ -152,7 +160,7 @@ class Cluster:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
                 if step.tokens != [LAST_DRAWN]:
                     index, completion = self._owners[step.sequence]
-                    known = [*range(self.requests[index][0]), *self._drawn.get((index, completion), ())]
+                    known = [*self.prompt(index), *self._drawn.get((index, completion), ())]
                     assert step.tokens == known[step.start : step.stop]
             running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
             moved = {segment.sequence for segment in plan.moved}
@@ -163,7 +171,8 @@ class Cluster:
             self.moved += len(plan.moved)
             for memory in self.memories:
                 memory.apply(plan)
-            for sequence in (*(step.sequence for step in plan.sequences), *(fork.child for fork in plan.forks)):
+            children = {fork.child for fork in plan.forks}.difference(plan.released)
+            for sequence in (*(step.sequence for step in plan.sequences), *children):
                 assert sum(sequence in memory.here for memory in self.memories) == 1
             self._in_flight[lane].append(plan)
 

@@ -1,0 +1,169 @@
+"""The scheduler with cached prefixes, against what every slot of its memory workers holds."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.placement import prefix_cache
+from lamina.schedule.limits import Limits
+from lamina.types import StepPlan
+from tests.schedule.schedules import LIMITS
+from tests.schedule.test_epochs import Losing
+from tests.schedule.test_scheduler import MANY
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+
+@pytest.fixture(scope="module")
+def short_prefixes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "SHORTEST", 1)
+        patch.setattr(prefix_cache, "GRAIN", 1)
+        yield
+
+
+class Caching(Losing):
+    """Prompts begin alike, and some with what others generate; every slot is known by the tokens up to its own."""
+
+    prefix_cache = True
+
+    def __init__(self, requests: list, prompts: list, memories: int, lanes: int, depth: int, limits: Limits) -> None:
+        self.prompts = prompts
+        requests = [(len(self.prompt(index)), *one) for index, one in enumerate(requests)]
+        super().__init__(requests, memories, lanes, depth, limits)
+        self.contents = {memory.name: dict[int, tuple[int, ...]]() for memory in self.memories}
+        self.hits = 0
+
+    def prompt(self, index: int) -> list[int]:
+        """The same first tokens, then those of a completion, then others."""
+        alike, generated, other, number = self.prompts[index]
+        return [*range(alike), *range(generated), *(1000 + number for _ in range(other))]
+
+    def plan(self, lane: int) -> None:
+        running = len(self._in_flight[lane])
+        super().plan(lane)
+        for plan in self._in_flight[lane][running:]:
+            self._check(plan)
+
+    def _check(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            if fork.child not in self._owners or fork.parent not in self._owners:  # else: of one request
+                assert self._computed[fork.parent] >= fork.tokens
+                self._computed[fork.child] = fork.tokens
+                self.hits += fork.child in self._owners
+        for migration in plan.migrations:
+            slots = {
+                memory.name: memory.slab.slots(migration.sequence)[migration.start : migration.stop].tolist()
+                for memory in self.memories
+                if memory.name in (migration.source, migration.target)
+            }
+            for source, target in zip(slots[migration.source], slots[migration.target], strict=True):
+                self.contents[migration.target][target] = self.contents[migration.source][source]
+        placement = self.scheduler.placement
+        for memory in self.memories:
+            for step in plan.sequences:
+                if step.sequence in memory.here:
+                    self._attend(memory.name, memory.slab.slots(step.sequence).tolist(), step.sequence, step.start)
+            assert memory.slab.used <= placement.reserved[memory.name] + placement.idle[memory.name] <= 60
+
+    def _attend(self, name: str, slots: list[int], sequence: int, start: int) -> None:
+        """A sequence's next tokens attend to those before, whoever computed them."""
+        index, completion = self._owners[sequence]
+        tokens = (*self.prompt(index), *(100 * completion + number for number in range(40)))
+        keys = [tokens[: position + 1] for position in range(len(slots))]
+        contents = self.contents[name]
+        assert [contents[slot] for slot in slots[:start]] == keys[:start]
+        contents |= zip(slots[start:], keys[start:], strict=True)
+
+    def end_epoch(self, number: int) -> None:
+        lost = [memory.name for memory in self.memories[number : number + 1] if len(self.memories) > 1]
+        self.topology = self.topology.without(lost or self.topology.computes[1:])
+        self._in_flight = [[] for _ in self._in_flight]
+        remains = self.scheduler.apply(self.topology)
+        self.memories = [memory for memory in self.memories if memory.name not in lost]
+        for memory in self.memories:
+            kept = remains.kept[memory.name]
+            assert kept.keys() <= memory.here
+            for sequence in list(memory.slab.sequences):
+                if sequence in kept:
+                    memory.slab.truncate(sequence, kept[sequence])
+                else:
+                    memory.forget(sequence)
+
+    def check_rest(self) -> None:
+        """All slots are free, or cached for others, and each counts once."""
+        placement, prefixes = self.scheduler.placement, self.scheduler.prefixes
+        assert not any(placement.reserved.values()) and not any(placement.returning.values())
+        for memory in self.memories:
+            assert memory.here == prefixes.sequences(memory.name).keys()
+            assert memory.slab.used == placement.idle[memory.name]
+            for sequence, tokens in prefixes.sequences(memory.name).items():
+                slots = memory.slab.slots(sequence).tolist()
+                assert len(slots) == tokens
+                path = [self.contents[memory.name][slot] for slot in slots]
+                assert all(path[-1][: len(key)] == key for key in path) and len(path[-1]) == tokens
+
+
+requests = st.lists(
+    st.tuples(
+        st.tuples(st.integers(1, 14), st.integers(0, 6), st.integers(0, 3), st.integers(0, 2)),
+        st.integers(1, 10),  # max_tokens
+        st.integers(1, 3),  # n
+        st.lists(st.integers(0, 12), min_size=3, max_size=3),  # a completion stops by itself after that many tokens
+        st.one_of(st.none(), st.none(), st.integers(0, 25)),  # aborted at this turn
+        st.integers(0, 25),  # arrives at this turn
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    requests=requests,
+    memories=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 30), st.integers(1, 3), max_size=4),
+    limits=st.sampled_from([LIMITS, MANY]),
+    migration_turns=st.integers(1, 6),
+    ends=st.dictionaries(st.integers(0, 40), st.integers(0, 2), max_size=3),
+    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=5),
+)
+def test_rows_attend_to_their_own_tokens_and_every_slot_is_free_or_cached_in_the_end(
+    requests: list,
+    memories: int,
+    lanes: int,
+    depth: int,
+    switches: dict[int, int],
+    limits: Limits,
+    migration_turns: int,
+    ends: dict[int, int],
+    drops: dict[int, int],
+) -> None:
+    """Whatever is shared, evicted, moved, dropped or lost meanwhile."""
+    cluster = Caching([one[1:] for one in requests], [one[0] for one in requests], memories, lanes, depth, limits)
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        if turn in switches:
+            cluster.scheduler.use_lanes(min(switches[turn], lanes))
+        cluster.arrive(turn)
+        if turn % migration_turns == 0:
+            cluster.migrate()
+        if turn in drops:
+            cluster.drop(drops[turn])
+        if turn in ends:
+            cluster.end_epoch(ends[turn])
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 40 and not cluster.busy:
+            break
+    cluster.check_rest()
+    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
+        if aborted is None:
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
