@@ -332,10 +332,11 @@ class PrefixCache:
     def keep(self, group: Group, completion: Completion) -> None:
         """A completion is being released: keep the tokens that it has and that the tree lacks.
 
-        The request's reservations are not changed: at least as many of them end with this completion.
+        The request's reservations are not changed: at least as many of them end with this completion. A prompt that
+        the tree has from elsewhere is the request's until its last completion is released: only that one is kept.
         """
         length = self.keepable(group, completion)
-        if not length:
+        if not length or (group.unshared and group.holders > 1):
             return
         ids = ids_of(group.known_tokens(completion, 0, length))
         tree, salt = self._trees[group.memory], group.request.cache_salt
@@ -352,13 +353,8 @@ class PrefixCache:
         tree.use(leaf)
 
     def keepable(self, group: Group, completion: Completion) -> int:
-        """Tokens of an ended completion that ``keep`` would look at.
-
-        The slots of a prompt that the tree has from elsewhere are the request's until its last completion is released.
-        """
-        if not self._trees or group.suspect or group.memory not in self._trees:
-            return 0
-        if group.unshared and group.holders > 1:
+        """Tokens that an ended completion has on its worker, and that others may share."""
+        if group.suspect or group.memory not in self._trees:
             return 0
         length = group.kept(completion)
         exists = completion is group.completions[0] or length > group.prompt_length
