@@ -6,11 +6,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Token slots of one memory worker, from its latest report: at most half a second old."""
+    """Token slots of one memory worker, from its latest report: at most half a second old.
+
+    Attributes:
+        used: by requests. cached: by prefixes that no request uses now; they are given up when requests need them.
+        sequences: of requests.
+    """
 
     used: int
     capacity: int
     sequences: int
+    cached: int = 0
+
+    def without(self, cached: int, sequences: int) -> "MemoryStats":
+        """The same with so many slots, and all of the sequences that hold cached prefixes, counted apart."""
+        cached = min(cached, self.used)
+        return MemoryStats(self.used - cached, self.capacity, max(0, self.sequences - sequences), cached)
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class EngineStats:
             and is computed again.
         dead: why the engine has stopped, if it has.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
+        prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
     """
 
     running: int
@@ -37,3 +49,5 @@ class EngineStats:
     memory: Mapping[str, MemoryStats]
     dead: str | None
     silent: Mapping[str, float] = field(default_factory=dict)
+    prefix_queries: int = 0
+    prefix_hits: int = 0

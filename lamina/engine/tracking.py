@@ -91,7 +91,8 @@ class TrackedRequest:
         self._news = [self._no_news(one.index) for one in news]
         for one, before in zip(self._news, news, strict=True):
             one.finish_reason, one.stop_reason = before.finish_reason, before.stop_reason
-        self._on_update(RequestUpdate(self.request, news, finished, self._error, self._placement()))
+        cached = 0 if self.group is None else self.group.cached_tokens or 0
+        self._on_update(RequestUpdate(self.request, news, finished, self._error, self._placement(), cached))
 
     def _no_news(self, index: int) -> CompletionUpdate:
         return CompletionUpdate(index, logprobs=None if self.request.params.logprobs is None else [])

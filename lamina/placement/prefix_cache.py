@@ -72,14 +72,14 @@ class Node:
 
 
 class PrefixTree:
-    """The prefixes that one memory worker keeps."""
+    """The prefixes that one memory worker keeps; ``leaf_count`` sequences hold them."""
 
     def __init__(self) -> None:
         self._top = Node("", ids_of([]))
         self._uses = itertools.count(1)
         self._tickets = itertools.count()
         self._oldest: list[tuple[int, int, Node]] = []  # a heap of (used, ticket, idle leaf); some are out of date
-        self._leaves = 0
+        self.leaf_count = 0
 
     def find(self, salt: str, ids: Ids) -> tuple[Node | None, int]:
         """The deepest node with tokens of ``ids``, and how many of these the tree has; (None, 0) without any."""
@@ -121,7 +121,7 @@ class PrefixTree:
         leaf = Node(tokens[0], tokens, node, node.stop + len(tokens), sequence=sequence)
         node.children[leaf.key] = leaf
         superseded, node.sequence = node.sequence, None
-        self._leaves += superseded is None
+        self.leaf_count += superseded is None
         return leaf, superseded
 
     def remove(self, leaf: Node) -> Node | None:
@@ -135,7 +135,7 @@ class PrefixTree:
             del parent.children[node.key]
         if parent.stop and not parent.children:
             return parent
-        self._leaves -= 1
+        self.leaf_count -= 1
         return None
 
     def use(self, node: Node) -> None:
@@ -149,7 +149,7 @@ class PrefixTree:
         """A node may be an idle leaf now: then it can be evicted."""
         if not node.children and not node.holders:
             heapq.heappush(self._oldest, (node.used, next(self._tickets), node))
-            if len(self._oldest) > 4 * self._leaves + GRAIN:
+            if len(self._oldest) > 4 * self.leaf_count + GRAIN:
                 idle = (leaf for leaf in self.leaves() if not leaf.holders)
                 self._oldest = [(leaf.used, next(self._tickets), leaf) for leaf in idle]
                 heapq.heapify(self._oldest)
@@ -207,6 +207,11 @@ class PrefixCache:
         """Only the memory workers of ``topology`` keep KV; no request may share any of another."""
         self._trees = {worker: tree for worker, tree in self._trees.items() if worker in topology.names}
 
+    def idle(self, worker: str) -> tuple[int, int]:
+        """Tokens that a worker keeps although no request uses them, and the sequences that hold what it keeps."""
+        tree = self._trees.get(worker)
+        return (0, 0) if tree is None else (self._placement.idle.get(worker, 0), tree.leaf_count)
+
     def sequences(self, worker: str) -> dict[int, int]:
         """What a worker keeps: tokens by sequence."""
         tree = self._trees.get(worker)
@@ -231,7 +236,7 @@ class PrefixCache:
             group.ids = ids_of(group.known_tokens(first, 0, first.goal))
         found = {}
         for worker, tree in self._trees.items():
-            node, length = tree.find(group.request.cache_salt, group.ids)
+            node, length = tree.find(group.request.params.cache_salt, group.ids)
             length = min(length, first.goal - 1)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
@@ -254,7 +259,7 @@ class PrefixCache:
             return
         assert group.ids is not None
         tree = self._trees[group.memory]
-        node, _ = tree.find(group.request.cache_salt, group.ids[:length])
+        node, _ = tree.find(group.request.params.cache_salt, group.ids[:length])
         assert node is not None
         if length < node.stop:
             node = tree.split(node, length)
@@ -318,7 +323,7 @@ class PrefixCache:
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
             return
         ids = ids_of(group.request.prompt_token_ids)
-        tree, salt = self._trees[group.memory], group.request.cache_salt
+        tree, salt = self._trees[group.memory], group.request.params.cache_salt
         node, found = tree.find(salt, ids)
         if found != group.hit:
             return
@@ -339,7 +344,7 @@ class PrefixCache:
         if not length or (group.unshared and group.holders > 1):
             return
         ids = ids_of(group.known_tokens(completion, 0, length))
-        tree, salt = self._trees[group.memory], group.request.cache_salt
+        tree, salt = self._trees[group.memory], group.request.params.cache_salt
         node, found = tree.find(salt, ids)
         if node is not None:
             if found < min(node.stop, length):

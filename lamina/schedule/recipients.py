@@ -66,7 +66,7 @@ class Recipients:
         self._decoding.clear()
         self._untold.clear()
         self._homes = {one: homes for one, homes in self._homes.items() if topology.names.issuperset(homes)}
-        self._admissions = {one: self._admissions[one] for one in self._homes}
+        self._admissions = {one: admission for one, admission in self._admissions.items() if one in self._homes}
         self._knowing = {one: set(homes) for one, homes in self._homes.items()}
 
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
@@ -83,6 +83,9 @@ class Recipients:
 
         for fork in plan.forks:
             add(self._homes[fork.parent], "forks", fork)
+            if fork.child not in self._homes:  # a cached prefix, or admitted below
+                self._homes[fork.child] = homes = self._homes[fork.parent]
+                self._knowing[fork.child] = set(homes)
         self._release(plan, replicas, now)
         for segment in plan.moved:
             add([*self._homes[segment.sequence], segment.worker], "moved", segment)
@@ -122,7 +125,8 @@ class Recipients:
 
     def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
         for sequence in plan.released:
-            del self._admissions[sequence], self._homes[sequence]
+            self._admissions.pop(sequence, None)  # a cached prefix has none
+            del self._homes[sequence]
             for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
