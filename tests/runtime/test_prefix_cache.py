@@ -1,8 +1,9 @@
 """Requests that share the KV of earlier ones give the tokens that they give without it."""
 
-import dataclasses
+import itertools
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def start(model: Path, workers: Killable | None = None, **settings: object) -> E
         max_num_batched_tokens=64,
         kv_cache_memory_bytes=1_000_000,
     )
-    return launch(dataclasses.replace(base, **settings), workers=workers)  # type: ignore[arg-type]
+    return launch(replace(base, **settings), workers=workers)  # type: ignore[arg-type]
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -79,51 +80,50 @@ def conversation(engine: Engine, system: list[int], seed: int, params: SamplingP
 
 
 def test_a_hit_gives_the_same_tokens_as_a_miss(model: Path) -> None:
-    """Of a shared system prompt, of turns of a chat, of a repeated prompt; greedy, seeded, penalized, n > 1."""
+    """Of a shared system prompt, turns of a chat, a repeated prompt; greedy, seeded, penalized, n > 1; then a memory
+    worker is lost, with what it had of them. Requests with salts of their own share nothing."""
     systems = [tokens(70, 1), tokens(45, 2)]
     together = [(systems[number % 2] + tokens(5 + number, number), KINDS[number % 4]) for number in range(8)]
+    salts = itertools.count()
 
-    def session(engine: Engine) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    def apart(requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+        return run(engine, [(prompt, replace(params, cache_salt=str(next(salts)))) for prompt, params in requests])
+
+    workers = Killable()
+    engine = start(model, workers)
+    try:
         first = run(engine, [(system, GREEDY) for system in systems])
-        chats = [one for number, kind in enumerate(KINDS) for one in conversation(engine, systems[0], number, kind)]
-        return first + chats, run(engine, together) + run(engine, together)
-
-    engine = start(model, prefix_cache=False)
-    try:
-        expected = session(engine)
-        assert engine.stats().prefix_queries == 0
-    finally:
-        engine.close()
-    engine = start(model)
-    try:
-        apart, shared = session(engine)
-        wait_until_idle(engine)
+        chats = [conversation(engine, systems[0], number, kind) for number, kind in enumerate(KINDS)]
+        shared = run(engine, together) + run(engine, together)
+        outputs = [*first, *itertools.chain(*chats), *shared]
         stats = engine.stats()
+        requests = [(output.prompt_token_ids, GREEDY) for output in first]
+        requests += [(turn.prompt_token_ids, kind) for chat, kind in zip(chats, KINDS, strict=True) for turn in chat]
+        missed = apart(requests + together)
+        wait_until_idle(engine)
+        (again,) = run(engine, [(systems[1], replace(GREEDY, cache_salt="1"))])
+
+        homes = {output.placement[0].worker for output in run(engine, together)}
+        workers.signal("memory1", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        survived = run(engine, together)
+        wait_until_idle(engine)
     finally:
         engine.close()
-    assert (drawn(apart), drawn(shared)) == (drawn(expected[0]), drawn(expected[1]))
-    assert not any(output.cached_tokens for output in (*apart[:2], *expected[0], *expected[1]))
-    for chat in (apart[2:5], apart[5:8], apart[8:11], apart[11:14]):
+    assert drawn(outputs) == drawn(missed) + drawn(missed[-8:])
+    assert not any(output.cached_tokens for output in (*first, *missed))
+    assert stats.prefix_hits == sum(output.cached_tokens for output in outputs)
+    for chat in chats:
         assert chat[0].cached_tokens == 70  # the system prompt
         for before, after in zip(chat, chat[1:], strict=False):  # all that was said, but the last token drawn
             said = len(before.prompt_token_ids) + len(before.outputs[0].token_ids)
             assert after.cached_tokens >= said - 1
     assert all(output.cached_tokens >= 45 for output in shared[:8])
     assert all(output.cached_tokens == len(output.prompt_token_ids) - 1 for output in shared[8:])
-    assert stats.prefix_hits == sum(output.cached_tokens for output in (*apart, *shared))
-
-
-def test_requests_with_other_salts_share_nothing(model: Path) -> None:
-    engine = start(model)
-    prompt = tokens(40, 3)
-    try:
-        found = [
-            run(engine, [(prompt, dataclasses.replace(GREEDY, cache_salt=salt))])[0].cached_tokens
-            for salt in ("", "a", "b", "a", "")
-        ]
-    finally:
-        engine.close()
-    assert found == [0, 0, 0, 39, 39]
+    assert again.cached_tokens == 44 and homes == {"memory0", "memory1"}
+    assert drawn(survived) == drawn(missed[-8:])
+    lost = [output.cached_tokens < len(output.prompt_token_ids) - 1 for output in survived]
+    assert any(lost) and not all(lost)
 
 
 def test_prefixes_make_way_for_requests_and_the_least_recently_used_go_first(model: Path) -> None:
@@ -142,21 +142,3 @@ def test_prefixes_make_way_for_requests_and_the_least_recently_used_go_first(mod
         wait_until_idle(engine)
     finally:
         engine.close()
-
-
-def test_prefixes_of_a_lost_memory_worker_are_lost_with_it_and_others_stay(model: Path) -> None:
-    prompts = [tokens(60, number) for number in range(6)]
-    workers = Killable()
-    engine = start(model, workers)
-    try:
-        expected = run(engine, [(prompt, GREEDY) for prompt in prompts])
-        homes = [output.placement[0].worker for output in expected]
-        assert {*homes} == {"memory0", "memory1"}
-        workers.signal("memory1", signal.SIGKILL)
-        wait_for_recoveries(engine, 1)
-        again = run(engine, [(prompt, GREEDY) for prompt in prompts])
-        wait_until_idle(engine)
-    finally:
-        engine.close()
-    assert drawn(again) == drawn(expected)
-    assert [output.cached_tokens for output in again] == [59 if home == "memory0" else 0 for home in homes]
