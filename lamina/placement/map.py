@@ -1,7 +1,6 @@
 """How many token slots of each memory worker are reserved, and which worker a request fits. No clock, no sockets."""
 
 from collections.abc import Mapping
-
 from typing import NamedTuple
 
 from lamina.errors import RequestError
@@ -92,9 +91,7 @@ class Placement:
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
-    def _nearest(
-        self, tokens: int, sequences: int, besides: str | None, found: Mapping[str, Found]
-    ) -> str | None:
+    def _nearest(self, tokens: int, sequences: int, besides: str | None, found: Mapping[str, Found]) -> str | None:
         """The worker with a prefix that a request goes to; None if it goes to one without, or fits none of these."""
         rooms = {worker: self.room(worker) for worker in found if worker != besides}
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]

@@ -28,7 +28,6 @@ SHORTEST = 16  # tokens: a shorter prefix, as the first words of every chat, is 
 GRAIN = 64  # tokens evicted at once, at least
 
 
-
 @dataclass(eq=False, slots=True)
 class Node:
     """Tokens [stop - len(tokens), stop) of every prefix that goes through it.
@@ -352,7 +351,9 @@ class PrefixCache:
             tree.use(node)
         if found == length:
             return
-        beginning = node if found > self.shared(group) else None  # computed twice: what the tree has takes the place of the other
+        beginning = (
+            node if found > self.shared(group) else None
+        )  # computed twice: what the tree has takes the place of the other
         leaf = self._add(tree, node, salt, ids[found:], completion.sequence, beginning)
         self._placement.idle[group.memory] += length - found
         tree.use(leaf)

@@ -46,7 +46,8 @@ class Relocations:
         drop: Callable[[Group], None],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: those
-        reserved for it, without those that it shares. ``drop`` gives up the KV of a request for which the target has no room left."""
+        reserved for it, without those that it shares. ``drop`` gives up the KV of a request for which the target has no
+        room left."""
         self._placement = placement
         self._prefixes = prefixes
         self._computed = computed

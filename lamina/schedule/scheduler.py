@@ -175,8 +175,8 @@ class Scheduler:
         for group, completion in itertools.chain.from_iterable(own.ending for own in self._lanes):
             if length := self.prefixes.keepable(group, completion):
                 kept[group.memory][completion.sequence] = length
-        for worker, sequences in kept.items():
-            sequences |= self.prefixes.sequences(worker)
+        for worker in kept:
+            kept[worker] |= self.prefixes.sequences(worker)
         return Remains([own.turn for own in self._lanes], kept, dropped, recomputed)
 
     def _move(self) -> None:
@@ -186,7 +186,7 @@ class Scheduler:
         groups = sorted(running, key=lambda group: -len(group.completions))
         dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
-        prompts_run = [group for own in self._lanes for group in own.prompts_run]
+        prompts_run = {group for own in self._lanes for group in own.prompts_run}
         for own in self._lanes:
             own.dealt.clear()
             for content in (own.running, own.prompts, own.prompted, own.prompts_run, own.ending, own.histories):
@@ -201,6 +201,7 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = None
             own.histories |= group.histories
+            own.prompts_run += {group} & prompts_run
             if group in dealt:
                 own.dealt[group] = None
             elif self._relocations.is_paused(group):
@@ -218,8 +219,6 @@ class Scheduler:
             own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases the sequence that it may still fork from
             self._lanes[owner[0].lane].ending.append(owner)
-        for group in prompts_run:
-            self._lanes[group.lane].prompts_run.append(group)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.

@@ -46,7 +46,9 @@ def whole(node: Node) -> Ids:
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(ids_of)
-calls = st.lists(st.tuples(st.sampled_from("uuue"), st.sampled_from(["", "a"]), prompts, st.integers(1, 12)), max_size=40)
+calls = st.lists(
+    st.tuples(st.sampled_from("uuue"), st.sampled_from(["", "a"]), prompts, st.integers(1, 12)), max_size=40
+)
 
 
 @settings(max_examples=300, deadline=None)

@@ -115,7 +115,7 @@ def test_a_hit_gives_the_same_tokens_as_a_miss(model: Path) -> None:
     assert stats.prefix_hits == sum(output.cached_tokens for output in outputs)
     for chat in chats:
         assert chat[0].cached_tokens == 70  # the system prompt
-        for before, after in zip(chat, chat[1:], strict=False):  # all that was said, but the last token drawn
+        for before, after in itertools.pairwise(chat):  # all that was said, but the last token drawn
             said = len(before.prompt_token_ids) + len(before.outputs[0].token_ids)
             assert after.cached_tokens >= said - 1
     assert all(output.cached_tokens >= 45 for output in shared[:8])

@@ -119,7 +119,7 @@ class FakeEngine:
         return SimpleNamespace(links={("compute0", "memory0"): near, ("a", "b"): far, ("a", "c"): far})
 
     def stats(self) -> EngineStats:
-        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3)}
         return EngineStats(
             running=1,
             waiting=2,
@@ -131,6 +131,8 @@ class FakeEngine:
             memory=memory,
             dead=self.dead,
             silent=self.silent,
+            prefix_queries=8,
+            prefix_hits=2,
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
