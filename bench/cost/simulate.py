@@ -1,10 +1,9 @@
 """How fast `lamina simulate` is, and what the engine's decisions cost as the cluster grows. CPU seconds of one core.
 
-Clusters get LOAD of the requests that one of them serves when more arrive than it can serve: measured first, in the
-same run.
+The load is ``LOAD`` times the saturation throughput, which is measured first by overloading one cluster.
 
-python -m bench.cost.simulate azure_conv_2023.csv                 # the trace, and clusters of growing size
-python -m bench.cost.simulate azure_conv_2023.csv --large  # 250 + 1,000 workers, 1,000,000 requests
+python -m bench.cost.simulate azure_conv_2023.csv                 # the trace, then clusters of growing size
+python -m bench.cost.simulate azure_conv_2023.csv --large  # instead: 250 + 1,000 workers, 1,000,000 requests
 """
 
 import argparse
@@ -24,11 +23,12 @@ from lamina.simulate import Arrivals, Deployment, Result, draw, replay, simulate
 
 FILE = RESULTS / "simulate.json"
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
-MEMORIES = 4  # for each compute worker of a growing cluster, as 1,000 for 250
-REQUESTS = 800  # for each compute worker
+MEMORIES = 4  # per compute worker
+REQUESTS = 800  # per compute worker
 CLUSTERS = (2, 10, 50)
 LOAD = 0.8
-OVERLOAD, OVERLOADED = 1.5, 10  # times the trace's rate for each compute worker, and how many of them
+OVERLOAD = 1.5  # requests per compute worker and second, as a multiple of the trace's rate
+SATURATED = 10  # compute workers of the cluster that is overloaded
 LARGE, LARGE_REQUESTS = 250, 1_000_000
 
 
@@ -45,18 +45,18 @@ def deployment(computes: int, memories: int, **settings: Any) -> Deployment:
 
 
 def cluster(computes: int) -> Deployment:
-    """Two lanes for each compute worker, which never leave it."""
+    """Two lanes pinned to each compute worker."""
     return deployment(computes, MEMORIES * computes, lanes=2 * computes, pipelining="fixed")
 
 
 def capacity(trace: list[TracedRequest]) -> float:
-    """Requests that each compute worker, with its memory workers, comes to serve: in times the trace's rate."""
-    arrivals = draw(trace, REQUESTS * OVERLOADED, 0, OVERLOAD * OVERLOADED)
-    ends, last = simulate(cluster(OVERLOADED), arrivals).log.end_s, arrivals.arrival_s[-1]
+    """Saturation throughput of a compute worker with its memory workers, as a multiple of the trace's rate."""
+    arrivals = draw(trace, REQUESTS * SATURATED, 0, OVERLOAD * SATURATED)
+    ends, last = simulate(cluster(SATURATED), arrivals).log.end_s, arrivals.arrival_s[-1]
     served = np.count_nonzero((ends > last / 2) & (ends <= last)) / (last / 2)
     offered = len(arrivals) / last
-    print(f"{OVERLOADED} compute workers serve {served:.1f} requests a second of {offered:.1f}", flush=True)
-    keep("capacity", {"compute_workers": OVERLOADED, "offered_requests_s": offered, "served_requests_s": served})
+    print(f"{SATURATED} compute workers serve {served:.1f} requests a second of {offered:.1f}", flush=True)
+    keep("capacity", {"compute_workers": SATURATED, "offered_requests_s": offered, "served_requests_s": served})
     return float(OVERLOAD * served / offered)
 
 

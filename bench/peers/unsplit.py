@@ -1,6 +1,6 @@
-"""Lamina without the split: one process, the same slices and kernels, no workers and no transport. See ``offline.py``.
+"""Lamina without the split: one process, the same slices and kernels, no workers and no transport.
 
-What Lamina loses against this is the price of the split.
+The difference to Lamina is the overhead of disaggregation. ``offline.py`` says what is measured.
 """
 
 import importlib.metadata
@@ -52,8 +52,8 @@ def _rows(*shape: int) -> npt.NDArray[np.uint16]:
     return allocate(2 * math.prod(shape)).view(np.uint16).reshape(shape)
 
 
-class HereAttention:
-    """Attention of one step where its KV is: appends to the slab and attends over it."""
+class LocalAttention:
+    """Attention of one step in this process: appends to the slab and attends over it."""
 
     def __init__(self, kv: Kv, chunks: Sequence[Chunk]) -> None:
         counts = [len(chunk.tokens) for chunk in chunks]
@@ -100,25 +100,27 @@ class Unsplit:
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[int]:
         """The most likely next token of every chunk's sequence."""
-        here = HereAttention(self.kv, chunks)
+        local = LocalAttention(self.kv, chunks)
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
         positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
-        rows = Rows(pad(ids, here.rows), pad(positions, here.rows))
-        attention: torch.Tensor | None = None  # of the slice before
+        rows = Rows(pad(ids, local.rows), pad(positions, local.rows))
+        attention: torch.Tensor | None = None  # output of the previous one
         context: tuple[torch.Tensor, ...] = ()
         for index, (spec, sinks) in enumerate(zip(self._runner.attentions, self._runner.sinks, strict=True)):
             output = self._runner.run(index, rows, attention, context, None)
-            assert output.q is not None and output.k is not None and output.v is not None  # not the last slice
-            attention = here.attend(spec, output.q, output.k, output.v, sinks)
+            assert (
+                output.q is not None and output.k is not None and output.v is not None
+            )  # all but the last slice have them
+            attention = local.attend(spec, output.q, output.k, output.v, sinks)
             context = output.context
         assert attention is not None
         last = torch.tensor(np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1)
-        drawn: list[int] = self._runner.logits(rows, attention, context, last).argmax(-1).tolist()
-        return drawn
+        tokens: list[int] = self._runner.logits(rows, attention, context, last).argmax(-1).tolist()
+        return tokens
 
 
 def packed(prompts: Sequence[Sequence[int]]) -> Iterator[list[Chunk]]:
-    """All prompts in order in steps of at most ``STEP_TOKENS`` tokens."""
+    """The prompts in order, cut into chunks for steps of at most ``STEP_TOKENS`` tokens."""
     step: list[Chunk] = []
     room = STEP_TOKENS
     for sequence, prompt in enumerate(prompts):
@@ -136,7 +138,7 @@ def packed(prompts: Sequence[Sequence[int]]) -> Iterator[list[Chunk]]:
 
 @contextmanager
 def load(cell: Cell) -> Iterator[Generate]:
-    """Prompts in full steps, then one row per request and step."""
+    """Load the model; gives a function that runs all prompts, then decodes all requests together."""
     model = Unsplit(cell)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:

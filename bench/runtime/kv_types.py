@@ -1,11 +1,12 @@
-"""What rounding K and V costs: perplexity and logit error of a model by the type in which its KV is kept.
+"""Accuracy cost of narrow KV: perplexity and logit error of a model by the element type of its KV cache.
 
     python -m bench.runtime.kv_types [--windows 16] [--threads 1]
 
-Runs the bundled model in float32 over windows of held-out text: files of Python's standard library that it has not
-read. Its attention is that of memory workers: K and V of every token are appended to a slab of the given type, and
-every token attends to what the slab holds, itself included, as if the text had been decoded token by token. (Prompts
-lose less: a chunk attends to itself before it is rounded.) Errors are against a slab of float32.
+Runs the bundled model in float32 over windows of held-out text: files of Python's standard library that it was not
+trained on. Its attention is that of memory workers: K and V of every token are appended to a slab of the given type,
+and every token attends to what the slab holds, itself included, as if the text had been decoded token by token.
+(Prompts lose less: the tokens of a chunk attend to each other's K and V before these are rounded.) Errors are against a
+slab of float32.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torc
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=16, help=f"of {CONTEXT} tokens")
+    parser.add_argument("--windows", type=int, default=16, help=f"number of windows of {CONTEXT} tokens")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -84,8 +85,8 @@ def main() -> None:
     config = models[KvElement.FLOAT32].config
     spec = AttentionSpec(0, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 1)
     tokens = len(ids) * (CONTEXT - 1)
-    table = Table(title=f"{tokens} held-out tokens; logits have a deviation of {deviation:.2f}")
-    for heading in ("KV", "bytes per token", "perplexity", "mean logit error", "largest", "same first token"):
+    table = Table(title=f"{tokens} held-out tokens; standard deviation of the logits {deviation:.2f}")
+    for heading in ("KV", "bytes per token", "perplexity", "mean logit error", "max logit error", "top-1 agreement"):
         table.add_column(heading, justify="left" if heading == "KV" else "right")
     for element in ELEMENTS:
         nbytes = config.num_hidden_layers * spec.slab_bytes_per_token(element)

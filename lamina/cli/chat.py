@@ -81,7 +81,7 @@ class _Conversation:
                 print_text(output.outputs[0].text[len(text) :])
                 text = output.outputs[0].text
                 if output.error:
-                    if self._lamina.engine.stats().dead is not None:  # the conversation cannot go on
+                    if self._lamina.engine.stats().dead is not None:  # nothing more can be answered
                         raise EngineDeadError(output.error)
                     print_error(output.error)
         except KeyboardInterrupt:

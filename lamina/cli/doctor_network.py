@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MODULES = Path("/proc/modules")
 TRY_S = 5.0
-ENOUGH_LOCKED = 1 << 30  # holds the arenas of a large model with many lanes
+MIN_LOCKED_BYTES = 1 << 30  # holds the arenas of a large model with many lanes
 
 # Names of the kernel's RDMA modules: ib_uverbs, rdma_rxe, mlx5_ib, bnxt_re, irdma ...
 RDMA_PREFIXES = ("ib_", "rdma_", "irdma", "siw", "erdma")
@@ -76,9 +76,12 @@ def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
     if not ports:
         return Finding("RDMA", "no device")
-    if "ib_uverbs" not in modules and modules:
+    if modules and "ib_uverbs" not in modules:  # none are known if /proc/modules cannot be read
         return Finding(
-            "RDMA", f"{_names(ports)}, but programs cannot use them", Status.NOTE, "as root: modprobe ib_uverbs"
+            "RDMA",
+            f"{_names(ports)}, but ib_uverbs is not loaded, so programs cannot open them",
+            Status.NOTE,
+            "as root: modprobe ib_uverbs",
         )
     try:
         choice = choose(ports, wanted=environment().rdma_device)
@@ -90,7 +93,7 @@ def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 def rdma_modules(modules: frozenset[str]) -> Finding:
     """Which of the loaded kernel ``modules`` are for RDMA."""
     found = sorted(name for name in modules if name.startswith(RDMA_PREFIXES) or name.endswith(RDMA_SUFFIXES))
-    return Finding("RDMA modules", ", ".join(found) or "none loaded: built into the kernel")
+    return Finding("RDMA modules", ", ".join(found) or "none found: built into the kernel, or not listed")
 
 
 def _names(ports: "Sequence[Port]") -> str:
@@ -102,9 +105,9 @@ def locked_memory(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "unlimited")
     found = f"at most {limit / 2**20:.0f} MiB"
-    if limit >= ENOUGH_LOCKED:
+    if limit >= MIN_LOCKED_BYTES:
         return Finding("locked memory", found)
-    remedy = "RDMA locks its arenas in memory: ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file"
+    remedy = "RDMA pins its buffers in memory: ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file"
     return Finding("locked memory", found, Status.NOTE, remedy)
 
 
@@ -126,7 +129,7 @@ def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: frozenset[str]) -> Finding:
-    """Whether an RDMA port can access GPU memory (GPUDirect), which both drivers must support.
+    """Whether an RDMA port can access GPU memory (GPUDirect); the drivers of both must support dma-bufs.
 
     Args:
         exports: by GPU, why its driver cannot export a dma-buf; empty if it can.
@@ -141,7 +144,7 @@ def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: fr
     found += [f"module {name} is loaded but not needed" for name in PEER_MEMORY if name in modules]
     if not exports or not (refusal or any(exports.values())):
         return Finding("GPUDirect", "; ".join(found))
-    remedy = "as the message says; until then, data for a GPU is copied through host memory"
+    remedy = "fix what the driver reports; until then, data for a GPU is copied through host memory"
     return Finding("GPUDirect", "; ".join(found), Status.NOTE, remedy)
 
 
@@ -154,36 +157,38 @@ def _loaded_modules() -> frozenset[str]:
 
 
 def transports(has_rdma: bool) -> Iterator[Finding]:
-    """Try each transport by a write within this process; then say which would be selected."""
+    """Test each transport by a write within this process; then say which would be selected."""
     from lamina.protocol.choice import Transport
 
-    works = {transport: _try(transport) for transport in Transport if transport is not Transport.RDMA or has_rdma}
+    failures = {transport: _try(transport) for transport in Transport if transport is not Transport.RDMA or has_rdma}
     remedies = {
         Transport.SHM: "allow memfd, pidfd_open and /proc/PID/fd between processes of one user",
         Transport.TCP: "allow sockets on the loopback interface: ip link set lo up",
         Transport.RDMA: "install or enable what the message names; until then use --transport tcp",
     }
-    for transport, failure in works.items():
+    for transport, failure in failures.items():
         if failure is None:
             yield Finding("transport", f"{transport} works (tried)")
             continue
-        # The control plane uses the loopback interface too.
+        # Without the loopback interface, not even the control plane works.
         status = Status.NOTE if transport is Transport.RDMA else Status.PROBLEM
         yield Finding("transport", f"{transport} does not work: {failure}", status, remedies[transport])
-    between = "rdma" if works.get(Transport.RDMA, "none") is None else "tcp"
-    yield Finding("--transport auto", f"shm on this host; {between} to other hosts, if a test write succeeds")
+    has_rdma = has_rdma and failures[Transport.RDMA] is None
+    yield Finding(
+        "--transport auto", f"shm on one host; {'rdma' if has_rdma else 'tcp'} between hosts, if a test write succeeds"
+    )
 
 
 def encryption(obstacle: str) -> Finding:
     """Whether ``--tls`` is available; ``obstacle`` says why not."""
     if not obstacle:
         return Finding("--tls", "tcp can be encrypted (OpenSSL 3)")
-    found, _, remedy = obstacle.partition("): ")
-    return Finding("--tls", f"tcp cannot be encrypted: {found})", Status.NOTE, remedy)
+    found, parenthesis, remedy = obstacle.partition("): ")  # only a missing library has a remedy
+    return Finding("--tls", f"tcp cannot be encrypted: {found}{parenthesis.strip(': ')}", Status.NOTE, remedy)
 
 
 def _try(transport: "Transport") -> str | None:
-    """Why a peer cannot write into an arena and ring its doorbell; None if it can."""
+    """The error of a write into an arena of this process and of its doorbell; None if both work."""
     from lamina.profiling.transports import make_endpoint
     from lamina.protocol.secret import new
     from lamina.transport.listener import LOOPBACK

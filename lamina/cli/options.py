@@ -15,16 +15,18 @@ from lamina.errors import ConfigError, RequestError
 from lamina.settings import Setting, read_settings, settings
 from lamina.types import Pipelining, SamplingParams
 
-MaxTokens = Annotated[int, typer.Option(help="At most so many tokens per completion.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share of probability.")]
-Seed = Annotated[int | None, typer.Option(help="Makes drawing repeatable. Default: another one each time.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum tokens per completion.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the smallest set of tokens with at least this total probability.")
+]
+Seed = Annotated[int | None, typer.Option(help="Sampling seed. Default: random.")]
 
 Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
 
-LEAST_FILES = 64
-"""Open files with which one compute and one memory worker can be started."""
+MIN_OPEN_FILES = 64
+"""Open-file limit needed to start one compute and one memory worker."""
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings, by name. Options given here override it.")
@@ -37,7 +39,9 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As ``engine_options``, for any dataclass of settings. A parameter of the command hides the setting of its name.
+    """As ``engine_options``, for any dataclass of settings.
+
+    A parameter of the command replaces the option of the same name. The limit of open files is checked first.
 
     The decorated command raises ConfigError for invalid settings, also in the file that ``--config`` names.
     """
@@ -83,7 +87,7 @@ def _option(setting: Setting) -> Any:
 
 
 def _number(text: str) -> int | str:
-    """An int, or the text itself: the check of the setting then says what it takes."""
+    """An int; other text is returned unchanged, so that the check of the setting reports it."""
     try:
         return int(text)
     except ValueError:
@@ -92,15 +96,15 @@ def _number(text: str) -> int | str:
 
 def _require_files() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
         raise ConfigError(
-            f"{files} files may be open at once, and sockets count as files; two workers need {LEAST_FILES}. Raise the "
-            "limit and run it again: ulimit -n 1024"
+            f"the limit of open files is {files}; two workers need {MIN_OPEN_FILES}. Raise it and run the command "
+            "again: ulimit -n 1024"
         )
 
 
 def check_model(config: EngineConfig) -> None:
-    """Refuse what is mistyped most often before anything slow is imported. Raises ModelError."""
+    """Check the path of the model before anything slow is imported. Raises ModelError."""
     from lamina.models.directory import find
 
     find(config.model, weights=False, tokenizer=False)

@@ -29,11 +29,9 @@ def split(
         Path | None,
         typer.Argument(help="Model directory or config.json; weights are not needed. Default: the bundled model."),
     ] = None,
-    format: Annotated[
-        Format, typer.Option(help="svg: a diagram of the layers up to where they repeat.")
-    ] = Format.TABLE,
+    format: Annotated[Format, typer.Option(help="svg: a diagram of one period of the layers.")] = Format.TABLE,
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Element type; auto takes the configuration's.")] = "auto",
+    dtype: Annotated[DTypeName, typer.Option(help="Element type; auto: that of config.json.")] = "auto",
 ) -> None:
     """Show how a model is cut at its attentions.
 
@@ -63,7 +61,7 @@ def split(
 
 
 def render_table(model: "SplitModel") -> "Table":
-    """The split as a table: one row per group of identical slices, totals in the caption."""
+    """The split as a table: one row per group of identical slices, totals and the context in the caption."""
     from rich.table import Table
 
     from lamina.splitter import describe
@@ -71,8 +69,8 @@ def render_table(model: "SplitModel") -> "Table":
 
     total = describe.total_traffic(model)
     caption = [
-        f"Per token, over all layers: {size(total.q + total.kv)} to memory workers, of which "
-        f"{size(total.kv)} stay as KV, {size(total.out)} back, {size(total.context)} between slices."
+        f"Per token, over all layers: {size(total.q + total.kv)} sent to memory workers "
+        f"({size(total.kv)} stored as KV), {size(total.out)} returned, {size(total.context)} carried between slices."
     ]
     table = Table(
         title=f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
@@ -84,7 +82,7 @@ def render_table(model: "SplitModel") -> "Table":
     for kind in describe.kinds(model):
         slices = describe.ranges(kind.indices)
         weights = size(describe.weight_bytes(model, kind.slice))
-        needed, linears = kind.slice.linears_before_q
+        before_q, linears = kind.slice.linears_before_q
         if kind.end is None:
             table.add_row(slices, weights, str(linears), "logits")
             continue
@@ -92,7 +90,7 @@ def render_table(model: "SplitModel") -> "Table":
         table.add_row(
             slices,
             weights,
-            f"{linears} (q: {needed})",
+            f"{linears} ({before_q} before q)",
             describe.attention_summary(kind.end.attention).replace(" heads", "").replace(", ", "\n"),
             *(size(nbytes) for nbytes in (cost.q, cost.kv, cost.out, cost.context)),
         )

@@ -1,9 +1,10 @@
-"""Sequences on their way from one memory worker to another. Pure: no clock, no sockets.
+"""Live migration of a sequence's KV between memory workers. Pure: no clock, no sockets.
 
-One moves at a time. It keeps its slots at the source, and has others reserved at the target as it is copied. If the
-target runs out of them meanwhile, its KV is dropped. Two migrations copy it: the first copies the KV of its completed
-steps while it keeps decoding; then it pauses until no step of it is in flight, and the second copies the rest. A second
-pull of a few tokens is simpler than decoding at both places at once, and correct at any speed of the network.
+One sequence moves at a time, in two copies (``types.Migration``). The first copies the KV of completed steps while the
+sequence keeps decoding. Then it pauses until none of its steps is in flight, and the second copies the rest: simpler
+than writing new KV to both workers, and correct at any speed of the network. The sequence keeps its slots at the source
+and reserves slots at the target for each copy. If the target has too few for the second one, the KV is dropped and
+computed again.
 """
 
 import itertools
@@ -20,10 +21,10 @@ from lamina.types import Migration
 
 @dataclass(eq=False, slots=True)
 class Relocation:
-    """A request with a single sequence, on its way to worker ``target``.
+    """A request with a single sequence that moves to worker ``target``.
 
-    Migration ``number``, the latest, copies tokens up to ``copied``; ``arrived`` is set when it is complete. The
-    sequence pauses after the first migration, to resume at ``position``.
+    Copy ``number``, the latest, takes tokens up to ``copied``. The scheduler sets ``arrived`` when it is complete, and
+    ``position``, the tokens of KV with which the sequence resumes, when it pauses it.
     """
 
     group: Group
@@ -45,9 +46,9 @@ class Relocations:
         held: Callable[[Group], int],
         drop: Callable[[Group], None],
     ) -> None:
-        """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: those
-        reserved for it, without those that it shares. ``drop`` gives up the KV of a request for which the target has no
-        room left."""
+        """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: the
+        tokens reserved for it, without those that it shares. ``drop`` gives up the KV of a request for which the target
+        has no room left."""
         self._placement = placement
         self._prefixes = prefixes
         self._computed = computed
@@ -60,11 +61,11 @@ class Relocations:
 
     @property
     def migrating(self) -> int | None:
-        """Number of the migration in progress, if any."""
+        """Number of the copy in progress, if any."""
         return None if self._current is None or self._current.arrived else self._current.number
 
     def holders(self, worker: str) -> dict[Group, int]:
-        """Requests with KV on a worker that have not ended, one on its way there included, and the tokens they hold."""
+        """Live requests with KV on ``worker``, one that moves there included, and the tokens that each would free."""
         holders = {group: self._freed(group) for group in self._residents[worker] if group.alive}
         current = self._current
         if current is not None and current.target == worker and current.group.alive:
@@ -87,17 +88,17 @@ class Relocations:
             self._current = None
 
     def cancel(self) -> None:
-        """Nothing moves any more: what was on its way stays, complete, where it was."""
+        """Abort the move in progress, if any: the source still has all KV."""
         if self._current is not None:
             target, copied = self._current.target, self._current.copied
-            if self._current.group.alive:  # else ``ended`` has announced it
+            if self._current.group.alive:  # else ``ended`` has called will_release
                 self._placement.will_release(target, copied)
             self._placement.release(target, copied)
             self._current = None
         self._begun.clear()
 
     def apply(self, topology: Topology) -> None:
-        """Only the memory workers of ``topology`` hold KV from now on; no request may be placed on another."""
+        """Only the memory workers of ``topology`` hold KV from now on. No live request may be placed on another one."""
         self._residents = {worker: groups for worker, groups in self._residents.items() if worker in topology.names}
 
     def ended(self, group: Group) -> None:
@@ -105,8 +106,8 @@ class Relocations:
         if self._current is not None and self._current.group is group:
             self._placement.will_release(self._current.target, self._current.copied)
 
-    def make_room(self, tokens: int, worker: str | None) -> str | None:
-        """Start to move a sequence, if none moves and that helps to fit ``tokens`` on ``worker`` (None: on any).
+    def start_move(self, tokens: int, worker: str | None) -> str | None:
+        """Start to move a sequence, if none moves and a move helps ``tokens`` fit on ``worker`` (None: on any).
 
         Returns the worker that the sequence leaves; None if no move starts.
         """
@@ -115,12 +116,12 @@ class Relocations:
         left = self._placement.by_room()
         if worker is None:
             moves = make_room(tokens, left, self._movable)
-        else:  # first in order, and the only one with movable sequences
+        else:  # the only source: tried first, and no other has movable sequences
             left = {worker: left[worker], **left}
             moves = make_room(tokens, left, lambda source: self._movable(source) if source == worker else [])
         if not moves:
             return None
-        move = moves[0]  # further moves are decided again once this one is done
+        move = moves[0]  # the others are planned again once this one is done
         group = next(one for one in self._residents[move.source] if one.completions[0].sequence == move.sequence)
         self._current = Relocation(group, move.target)
         self._pull(self._current, move.movable.cost)
@@ -139,7 +140,7 @@ class Relocations:
         ]
 
     def _pull(self, relocation: Relocation, stop: int) -> None:
-        """Let the target pull the tokens up to ``stop`` that it lacks."""
+        """Let the target copy the tokens up to ``stop`` that it lacks."""
         group, sequence = relocation.group, relocation.group.completions[0].sequence
         self._placement.reserve_on(relocation.target, stop - relocation.copied)
         relocation.number, relocation.arrived = next(self._numbers), False
@@ -166,7 +167,7 @@ class Relocations:
         """End the move of a request of this lane once all its KV has arrived. ``completed``: steps of the lane so far.
 
         Returns the request, now on its target, and the position where it resumes; None if the move is not over. Starts
-        the second migration if tokens are missing.
+        the second copy if tokens are missing, or drops the KV if the target has no room for them.
         """
         current = self._current
         if current is None or not current.arrived or current.position is None:

@@ -25,7 +25,7 @@ from lamina.types import Client
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
-SHARE = 8
+SHARE = 2
 MOST_ASIDE = 32  # requests set aside: all are tried again when something is released
 
 
@@ -55,11 +55,13 @@ class Admissions:
         self._kept: _Kept | None = None
         self._passed = 0  # the step at which all that fit had last passed
         self._steps = 0
+        self._preferred: Group | None = None  # ahead of all but ``_kept``, since a step
+        self._preferred_since = 0
         self._shared = 0  # the step at which seats were last compared
         self._exhausted = False  # no waiting request fits, and nothing has changed since
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._aside)
+        return len(self._waiting) + len(self._aside) + (self._preferred is not None)
 
     @property
     def due(self) -> bool:
@@ -83,33 +85,42 @@ class Admissions:
         self._kept = None  # room is kept for the first one alone
         self._exhausted = False
 
-    def share(self, seats: Seats) -> list[Client]:
-        """Every ``SHARE`` steps, let the waiting request whose client has fewest seats go ahead of all others.
+    @property
+    def may_share(self) -> bool:
+        """True if ``share`` is due."""
+        return self._steps >= self._shared + SHARE and len(self) > 0
 
-        Only if other clients have more seats than their share. Returns those of which one must give up seats for it.
+    def share(self, seats: Seats, leaving: int) -> list[Client]:
+        """Prefer the waiting request whose client has fewest seats, if others have more than their share.
+
+        Returns the clients of which one must give up seats for it; none if enough are free, or will be: ``leaving``.
         """
-        if not len(self) or self._steps < self._shared + SHARE:
-            return []
         self._shared = self._steps
+        if self._preferred is not None and self._steps >= self._preferred_since + PAUSE:
+            self._aside = {self._preferred: self._steps, **self._aside}  # its room has been taken meanwhile
+            self._preferred = None
 
         def shares(group: Group) -> tuple[int, ...]:
             return tuple(taken + len(group.completions) for taken in seats.of(group.request.client))
 
-        first = min(itertools.chain(self._aside, self._waiting.firsts()), key=shares)
-        holders = seats.holders(first.request.client, len(first.completions))
-        if not holders or not self._placement.fitting(first.to_run, len(first.completions)):
-            return []
-        if first in self._aside:
-            del self._aside[first]
-        else:
-            self._waiting.remove(first)
-        self._aside = {first: self._steps, **self._aside}
-        self._exhausted = False
-        return holders if seats.total + len(first.completions) > self._max_sequences else []
+        first = self._preferred or min(itertools.chain(self._aside, self._waiting.firsts()), key=shares)
+        wanted = len(first.completions)
+        holders = seats.holders(first.request.client, wanted)
+        if self._preferred is None and holders and self._placement.fitting(first.to_run, wanted):
+            if first in self._aside:
+                del self._aside[first]
+            else:
+                self._waiting.remove(first)
+            self._preferred, self._preferred_since = first, self._steps
+            self._exhausted = False
+        lacks = seats.total - leaving + wanted > self._max_sequences
+        return holders if lacks and first is self._preferred else []
 
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
-        if group in self._aside:
+        if group is self._preferred:
+            self._preferred = None
+        elif group in self._aside:
             del self._aside[group]
             self._keep_no_more(group)
         else:
@@ -139,8 +150,8 @@ class Admissions:
 
     @property
     def _is_overdue(self) -> bool:
-        """True if room is to be sought for the one longest set aside, for the first time or again."""
-        since = min(self._aside.values()) if self._kept is None else self._kept.since
+        """True if room is to be sought for the first one set aside, for the first time or again."""
+        since = next(iter(self._aside.values())) if self._kept is None else self._kept.since
         return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
@@ -172,8 +183,11 @@ class Admissions:
             self._passed = self._steps
 
     def _in_turn(self) -> Iterator[Group]:
-        """Those set aside, then the first of the others until the caller leaves it there."""
-        yield from list(self._aside)
+        """The one that room is kept for, the preferred one, those set aside, then the first of the others until the
+        caller leaves it there."""
+        kept = None if self._kept is None else self._kept.group
+        yield from [group for group in (kept, self._preferred) if group is not None]
+        yield from [group for group in self._aside if group is not kept]
         while self._waiting:
             yield self._waiting.first()
 
@@ -190,18 +204,21 @@ class Admissions:
 
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""
+        if group is self._preferred:
+            return False
         if group not in self._aside:
             if len(self._aside) >= MOST_ASIDE:
                 return False
             self._waiting.pop()
             self._aside[group] = self._steps
-        longest = min(self._aside, key=self._aside.__getitem__) if self._kept is None else self._kept.group
-        if group is longest and self._is_overdue:
+        if group is next(iter(self._aside)) and self._is_overdue:
             self._keep_room(group)
-        return self._may_pass
+        return self._may_pass or self._preferred is not None
 
     def _leave(self, group: Group) -> None:
-        if group in self._aside:
+        if group is self._preferred:
+            self._preferred = None
+        elif group in self._aside:
             del self._aside[group]
             self._keep_no_more(group)
         else:
@@ -210,7 +227,7 @@ class Admissions:
     def _keep_room(self, group: Group) -> None:
         """Reserve the room of one worker for this request; move sequences away from there if that helps."""
         kept = None if self._kept is None else self._kept.worker
-        source = self._relocations.make_room(group.to_run, kept)
+        source = self._relocations.start_move(group.to_run, kept)
         self._kept = _Kept(group, kept or source or self._placement.roomiest(group.tokens), self._steps)
 
     def _keep_no_more(self, group: Group) -> None:

@@ -313,7 +313,9 @@ class Scheduler:
 
     def _share_seats(self) -> None:
         """Drop a request of a client with most sequences if one with fewer than its share waits."""
-        holders = self._admissions.share(self._seats)
+        if not self._admissions.may_share:
+            return
+        holders = self._admissions.share(self._seats, sum(len(lane.finished) for lane in self._lanes))
         if not holders:
             return
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import functools
+import gc
 import logging
 import os
 import socket
@@ -149,7 +150,12 @@ def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], None])
         EngineDeadError: the engine has stopped by itself; clients have received the error.
     """
     server = make_server(engine, on_ready)
-    server.run(sockets=[listener])
+    # What exists now stays: scanning it for garbage would stop every answer for a third of a second, again and again.
+    gc.freeze()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
     if server.died is not None:
         raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
 

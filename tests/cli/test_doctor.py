@@ -30,7 +30,7 @@ def test_every_finding_that_is_not_well_has_a_remedy() -> None:
 def test_doctor_tries_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     shm, tcp, chosen = doctor_network.transports(has_rdma=False)
     assert (shm.status, tcp.status) == (Status.OK, Status.OK)
-    assert chosen.found == "shm on this host; tcp to other hosts, if a test write succeeds"
+    assert chosen.found == "shm on one host; tcp between hosts, if a test write succeeds"
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -39,7 +39,7 @@ def test_doctor_tries_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(doctor_network.transports(has_rdma=True))
     assert findings[0].status is Status.PROBLEM and "not permitted" in findings[0].found and findings[0].remedy
     assert "no usable RDMA port" in findings[1].found and findings[1].status is Status.NOTE
-    assert "tcp to other hosts" in findings[-1].found
+    assert "tcp between hosts" in findings[-1].found
 
     def unreachable(*_: object, **__: Any) -> None:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
@@ -90,3 +90,5 @@ def test_doctor_says_what_encryption_lacks() -> None:
         "tcp cannot be encrypted: OpenSSL 3 cannot be opened (no such file)",
         "install it (Debian: ...)",
     )
+    other = doctor_network.encryption("this OpenSSL cannot do TLS 1.3 with X")
+    assert (other.found, other.remedy) == ("tcp cannot be encrypted: this OpenSSL cannot do TLS 1.3 with X", "")

@@ -232,7 +232,7 @@ def test_a_newcomer_gets_a_seat_from_clients_that_hold_all_of_them_for_long() ->
         begun = turns.turn
         while f"new{number}" not in turns.drew:
             turns.go_on()
-        assert turns.turn - begun <= 2 * admission.SHARE
+        assert turns.turn - begun <= 16
     assert under_test.dropped <= 3
     while under_test.running or under_test.waiting or any(under_test.placement.reserved.values()):
         turns.go_on()
