@@ -212,7 +212,7 @@ def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
     capacities = dict.fromkeys(memory_names, capacity)
     cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, pipeline, {})
     limits = Limits(batch * computes, 2048, 2048)
-    engine = Engine(EngineConfig(), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
+    engine = Engine(EngineConfig(prefix_cache=False), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
     try:
         idle, begun = time.process_time(), time.monotonic()
         time.sleep(IDLE_S)

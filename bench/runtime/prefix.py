@@ -1,6 +1,6 @@
 """What cached prefixes save, how many of them are found, and what looking for them costs.
 
-    python -m bench.runtime.prefix [--model 60m] [--chats 2] [--turns 3] [--json FILE]
+    python -m bench.runtime.prefix [--model 12m] [--chats 2] [--turns 3] [--json FILE]
 
 Eight tenants with system prompts of 2,048 tokens of their own; each has several chats of several turns, whose prompts
 begin with all that was said before. Every turn is answered twice, one after the other: as it is, and with a salt of its
@@ -181,7 +181,7 @@ def table(model: str, figures: Mapping[str, float]) -> Table:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="60m")
+    parser.add_argument("--model", choices=MODELS, default="12m")
     parser.add_argument("--chats", type=int, default=2, help="of each tenant")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)

@@ -321,7 +321,7 @@ class PrefixCache:
         first, stop = group.completions[0], group.prompt_length
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
             return
-        ids = ids_of(group.request.prompt_token_ids)
+        ids = ids_of(group.request.prompt_token_ids) if group.ids is None else group.ids[:stop]
         tree, salt = self._trees[group.memory], group.request.params.cache_salt
         node, found = tree.find(salt, ids)
         if found != group.hit:
