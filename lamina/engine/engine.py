@@ -98,6 +98,7 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
             plan_ahead=config.plan_ahead,
+            prefix_cache=config.prefix_cache,
         )
         self._scheduler = self._turn.scheduler
         self._recipients = Recipients(cluster.computes, cluster.pipeline)
@@ -247,8 +248,22 @@ class Engine:
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         changing = {} if self._pools is None else self._pools.states
         links = list(collections.Counter(self.cluster.links.values()).items())
-        silent = self._watch.silent
-        return EngineStats(running, waiting, self._steps, self._moved, *counted, usage, dead, silent, changing, links)
+        prefixes = self._scheduler.prefixes
+        usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
+        return EngineStats(
+            running,
+            waiting,
+            self._steps,
+            self._moved,
+            *counted,
+            usage,
+            dead,
+            self._watch.silent,
+            changing,
+            links,
+            prefixes.queried,
+            prefixes.hit,
+        )
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -361,7 +376,7 @@ class Engine:
         for sequence in done.undrawable:
             if sequence in drawn:
                 group, _ = drawn[sequence]
-                self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
+                self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
@@ -400,11 +415,13 @@ class Engine:
             self._touched.pop(request_id, None)
             self._publish(request_id, tracked)
 
-    def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """Give a request its terminal state now. Does nothing if it has ended."""
+    def _end_request(
+        self, request_id: str, reason: FinishReason, error: str | None = None, suspect: bool = False
+    ) -> None:
+        """Give a request its terminal state now. Does nothing if it has ended. ``suspect``: nobody may use its KV."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            self._scheduler.abort(request_id)
+            self._scheduler.abort(request_id, suspect)
             tracked.end(reason, error)
             self._touched.pop(request_id, None)
             self._publish(request_id, tracked)

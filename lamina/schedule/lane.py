@@ -30,6 +30,7 @@ class Lane:
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
+    prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
     decoding: DecodeBatch = field(default_factory=DecodeBatch)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
@@ -65,6 +66,13 @@ class Lane:
         self.prompted.clear()
         return forks
 
+    def prompts_computed(self) -> list[Group]:
+        """Requests whose prompts have been computed since the last call: their steps have completed."""
+        computed = [group for group in self.prompts_run if self.completed >= group.until]
+        if computed:
+            self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
+        return computed
+
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
         """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
@@ -74,6 +82,7 @@ class Lane:
             draws: dict[int, Owner] = {}
             if not completion.left:
                 self.prompted.append((group, completion))
+                self.prompts_run.append(group)
                 draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
                 drawing |= draws
             start = completion.cached - count
@@ -82,7 +91,7 @@ class Lane:
         return chunks, drawing
 
     def held(self, group: Group) -> dict[str, int]:
-        """KV tokens that are reserved for a request, by memory worker."""
+        """KV tokens that are reserved for a request, by memory worker; without those that it shares with others."""
         held, alone = collections.Counter[str](), True
         for one in group.completions:
             if not one.released:
@@ -93,7 +102,7 @@ class Lane:
     def _reserved(self, group: Group, completion: Completion) -> int:
         """KV tokens that are reserved for a completion alone."""
         if completion.sequence in self.decoding:
-            return self.decoding.position(completion.sequence) - group.prompt_length
+            return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
     def computed(self, group: Group) -> int | None:
@@ -122,7 +131,7 @@ class Lane:
         for group in self.running:
             for completion in group.alive:
                 reserved = group.slots(completion, self._reserved(group, completion))
-                completion.own = max(group.kept(completion) - group.prompt_length, completion.known)
+                completion.own = max(group.kept(completion), group.prompt_length + completion.known) - group.base
                 kept = group.slots(completion, completion.own)
                 for worker, tokens in reserved.items():
                     placement.will_release(worker, tokens - kept.get(worker, 0))

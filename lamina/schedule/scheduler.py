@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import AHEAD, Placement
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
@@ -54,9 +55,11 @@ class Scheduler:
         attentions: int,
         kv_heads: int,
         policy: Policy = latest,
+        prefix_cache: bool = False,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
-        KV is dropped when a memory worker runs out of slots."""
+        KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
+        that begin with the same tokens."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -76,10 +79,13 @@ class Scheduler:
         self._resting = set[int]()
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._relocations = Relocations(placement, self._computed, self._held, self.drop)
-        self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
+        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        self._relocations = Relocations(placement, self.prefixes, self._computed, self._held, self.drop)
+        self._admissions = Admissions(
+            limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
+        )
         self._steps = itertools.count(1)
 
     @property
@@ -161,6 +167,7 @@ class Scheduler:
             own.ending = [owner for owner in own.ending if owner not in gone]
             for group, completion in gone:
                 self._give_back(group, completion)
+        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -199,6 +206,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
+        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -213,6 +221,11 @@ class Scheduler:
             for completion in completions:
                 for segment in completion.segments:
                     kept[segment.worker][completion.sequence] = group.kept(completion)
+        for group, completion in itertools.chain.from_iterable(own.ending for own in self._lanes):
+            if length := self.prefixes.keepable(group, completion):
+                kept[group.home][completion.sequence] = length
+        for worker in kept:
+            kept[worker] |= self.prefixes.sequences(worker)
         return Remains(kept, dropped, recomputed)
 
     def _move(self) -> None:
@@ -222,9 +235,10 @@ class Scheduler:
         groups = sorted(running, key=lambda group: -len(group.completions))
         dealt = {group for own in self._lanes for group in own.dealt}
         ending = [owner for own in self._lanes for owner in own.ending]
+        prompts_run = {group for own in self._lanes for group in own.prompts_run}
         for own in self._lanes:
             own.dealt.clear()
-            for content in (own.running, own.prompts, own.prompted, own.ending, own.histories):
+            for content in (own.running, own.prompts, own.prompted, own.prompts_run, own.ending, own.histories):
                 content.clear()
             own.decoding, own.completed = DecodeBatch(self.placement.longest), 0
         self._seats = Seats(self.active)
@@ -236,6 +250,7 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = None
             own.histories |= group.histories
+            own.prompts_run += {group} & prompts_run
             if group in dealt:
                 own.dealt[group] = None
             elif self._relocations.is_paused(group):
@@ -288,6 +303,8 @@ class Scheduler:
             self._move()
         own = self._lanes[lane]
         forks = own.forks()
+        for group in own.prompts_computed():
+            self.prefixes.keep_prompt(group)
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
@@ -300,6 +317,9 @@ class Scheduler:
         admitted = self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
+        more_forks, more_released = self.prefixes.changes()
+        forks += more_forks
+        released += more_released
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
@@ -423,6 +443,7 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
         for group, completion in ending:
+            self.prefixes.keep(group, completion)
             self._give_back(group, completion)
         return [completion.sequence for _, completion in ending]
 
@@ -434,6 +455,7 @@ class Scheduler:
         completion.released = True
         self._admissions.given_back()
         if not group.holders:
+            self.prefixes.let_go(group)
             self._relocations.leave(group)
 
     def _relocated(self, lane: int) -> list[Segment]:
@@ -468,6 +490,7 @@ class Scheduler:
         """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [self._admission(group) for group in lane.dealt]
         for group in lane.dealt:
+            self.prefixes.fork(group)
             lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted
@@ -529,11 +552,15 @@ class Scheduler:
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
 
-    def abort(self, request_id: str) -> None:
-        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown."""
+    def abort(self, request_id: str, suspect: bool = False) -> None:
+        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown.
+
+        ``suspect``: its KV may be wrong, and is not kept for others.
+        """
         group = self._requests.pop(request_id, None)
         if group is None:
             return
+        group.suspect = suspect
         if group.lane < 0:
             self._admissions.remove(group)
         elif group in self._lanes[group.lane].dealt:
@@ -576,6 +603,9 @@ class Scheduler:
             self.placement.release(worker, tokens)
         for completion in group.completions:
             self.placement.leave(completion.worker, 1)
+        self.prefixes.leave(group)
+        self.prefixes.let_go(group)
+        group.share(0)
         self._relocations.leave(group)
         self._admissions.given_back()
         group.lane = -1
@@ -584,6 +614,7 @@ class Scheduler:
         if completion.finished:
             return
         completion.finished = True
+        completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.decoding.leave(completion.sequence)
@@ -594,6 +625,7 @@ class Scheduler:
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
             if not group.alive:
+                self.prefixes.leave(group)
                 self._relocations.ended(group)
             self._retire(own)
 

@@ -124,7 +124,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
-        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3)}
         return EngineStats(
             running=1,
             waiting=2,
@@ -137,6 +137,8 @@ class FakeEngine:
             dead=self.dead,
             silent=self.silent,
             links=[(near, 1), (far, 2)],
+            prefix_queries=8,
+            prefix_hits=2,
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
