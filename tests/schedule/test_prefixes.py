@@ -120,7 +120,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     requests=requests,
     memories=st.integers(1, 3),
