@@ -1,6 +1,6 @@
 """What cached prefixes save, how many of them are found, and what looking for them costs.
 
-    python -m bench.runtime.prefix [--model 12m] [--chats 2] [--turns 3] [--json FILE]
+    python -m bench.runtime.prefix [--model 12m] [--chats 2] [--turns 3] [--threads 1] [--json FILE]
 
 Eight tenants with system prompts of 2,048 tokens of their own; each has several chats of several turns, whose prompts
 begin with all that was said before. Every turn is answered twice, one after the other: as it is, and with a salt of its
@@ -184,10 +184,13 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="12m")
     parser.add_argument("--chats", type=int, default=2, help="of each tenant")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of each worker; 1 on a machine that does other things")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with model_directory(given.model) as model:
-        engine = launch(EngineConfig(model=str(model), load_format="dummy", kv_cache_memory_bytes=KV_NBYTES))
+        engine = launch(
+            EngineConfig(model=str(model), load_format="dummy", kv_cache_memory_bytes=KV_NBYTES, threads=given.threads)
+        )
         try:
             draw = random.Random(0)
             Answer(engine, [draw.randrange(3, VOCABULARY) for _ in range(SYSTEM)], "warm-up")

@@ -233,10 +233,12 @@ class PrefixCache:
             return {}
         if group.ids is None:
             group.ids = ids_of(group.known_tokens(first, 0, first.goal))
-        found = {}
+        found, most = {}, first.goal - 1
+        if group.request.params.penalizes:
+            most = min(most, group.prompt_length)  # replicas learn from the chunks that run what has been generated
         for worker, tree in self._trees.items():
             node, length = tree.find(group.request.params.cache_salt, group.ids)
-            length = min(length, first.goal - 1)
+            length = min(length, most)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
                 found[worker] = Found(length, min(held, length))
