@@ -189,7 +189,7 @@ class PrefixCache:
     """The prefixes of all memory workers. Changes are collected for the next plan; ``changes`` hands them over.
 
     Attributes:
-        queried: tokens of prompts that were looked up, once for each admission. hit: those of them that were found.
+        queried: tokens of requests that were admitted. hit: those of them that were found.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True) -> None:
@@ -253,8 +253,6 @@ class PrefixCache:
             return
         found = self.find(group).get(group.memory)
         length = 0 if found is None else found.length
-        self.queried += group.completions[0].goal
-        self.hit += length
         group.share(length)
         if not length:
             return
@@ -268,8 +266,14 @@ class PrefixCache:
         self._shared[group] = node
         self._hold(group.memory, node)
 
-    def fork(self, group: Group) -> None:
-        """A request is admitted: its first sequence begins with what it shares."""
+    def admit(self, group: Group) -> None:
+        """A plan admits a request: its first sequence begins with what it shares."""
+        if not self._trees:
+            return
+        self.queried += group.completions[0].goal
+        self.hit += group.hit
+        if group.cached_tokens is None:
+            group.cached_tokens = min(group.hit, group.prompt_length)
         if group in self._shared:
             parent = self._shared[group].any_sequence
             self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))
