@@ -120,8 +120,6 @@ class Group:
         self.hit = first.cached = tokens
         self.unshared = max(0, self.prompt_length - tokens)
         first.own = self.prompt_length + first.known - self.base
-        if self.cached_tokens is None:
-            self.cached_tokens = min(tokens, self.prompt_length)
 
     @property
     def home(self) -> str:

@@ -1,6 +1,6 @@
 """What cached prefixes save, how many of them are found, and what looking for them costs.
 
-    python -m bench.runtime.prefix [--model 12m] [--chats 2] [--turns 3] [--json FILE]
+    python -m bench.runtime.prefix [--model 3m] [--chats 2] [--turns 3] [--threads 1] [--json FILE]
 
 Eight tenants with system prompts of 2,048 tokens of their own; each has several chats of several turns, whose prompts
 begin with all that was said before. Every turn is answered twice, one after the other: as it is, and with a salt of its
@@ -40,7 +40,7 @@ from lamina.types import Request, SamplingParams, StepPlan
 TENANTS, SYSTEM, MESSAGE, ANSWER = 8, 2048, 40, 16
 VOCABULARY = 900
 TIMEOUT_S = 300.0
-KV_NBYTES = 1_500_000_000
+KV_NBYTES = 500_000_000
 UNSHARED_REQUESTS, ROUNDS = 64, 5
 PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
@@ -181,13 +181,16 @@ def table(model: str, figures: Mapping[str, float]) -> Table:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="12m")
+    parser.add_argument("--model", choices=MODELS, default="3m")
     parser.add_argument("--chats", type=int, default=2, help="of each tenant")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of each worker; 1 on a machine that does other things")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with model_directory(given.model) as model:
-        engine = launch(EngineConfig(model=str(model), load_format="dummy", kv_cache_memory_bytes=KV_NBYTES))
+        engine = launch(
+            EngineConfig(model=str(model), load_format="dummy", kv_cache_memory_bytes=KV_NBYTES, threads=given.threads)
+        )
         try:
             draw = random.Random(0)
             Answer(engine, [draw.randrange(3, VOCABULARY) for _ in range(SYSTEM)], "warm-up")

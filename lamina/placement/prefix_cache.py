@@ -195,7 +195,7 @@ class PrefixCache:
     """The prefixes of all memory workers. Changes are collected for the next plan; ``changes`` hands them over.
 
     Attributes:
-        queried: tokens of prompts that were looked up, once for each admission. hit: those of them that were found.
+        queried: tokens of requests that were admitted. hit: those of them that were found.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True) -> None:
@@ -251,10 +251,12 @@ class PrefixCache:
             return {}
         if group.ids is None:
             group.ids = ids_of(group.known_tokens(first, 0, first.goal))
-        found = {}
+        found, most = {}, first.goal - 1
+        if group.request.params.penalizes:
+            most = min(most, group.prompt_length)  # replicas learn from the chunks that run what has been generated
         for worker, tree in self._trees.items():
             node, length = tree.find(group.request.params.cache_salt, group.ids)
-            length = min(length, first.goal - 1)
+            length = min(length, most)
             if node is not None and length >= SHORTEST and worker not in self._placement.closed:
                 held = next((one.stop for one in node.path() if one.holders), 0)
                 found[worker] = Found(length, min(held, length))
@@ -269,8 +271,6 @@ class PrefixCache:
             return
         found = self.find(group).get(group.home)
         length = 0 if found is None else found.length
-        self.queried += group.completions[0].goal
-        self.hit += length
         group.share(length)
         if not length:
             return
@@ -284,8 +284,14 @@ class PrefixCache:
         self._shared[group] = node
         self._hold(group.home, node)
 
-    def fork(self, group: Group) -> None:
-        """A request is admitted: its first sequence begins with what it shares."""
+    def admit(self, group: Group) -> None:
+        """A plan admits a request: its first sequence begins with what it shares."""
+        if not self._trees:
+            return
+        self.queried += group.completions[0].goal
+        self.hit += group.hit
+        if group.cached_tokens is None:
+            group.cached_tokens = min(group.hit, group.prompt_length)
         if group in self._shared:
             parent = self._shared[group].any_sequence
             self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))

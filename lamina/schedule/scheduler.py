@@ -490,7 +490,7 @@ class Scheduler:
         """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [self._admission(group) for group in lane.dealt]
         for group in lane.dealt:
-            self.prefixes.fork(group)
+            self.prefixes.admit(group)
             lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted

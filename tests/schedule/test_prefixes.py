@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lamina.placement import prefix_cache
 from lamina.schedule.limits import Limits
 from lamina.types import StepPlan
-from tests.schedule.schedules import LIMITS
+from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_epochs import Losing
 from tests.schedule.test_scheduler import MANY
 
@@ -113,7 +113,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     requests=requests,
     memories=st.integers(1, 3),
@@ -176,3 +176,21 @@ def test_rows_attend_to_their_own_tokens_and_every_slot_is_free_or_cached_in_the
         if aborted is None and index not in cluster.unservable:
             most = cluster.groups[index].max_tokens
             assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_dropped_request_shares_what_it_had_but_generated_tokens_run_again_for_penalties(penalty: float) -> None:
+    """Replicas learn the tokens that count for penalties from the chunks that run them."""
+    under_test = scheduler({"memory0": 60}, prefix_cache=True)
+    under_test.add(request("0", 6, max_tokens=20, frequency_penalty=penalty))
+    for _ in range(5):
+        plan_of(under_test)
+        for _, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+    (group,) = under_test.holders("memory0")
+    under_test.drop(group)
+    while not (plan := plan_of(under_test)).admitted:
+        under_test.complete(0)
+    (chunk,) = plan.chunks
+    assert chunk.start == (6 if penalty else 10) and chunk.stop == 11
+    assert plan.forks[-1].child == chunk.sequence and plan.forks[-1].tokens == chunk.start

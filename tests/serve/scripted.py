@@ -99,7 +99,7 @@ class FakeEngine:
             request = Request(
                 request_id, prompt if isinstance(prompt, str) else None, self.tokenizer.encode(text), params
             )
-            out = RequestUpdate(request, outputs, last)
+            out = RequestUpdate(request, outputs, last, cached_tokens=len(request.prompt_token_ids) - 1)
             if count == 2 and "hang" in text:
                 with self.changed:
                     self.hanging.append((out, on_update))
