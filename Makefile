@@ -16,13 +16,16 @@ run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
 		"def fibonacci(n):" "class Stack:" "def read(self, size=-1):" "for key, value in"
 
+# More tests at once than a small machine has cores: for half of their time they wait for processes that they have started.
+PYTEST = $(BIN)/pytest -rs -n 4 --dist loadfile
+
 test: check
-	$(BIN)/pytest -rs -n 2 --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: check
-	$(BIN)/pytest -rs -n 2 --dist loadfile --hypothesis-profile=thorough
+	$(PYTEST) --hypothesis-profile=thorough
 
-# On a machine with an NVIDIA card and lamina[cuda]; elsewhere every test says why it is skipped.
+# On a machine with an NVIDIA GPU and lamina[cuda]; elsewhere every test says why it is skipped.
 test-gpu: dev
 	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
 
@@ -44,7 +47,7 @@ check: dev
 	$(BIN)/mypy
 
 # The documentation site, in build/site. A broken link, also to a heading or a file, is an error.
-docs: venv
+docs: dev
 	$(PIP) mkdocs mkdocs-material "mkdocstrings[python]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
@@ -81,6 +84,7 @@ $(VENV)/.native: $(VENV)/.tools pyproject.toml CMakeLists.txt $(CPP)
 # Rebuild the native module alone, after a change under native/.
 native:
 	$(PIP) --quiet --quiet --no-build-isolation --no-deps -e .
+	@touch $(VENV)/.native
 
 # Write lamina/_native.pyi again, after `make native` changed the functions or their documentation.
 stubs:

@@ -18,12 +18,14 @@ class Environment:
         log_level: ``LAMINA_LOG_LEVEL``, the log level of all processes (default WARNING).
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
             ``transport.rdma.devices`` chooses one).
+        admin_key: ``LAMINA_ADMIN_KEY``, the key that allows to scale a running server (default: nobody may).
         cache_dir: ``LAMINA_CACHE_DIR``, the directory of files kept between starts (default: ``lamina`` in
             ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home directory, nothing is kept).
     """
 
     log_level: str = "WARNING"
     rdma_device: str = ""
+    admin_key: str = ""
     cache_dir: Path | None = None
 
 
@@ -35,6 +37,7 @@ def environment() -> Environment:
     return Environment(
         log_level=level,
         rdma_device=os.environ.get("LAMINA_RDMA_DEVICE", ""),
+        admin_key=os.environ.get("LAMINA_ADMIN_KEY", ""),
         cache_dir=_cache_dir(),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.segments import by_worker, continued, forked
-from lamina.types import Request, Segment
+from lamina.types import Admission, Request, Segment
 
 Ids: TypeAlias = "array[int]"  # token ids, of typecode "i": slices are compared as fast as memory is read
 
@@ -153,6 +153,23 @@ class Group:
         those reserved for the request, without those that it shares with cached prefixes."""
         begin = self.base - (self.unshared if alone else 0)
         return by_worker(completion.segments, begin, self.base + own)
+
+    @property
+    def admission(self) -> Admission:
+        """What workers are told of it."""
+        params, first = self.request.params, self.completions[0]
+        prompt = self.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
+        indices = [completion.index for completion in self.completions]
+        return Admission(
+            first.sequence,
+            len(indices),
+            self.prompt_length,
+            first.segments,
+            params,
+            self.request.seed,
+            prompt,
+            indices,
+        )
 
     def fork(self) -> list[Completion]:
         """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""

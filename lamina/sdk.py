@@ -169,6 +169,17 @@ class Lamina:
                 whole.add(update)
                 yield whole.output()
 
+    def scale(self, *, compute: int = 0, memory: int = 0) -> list[str]:
+        """Let workers join the pools, or leave where a number is negative, while requests run.
+
+        Returns their names once all have. What a memory worker holds moves to others before it leaves.
+
+        Raises:
+            ConfigError: so many workers cannot join or leave; says why, with the figures.
+            WorkerError: a worker did not start. EngineDeadError: the engine has stopped.
+        """
+        return self.engine.scale(compute=compute, memory=memory).result()
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

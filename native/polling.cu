@@ -36,7 +36,7 @@ __device__ void store_release(unsigned *word, unsigned value) {
 
 constexpr int kLooksPerAbort = 64; // the abort flag is in host memory: reading it costs a bus round trip
 
-// Later kernels read the card's own word, the host its pinned one.
+// Later kernels read the GPU's own word, the host its pinned one.
 __device__ void fail(unsigned *failed, unsigned *outcome, Outcome why) {
     *failed = why;
     store_release(outcome, why);

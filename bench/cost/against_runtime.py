@@ -68,7 +68,9 @@ class Figures:
 def lengths(requests: int) -> tuple[list[int], list[int]]:
     """Prompts and outputs, log-uniform between their bounds."""
     random = np.random.default_rng(0)
-    prompts, outputs = (np.exp(random.uniform(*np.log(bounds), size=requests)) for bounds in (PROMPTS, OUTPUTS))
+    prompts, outputs = (
+        np.exp(random.uniform(np.log(low), np.log(high), size=requests)) for low, high in (PROMPTS, OUTPUTS)
+    )
     return prompts.round().astype(int).tolist(), outputs.round().astype(int).tolist()
 
 
@@ -133,10 +135,17 @@ def measured(engine: Engine, offered: Arrivals) -> Figures:
     after = engine.stats()
     waits = [times[0] - begun - arrival_s for times, arrival_s in zip(drawn, offered.arrival_s.tolist(), strict=True)]
     gaps = np.concatenate([np.diff(times) for times in drawn])
+    (ttft_p50, ttft_p90), (tbt_p50, tbt_p90, tbt_p99) = (
+        [float(value) for value in np.quantile(values, shares)]
+        for values, shares in ((waits, (0.5, 0.9)), (gaps, (0.5, 0.9, 0.99)))
+    )
     return Figures(
         sum(map(len, drawn)) / (max(times[-1] for times in drawn) - begun),
-        *(float(value) for value in np.quantile(waits, (0.5, 0.9))),
-        *(float(value) for value in np.quantile(gaps, (0.5, 0.9, 0.99))),
+        ttft_p50,
+        ttft_p90,
+        tbt_p50,
+        tbt_p90,
+        tbt_p99,
         after.preempted - before.preempted,
         after.steps - before.steps,
     )

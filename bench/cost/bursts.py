@@ -91,9 +91,10 @@ def burst(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sectio
         shape, h100 = models.find(target["model"]), catalogue["h100"]
         model, degree = cost_model(shape, h100), target["tensor_parallel"]
         group = homogeneous.evaluate(model, degree, workload.of_context(CONTEXT), target["tbt_s"])
-        split = group and memory_workers(model, degree, catalogue[target["kind"]], group.batch, target["tbt_s"])
+        batch = group.batch if group else 0
+        split = memory_workers(model, degree, catalogue[target["kind"]], batch, target["tbt_s"]) if batch else None
         what = f"{shape.name}, attention on {target['kind']}"
-        if group is None or split is None:
+        if split is None:
             section.text(f"{what}: no pools serve {CONTEXT} tokens within {target['tbt_s'] * 1e3:g} ms.")
             continue
         hourly = degree * RENTS.usd_per_hour(h100)

@@ -447,7 +447,8 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
         "The paper prints no numbers here; it says that all sizes of the memory pool have similar cost efficiency. "
         f"Ours differ by {spread:.0%} from the best to the worst with memory workers at the price of an RTX 3090's "
         f"memory, as the paper estimates costs, and by {spread_at_list_price:.0%} with all devices at an A100's price: "
-        "cheap memory workers pay until compute is what steps wait for. Lengths: means of ShareGPT as the vLLM paper "
+        "compute limits every step, and more memory holds larger batches that use it better. Lengths: means of "
+        "ShareGPT as the vLLM paper "
         "prints them (161 in, 338 out), which were not confirmed."
     )
     section.data["per_1000_usd"] = per_dollar

@@ -104,7 +104,7 @@ def _attention(published: Mapping[str, Any], a100: hardware.Hardware, h100: hard
             f"step with {batching['batch']} decodes over one without, chunk of {batching['chunk']}, less 1",
             "%",
             batching["source"],
-            batching["percent"],
+            tuple(batching["percent"]),
             100 * (mixed - 1),
             "The paper does not say how long the decoding sequences are; ours have 1024 tokens.",
         ),

@@ -43,7 +43,7 @@ def outputs(count: int, random: np.random.Generator) -> Floats:
     """Lengths of answers: those longer than the last budget are cut off there."""
     shares = longer()
     drawn = random.uniform(size=count)  # the share of answers that are longer
-    return np.round(np.interp(drawn, shares[::-1], BUDGETS[::-1])).clip(1)
+    return np.asarray(np.round(np.interp(drawn, shares[::-1], BUDGETS[::-1])).clip(1), dtype=np.float64)
 
 
 def reasoning(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:

@@ -37,6 +37,7 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.control import HEARTBEAT, Bootstrap, ControlServer
 from lamina.protocol.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
 from lamina.schedule.limits import Limits
+from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, SamplingParams, StepPlan
 
 PROMPT = list(range(5, 21))
@@ -61,6 +62,10 @@ class Cost:
 
 class NoProcesses:
     """The workers are scripted: none of them is a process of its own."""
+
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        """None can be."""
+        raise AssertionError(f"{name} was started")
 
     def ended(self) -> Mapping[str, str]:
         """None ever is."""

@@ -9,6 +9,8 @@ run of each arrangement, 16 others ask for as much and read nothing. 0 frontends
 Printed: CPU time of the engine's process and of all frontends together per streamed token, the streamed tokens per
 second as a share of those that the workers offer, and times between the events of a stream. "Streams/core" is how many
 streams, at this pace, one frontend's core serves: a second frontend on a core of its own doubles them.
+
+First, the engine alone: its steps are answered at once, and a process discards the tokens that a frontend would get.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import os
 import signal
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -25,22 +28,29 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+import zmq
 from rich.console import Console
 from rich.table import Table
 
 from bench.runtime.control import scripted
 from lamina.engine.engine import Engine
+from lamina.engine.frontends import Frontends
 from lamina.models.directory import find
+from lamina.protocol.frontends import FrontendBootstrap, Hello, Submit, packed
 from lamina.serve.processes import FrontendProcesses
 from lamina.serve.server import bind, serve
+from lamina.types import NOBODY, SamplingParams
 
 TOKENS = 4000
 SLOW = 16
 START_S = 120.0
 WARM_UP_S = 2.0
+FEWEST_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -159,8 +169,44 @@ def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: flo
     return found[0]
 
 
+def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
+    """The body of a process that stands for a frontend: submits requests and reads what comes, as bytes."""
+    context = zmq.Context()
+    requests, answers = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for dealer, address in ((requests, bootstrap.requests), (answers, bootstrap.answers)):
+        dealer.identity, dealer.rcvhwm = bootstrap.name.encode(), 0
+        dealer.connect(address)
+    while not answers.poll(20):
+        requests.send(msgspec.msgpack.encode(Hello()))
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    requests.send(msgspec.msgpack.encode(Submit(0, [packed([5, 6])] * streams, [params], NOBODY)))
+    while True:
+        answers.recv()
+
+
+def engine_alone(streams: int, seconds: float) -> float:
+    """CPU microseconds of the engine's process per token that it sends."""
+    with tempfile.TemporaryDirectory() as folder, scripted((1, 1), streams, 2 * streams * TOKENS) as (engine, _):
+        room = Frontends(engine, Path(folder))
+        reader = get_context("spawn").Process(target=discard, args=(room.join("0", os.getpid()), streams), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + START_S
+        while engine.stats().running < streams or engine.stats().steps < FEWEST_STEPS:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all of {streams} requests run: {engine.stats()}")
+            time.sleep(0.05)
+        begun, spent, steps = time.monotonic(), time.process_time(), engine.stats().steps
+        while time.monotonic() < begun + seconds and engine.stats().running == streams:
+            time.sleep(0.05)
+        spent, steps = time.process_time() - spent, engine.stats().steps - steps
+        reader.kill()
+        engine.close()
+        room.close()
+    return 1e6 * spent / (steps * streams)
+
+
 def main() -> None:
-    """Print a table."""
+    """Print the engine's cost alone, and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=50.0)
@@ -169,6 +215,11 @@ def main() -> None:
     parser.add_argument("--frontends", default="0,1,2")
     options = parser.parse_args()
     step_s = options.step_ms / 1e3
+    alone = []
+    for _ in range(options.rounds):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            alone.append(fresh.submit(engine_alone, options.streams, options.seconds).result())
+    print(f"engine alone: {statistics.median(alone):.1f} us/token")
     arrangements = [(int(each), slow) for each in options.frontends.split(",") for slow in (0, SLOW)]
     found: dict[tuple[int, int], list[Cost]] = {each: [] for each in arrangements}
     for _ in range(options.rounds):

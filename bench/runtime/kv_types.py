@@ -46,7 +46,7 @@ def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torc
         ends, zero = np.array([0, count], np.int32), np.zeros(1, np.int32)
         table = SegmentTable(ends, zero, ends.astype(np.int64), zero, slots)
         out, lse = np.empty((count, spec.query_heads, spec.v_dim), np.float32), np.empty(q.shape[:2], np.float32)
-        for _ in device.attend(0, table, q, out, lse):
+        for _part in device.attend(0, table, q, out, lse):
             pass
         return torch.from_numpy(out)[None], None
 

@@ -1,10 +1,15 @@
-"""The pause that clients notice when a memory worker dies.
+"""The pause that clients notice when a memory worker dies, when one joins, and when one leaves.
 
     python -m bench.runtime.recovery [--model 60m] [--rounds 3] [--json FILE]
 
 One compute and four memory workers; requests of 256 prompt tokens decode when one memory worker is killed. Printed: the
 time from the kill until steps are planned again (detection and fencing, target 1 s); the longest pause of any stream;
 the tokens that are computed again, and their time at the rate at which this run computed its prompts.
+
+In a second run, a memory worker joins, and then one leaves. Printed: how long each takes from the request until it is
+done; and the pause it adds: the longest gap of a stream around the moment at which the members change, beside the
+longest in as much time just before anything was asked for (targets 50 ms and 100 ms). While the process of the joiner
+starts it competes with the others for cores, which the second line shows.
 """
 
 import argparse
@@ -30,6 +35,8 @@ from lamina.types import SamplingParams
 REQUESTS, PROMPT, GENERATED = 16, 256, 192
 KILL_AFTER = 32  # tokens of every stream
 MEMORIES = 4
+LONG = 1500  # generated tokens of a stream during which workers join and leave
+WINDOW_S = 1.0
 TIMEOUT_S = 300.0
 POLL_S = 0.001
 
@@ -45,15 +52,26 @@ class Figures:
     floor_s: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Of a worker that joins or leaves, in seconds: ``took`` in all, and the longest gaps of streams: ``before`` it was
+    asked for, ``meanwhile``, and ``around`` the moment at which the members changed."""
+
+    took_s: float
+    before_s: float
+    meanwhile_s: float
+    around_s: float
+
+
 class Streams:
     """The arrival times of every request's tokens."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, generated: int = GENERATED) -> None:
         self.arrivals: list[list[float]] = [[] for _ in range(REQUESTS)]
         self.begun = time.monotonic()
         self.errors: list[str] = []
         self._changed, self._left = threading.Condition(), REQUESTS
-        params = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=generated, ignore_eos=True)
         for number in range(REQUESTS):
             engine.submit(str(number), [5 + number] * PROMPT, params, self._on_update)
 
@@ -72,11 +90,47 @@ class Streams:
             if not self._changed.wait_for(lambda: min(map(len, self.arrivals)) >= tokens or not self._left, TIMEOUT_S):
                 raise SystemExit(f"error: after {TIMEOUT_S:g} s, {self._left} of {REQUESTS} requests have not ended")
 
+    def longest_gap(self, begin: float, end: float) -> float:
+        """The longest gap between two updates of a stream that overlaps [begin, end]."""
+        with self._changed:
+            pairs = [pair for arrivals in self.arrivals for pair in itertools.pairwise(arrivals)]
+        return max((after - before for before, after in pairs if after >= begin and before <= end), default=0.0)
+
+
+def changes(model: Path) -> tuple[Change, Change]:
+    """A memory worker joins, and one leaves."""
+    engine = launch(EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}"))
+    try:
+        streams = Streams(engine, generated=LONG)
+        streams.wait(KILL_AFTER)
+        figures = [change(engine, streams, memory) for memory in (1, -1)]
+    finally:
+        engine.close()
+    return figures[0], figures[1]
+
+
+def change(engine: Engine, streams: Streams, memory: int) -> Change:
+    """Scale, while the streams go on."""
+    time.sleep(WINDOW_S)
+    asked = time.monotonic()
+    engine.scale(memory=memory).result(TIMEOUT_S)
+    done = time.monotonic()
+    time.sleep(WINDOW_S / 2)
+    around = streams.longest_gap(done - WINDOW_S / 2, done + WINDOW_S / 2)
+    return Change(
+        done - asked,
+        streams.longest_gap(asked - WINDOW_S, asked),
+        streams.longest_gap(asked, done),
+        around,
+    )
+
 
 def one_round(model: Path) -> Figures:
     """Start, kill, recover, and end."""
     workers = LocalWorkers()
-    engine = launch(EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}"), workers=workers)
+    engine = launch(
+        EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}", max_restarts=0), workers=workers
+    )
     try:
         streams = Streams(engine)
         streams.wait(1)
@@ -116,6 +170,7 @@ def main() -> None:
     given = parser.parse_args()
     with model_directory(given.model) as model:
         rounds = [one_round(model) for _ in range(given.rounds)]
+        changed = [changes(model) for _ in range(given.rounds)]
     table = Table(title=f"A memory worker of 1 + {MEMORIES} is killed: {given.model}, {REQUESTS} streams")
     table.add_column("what")
     for heading in ("median", "worst"):
@@ -129,8 +184,27 @@ def main() -> None:
     ):
         table.add_row(what, *(f"{value:.0f} {unit}".strip() for value in (statistics.median(values), max(values))))
     Console().print(table)
+    for what, each in (("joins", [one for one, _ in changed]), ("leaves", [one for _, one in changed])):
+        Console().print(_table(f"A memory worker {what}: {given.model}, {REQUESTS} streams", each))
     if given.json is not None:
-        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in rounds], indent=2) + "\n")
+        lost = [dataclasses.asdict(one) for one in rounds]
+        joined, left = ([dataclasses.asdict(pair[place]) for pair in changed] for place in (0, 1))
+        given.json.write_text(json.dumps({"lost": lost, "joined": joined, "left": left}, indent=2) + "\n")
+
+
+def _table(title: str, changed: list[Change]) -> Table:
+    table = Table(title=title)
+    table.add_column("what")
+    for heading in ("median", "worst"):
+        table.add_column(heading, justify="right")
+    for what, values in (
+        ("from the request until it is done", [one.took_s for one in changed]),
+        ("longest gap of a stream meanwhile", [one.meanwhile_s for one in changed]),
+        ("longest gap when the members change", [one.around_s for one in changed]),
+        ("longest gap before", [one.before_s for one in changed]),
+    ):
+        table.add_row(what, *(f"{value * 1e3:.0f} ms" for value in (statistics.median(values), max(values))))
+    return table
 
 
 if __name__ == "__main__":

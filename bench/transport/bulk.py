@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lamina.errors import DeadlineError
+from lamina.memory.device.cpu import Cpu
 from lamina.memory.migrations import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
@@ -43,6 +44,7 @@ from lamina.types import (
     AttentionSpec,
     DecodeRows,
     DType,
+    KvElement,
     Migration,
     Overlap,
     SamplingParams,
@@ -95,22 +97,36 @@ class Result:
         return self.beside_p99 / self.alone_p99
 
 
+class Slabs(Cpu):
+    """Slabs whose memory has been touched, and that count the bytes restored in them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(SPECS, KvElement.BFLOAT16, tokens, 1)
+        slots, nothing = np.arange(tokens, dtype=np.int32), memoryview(bytes(tokens * PER_TOKEN))
+        for layer in range(len(SPECS)):
+            super().restore(layer, slots, nothing)
+        self.restored = 0
+
+    def restore(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        self.restored += len(slots) * PER_TOKEN
+        super().restore(layer, slots, content)
+
+
 class Store(KvStore):
-    """A memory worker's, whose memory has been touched, and that counts the bytes it keeps of what is pulled."""
+    """A memory worker's that counts the bytes it keeps of what is pulled."""
 
     def __init__(self, worker: str, tokens: int) -> None:
         super().__init__(worker, SPECS, DTYPE, tokens, 1, Overlap())
-        self.kept = 0
-        for cache in self.layers:
-            cache.k[:], cache.v[:] = 0, 0
+        self.device: Slabs = Slabs(tokens)
+        self._pulled = 0
+
+    @property
+    def kept(self) -> int:
+        return self._pulled + self.device.restored
 
     def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        self.kept += len(slots) * PER_TOKEN
+        self._pulled += len(slots) * PER_TOKEN
         super().keep(layer, slots, content)
-
-    def restore(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
-        self.kept += len(slots) * PER_TOKEN
-        super().restore(layer, slots, content)
 
 
 def plan(

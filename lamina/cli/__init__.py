@@ -18,6 +18,7 @@ from lamina.cli import (
     generate,
     launch,
     plan,
+    scale,
     simulate,
     split,
     status,
@@ -42,6 +43,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(launch.launch)
 app.command()(status.status)
+app.command()(scale.scale)
 app.command()(split.split)
 app.command()(plan.plan)
 app.command()(simulate.simulate)

@@ -109,8 +109,10 @@ def plan(
 
     With --validate or --measure: check the cost model against measurements, or measure this machine for it.
     """
+    from lamina.cli import plan_profile
+
     if measure is not None:
-        _measure(measure)
+        plan_profile.measure(measure)
         return
     from lamina.plan import hardware as catalogue_of
     from lamina.plan import models
@@ -118,7 +120,7 @@ def plan(
 
     catalogue = catalogue_of.load(hardware)
     if validate is not None:
-        _validate(validate, model, kind, catalogue)
+        plan_profile.validate(validate, model, kind, catalogue)
         return
     if model is None:
         raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
@@ -130,6 +132,10 @@ def plan(
         raise ConfigError("--context plans for decoding alone; leave it out, or --trace, --prompt and --output")
     if trace is not None and (prompt is not None or output is not None):
         raise ConfigError("--trace and --prompt or --output both set the lengths of requests; give only one of them")
+    if map_file is not None and (
+        context is not None or trace is not None or prompt is not None or output is not None or as_json
+    ):
+        raise ConfigError("--map has a grid of lengths; leave out --context, --trace, --prompt, --output and --json")
     profile = ProfileStore.beside(hardware)
     shape = replace(models.find(model), kv_cache_dtype=kv_cache_dtype)
     if context is not None:
@@ -139,8 +145,6 @@ def plan(
         return
     slo = _slo(slo_tbt, slo_ttft, budget)
     if map_file is not None:
-        if trace is not None or prompt is not None or output is not None or as_json:
-            raise ConfigError("--map has a grid of lengths; leave out --trace, --prompt, --output and --json")
         _map(shape, compute, memory, catalogue, prices, profile, slo, map_file)
         return
     lengths = DEFAULT_PROMPT if prompt is None else prompt, DEFAULT_OUTPUT if output is None else output
@@ -438,88 +442,3 @@ def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
         "limit": plan.limit.value,
         "launch": launch_line(plan, shape, model),
     }
-
-
-def _validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalogue") -> None:
-    from rich.table import Table
-
-    from lamina.cli.console import print_table
-    from lamina.plan import models
-    from lamina.plan.cost import CostModel, Fits
-    from lamina.profiling.validate import SHAPELESS, errors, needs_model
-
-    if kind is None:
-        raise ConfigError("--validate needs --kind KIND: the hardware that the file was measured on")
-    if needs_model(file) and model is None:
-        raise ConfigError("--validate of a layer's operators needs --model: the model that was measured")
-    entry = catalogue[kind]
-    shape = models.find(model) if needs_model(file) and model else SHAPELESS
-    table = Table(
-        title=f"Predicted against measured: {file.name} on {entry.kind}",
-        caption="Relative errors of single measurements; bias: median with its sign, negative where predictions are "
-        f"too fast. {_fitted_to(entry)}",
-        caption_justify="left",
-    )
-    table.add_column("operator", no_wrap=True)
-    table.add_column("band", no_wrap=True)
-    for heading in ("measured", "median error", "95th percentile", "bias"):
-        table.add_column(heading, justify="right")
-    for row in errors(file, CostModel(shape, entry, Fits.load(entry))):
-        table.add_row(
-            row.operator,
-            row.band,
-            str(row.count),
-            f"{row.median:.1%}",
-            f"{row.p95:.1%}",
-            f"{row.bias:+.1%}",
-            style="bold" if row.is_total else None,
-            end_section=row.is_total,
-        )
-    print_table(table)
-
-
-def _fitted_to(entry: "Hardware") -> str:
-    """What the predictions for a kind were fitted to."""
-    from lamina.plan.store import packaged_fit
-
-    names = ("gemm", "decode", "prefill", "pcie" if entry.link.startswith("PCIe") else "nvlink")
-    sources = dict.fromkeys(packaged_fit(name, entry.like or entry.kind).source for name in names)
-    return f"Fitted to {', '.join(sources)}."
-
-
-def _measure(file: Path) -> None:
-    from lamina.cli.console import print_text
-    from lamina.config import check_writable
-    from lamina.plan import hardware
-    from lamina.plan.store import ProfileStore
-    from lamina.profiling import measure, profile
-    from lamina.profiling.disturbance import Watch
-
-    store = ProfileStore(file.with_suffix(".sqlite"))
-    if store.file == file:
-        raise ConfigError(f"--measure is {file}, where its profile would be written; give a name that ends in .toml")
-    for existing in (file, store.file):
-        if existing.exists():
-            raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
-    check_writable("--measure", file)
-    if (before := Watch.sample()).disturbed:
-        print_text(f"Warning: {before}; what is measured now is too slow. Better wait.\n", style="yellow")
-    watch = Watch()
-    compute, _ = profile.halves()
-    with profile.on_cores(compute):
-        values = measure.entry()
-    file.write_text(measure.as_toml(values))
-    profile.measure("cpu", store)
-    entry = hardware.load(file)["cpu"]
-    rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
-    print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
-    if (disturbance := watch.so_far()).disturbed:
-        print_text(
-            f"Warning: {disturbance} meanwhile, so all figures are too slow by an unknown factor. Remove {file} and "
-            f"{store.file}, and repeat this on an idle machine.\n",
-            style="yellow",
-        )
-    print_text(
-        f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
-        "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"
-    )

@@ -9,6 +9,8 @@ from lamina.config import check_writable
 from lamina.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lamina.plan.cost import CostModel
     from lamina.plan.hardware import Hardware
     from lamina.plan.map import Cell
@@ -60,13 +62,13 @@ def show(
     print_text(
         f"  Closed form, up to {devices}; p99 TTFT "
         f"{slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. Prices: {prices.describe(models)}. Idle sessions and shared "
-        "prefixes are not modelled; (..): prompts cost nothing, the bound for both.\n",
+        "prefixes are not modelled. (..): attention offloaded; before it: that or prefill apart.\n",
         style="dim",
     )
     picture.write_text(svg(drawn))
 
 
-def _table(title: str, found: "Sequence[Cell]") -> object:
+def _table(title: str, found: "Sequence[Cell]") -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -77,7 +79,9 @@ def _table(title: str, found: "Sequence[Cell]") -> object:
         table.add_column(f"prompt {prompt:.0f}", justify="right")
     for at in range(0, len(found), len(prompts)):
         row = found[at : at + len(prompts)]
-        table.add_row(f"{row[0].workload.output:.0f}", *(f"{_text(cell)} ({_percent(cell.cached)})" for cell in row))
+        table.add_row(
+            f"{row[0].workload.output:.0f}", *(f"{_text(cell)} ({_percent(cell.offloading)})" for cell in row)
+        )
     return table
 
 
@@ -98,7 +102,7 @@ def svg(drawn: "Sequence[tuple[str, Sequence[Cell]]]") -> str:
     for title, found in drawn:
         prompts = list(dict.fromkeys(cell.workload.prompt for cell in found))
         width = max(width, _LEFT + _WIDTH * len(prompts) + 16)
-        parts.append(_label(8, top + 20, title, "start", 14))
+        parts.append(_label(8, top + 20, f"{title}: two kinds (offloading) against one", "start", 14))
         parts.append(_label(8, top + _TOP - 8, "output | prompt", "start"))
         for place, cell in enumerate(found):
             row, column = divmod(place, len(prompts))
@@ -114,7 +118,8 @@ def svg(drawn: "Sequence[tuple[str, Sequence[Cell]]]") -> str:
                 f'<rect x="{x}" y="{y}" width="{_WIDTH - 2}" height="{_HEIGHT - 2}" fill="{colour}" '
                 f'fill-opacity="{0.75 * depth:.2f}" stroke="currentColor" stroke-opacity="0.2"/>'
             )
-            parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 + 4, _text(cell), "middle"))
+            parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 - 3, _text(cell), "middle"))
+            parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 + 13, f"({_percent(cell.offloading)})", "middle", 11))
         top += _TOP + _HEIGHT * (len(found) // len(prompts)) + 24
     style = "svg{color:#1b1f24}@media(prefers-color-scheme:dark){svg{color:#e3e6ea}}text{fill:currentColor}"
     return (

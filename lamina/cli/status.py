@@ -83,12 +83,15 @@ def lines(metrics: str) -> list[str]:
         running, waiting, steps = (
             samples[f"lamina_{name}"][0][1] for name in ("requests_running", "requests_waiting", "steps_total")
         )
+        states = {labels["worker"]: labels["state"] for labels, _ in samples.get("lamina_workers", [])}
+        used = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots_used", [])}
         totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
         return [
             f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
             *(
-                f"{labels['worker']:<8}  {used:.0f} of {totals[labels['worker']]:.0f} token slots in use"
-                for labels, used in samples.get("lamina_kv_slots_used", [])
+                f"{worker:<8}  {state}"
+                + (f", {used[worker]:.0f} of {totals[worker]:.0f} token slots in use" if worker in used else "")
+                for worker, state in (dict.fromkeys(used, "serving") | states).items()
             ),
             *(
                 f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "

@@ -36,7 +36,8 @@ def show(
     if not found:
         raise _refusal(server, candidates)
     chosen = shortlist(found)
-    trials, runs = [], 0
+    trials: list[Trial] = []
+    runs = 0
     with counting_progress("Simulations", len(chosen) * ROUNDS) as on_progress:
         for number, one in enumerate(chosen):
 

@@ -108,7 +108,7 @@ def bring_up(control: ControlServer, workers: Workers, plan: ClusterPlan, on_pro
     for name, capacity in capacities.items():
         control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     fabric = _fabric(plan, loaded, setup, {hello.host for hello in greetings.values()})
-    gather.all(SlabReady, plan.memories, LOAD_TIMEOUT_S)
+    gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
@@ -190,7 +190,8 @@ def _fabric(plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: s
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
-    roles: dict[str, Role] = dict.fromkeys(computes, "compute") | dict.fromkeys(memories, "memory")
+    roles: dict[str, Role] = {name: "compute" for name in computes}
+    roles |= {name: "memory" for name in memories}
     for group, role in ((computes, roles[computes[0]]), (memories, roles[memories[0]])):
         control.send(group, fabric.register(role, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)

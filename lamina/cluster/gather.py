@@ -59,7 +59,7 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
         except StopIteration as done:
             result: ResultT = done.value
             return result
-        answers = gather.all(asked.kind, asked.names, asked.timeout_s)  # type: ignore[type-var]
+        answers = gather.all(asked.kind, asked.names, asked.timeout_s)
 
 
 class Workers(Protocol):

@@ -1,6 +1,6 @@
 """Brings one more worker into a cluster that serves, as conversations with it and with those that serve."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -57,6 +57,13 @@ class Fabric:
         """The arena of a worker of a cluster with so many of each role, itself included."""
         arena = self.sizes.compute_arena if role == "compute" else self.sizes.memory_arena
         return Register(arena(computes, memories, self.spare), list(self.transports), self.spins_s, self.tls)
+
+    def forget(self, members: Collection[str]) -> None:
+        """Forget the offers and links of all but these."""
+        for name in self.offers.keys() - set(members):
+            del self.offers[name]
+        for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
+            del self.links[pair]
 
     def slots(self, roles: Mapping[str, Role], near: str, far: str) -> tuple[int, int] | None:
         """Bytes of the slots that each of two workers has for the other's messages; None: they need no link."""

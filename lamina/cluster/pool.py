@@ -117,6 +117,24 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     return entries
 
 
+def parse_change(role: str, text: str) -> int:
+    """Workers to add to a pool, or to remove if negative, from "+2", "-1" or "cpu:+2".
+
+    Raises ConfigError if the text is malformed, or for a kind that workers do not run on.
+    """
+    match = re.fullmatch(r"(?:(?P<kind>[a-z0-9_-]+):)?(?P<count>[+-][0-9]{1,9})", text.strip().lower())
+    if match is None or not 1 <= abs(int(match["count"])) <= MAX_COUNT:
+        raise ConfigError(
+            f"{role} is {text!r}; give the workers to add or remove, 1 to {MAX_COUNT}, such as +2, -1 or cpu:+2"
+        )
+    kind = match["kind"] or CPU
+    if kind != CPU:
+        known = [CPU, CUDA, *GPUS, *PLANNED]
+        reason = "only workers on CPUs join and leave so far" if kind in known else f"unknown kind{_near(kind, known)}"
+        raise ConfigError(f"{role} is {text!r}: {reason.removesuffix('.')}. Use cpu:{match['count']}")
+    return int(match["count"])
+
+
 def assign(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> tuple[Assigned, ...]:
     """A device of this machine for each worker of a pool; no two share a GPU.
 

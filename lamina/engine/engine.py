@@ -247,23 +247,13 @@ class Engine:
         waiting = max(0, known - running)
         usage, counted = dict(self._usage), (self._scheduler.dropped, self._recoveries, self._recomputed)
         changing = {} if self._pools is None else self._pools.states
-        links = list(collections.Counter(self.cluster.links.values()).items())
+        links = list(collections.Counter(list(self.cluster.links.values())).items())
+        workers = {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
-        return EngineStats(
-            running,
-            waiting,
-            self._steps,
-            self._moved,
-            *counted,
-            usage,
-            dead,
-            self._watch.silent,
-            changing,
-            links,
-            prefixes.queried,
-            prefixes.hit,
-        )
+        counts = (running, waiting, self._steps, self._moved, *counted)
+        found = (prefixes.queried, prefixes.hit)
+        return EngineStats(*counts, usage, dead, self._watch.silent, workers, links, *found)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -364,13 +354,14 @@ class Engine:
         drawn = self._turn.complete(done)
         self._steps += 1
         for draw in done.draws:
-            if draw.sequence not in drawn:  # aborted while the step ran
+            owner = drawn.get(draw.sequence)
+            if owner is None:  # aborted while the step ran
                 continue
-            group, completion = drawn[draw.sequence]
+            group, completion = owner
             completion.generated.append(draw.token)
-            tracked = self._tracked[group.request.request_id]
+            request_id = group.request.request_id
+            self._touched[request_id] = tracked = self._tracked[request_id]
             tracked.group = group
-            self._touched[group.request.request_id] = tracked
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)
         for sequence in done.undrawable:

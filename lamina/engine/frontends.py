@@ -7,6 +7,7 @@ fill the engine's memory.
 
 import logging
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from lamina.protocol.frontends import (
     Hello,
     Ready,
     RequestTokens,
+    Scale,
+    Scaled,
     Stopped,
     Submit,
     Submitted,
@@ -160,10 +163,27 @@ class Frontends:
                 self._engine.abort(member.request_id(number))
         elif isinstance(message, GetStats):
             self._send(member, StatsOf(message.number, self._engine.stats()))
+        elif isinstance(message, Scale):
+            self._scale(member, message)
         elif isinstance(message, Hello):
             self._send(member, Welcome(), connected=False)
         elif isinstance(message, Ready):
             member.ready = True
+
+    def _scale(self, member: _Member, message: Scale) -> None:
+        def done(future: Future[list[str]]) -> None:
+            error = future.exception()
+            if error is None:
+                self._send(member, Scaled(message.number, future.result()))
+            else:
+                self._send(member, Scaled(message.number, [], type(error).__name__, str(error)))
+
+        try:
+            future = self._engine.scale(compute=message.compute, memory=message.memory)
+        except LaminaError as error:
+            self._send(member, Scaled(message.number, [], type(error).__name__, str(error)))
+        else:
+            future.add_done_callback(done)
 
     def _submit(self, member: _Member, message: Submit) -> Submitted:
         numbers = range(message.first, message.first + len(message.prompts))

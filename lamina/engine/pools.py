@@ -5,8 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
+from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Workers
 from lamina.cluster.joining import Fabric
+from lamina.cluster.pool import CPU, PoolEntry, assign
 from lamina.engine.joins import Joiner, Joins
 from lamina.engine.leaves import Leaves
 from lamina.engine.restarts import Restarts
@@ -94,6 +96,8 @@ class Pools:
                 self._start(role, resize)
 
     def _check_growth(self, role: Role, count: int) -> None:
+        present = sum(member.role == role for member in self.topology.members) + self._joins.count(role)
+        assign(role, (PoolEntry(CPU, present + count),), find_devices())
         if role == "memory":
             return
         replicas = len(self.topology.computes) + self._joins.count("compute") + count
@@ -113,8 +117,8 @@ class Pools:
         ]
         if count >= len(staying):
             raise ConfigError(
-                f"{count} {role} workers cannot leave: the pool has {len(staying)}, and one must stay. "
-                f"Let at most {len(staying) - 1} leave"
+                f"the {role} pool has {len(staying)}, of which one must stay: {count} cannot leave. "
+                f"Let fewer leave, or add others first"
             )
         if role == "compute":
             return staying[-count:]
@@ -154,6 +158,7 @@ class Pools:
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them."""
         roles = {member.name: member.role for member in self.topology.members}
+        self._fabric.forget(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
         for name, reason in lost.items():
@@ -210,6 +215,7 @@ class Pools:
                 others = following.names
                 self.topology = following
                 self._leaves.part(name, self._adopt(following), others)
+                self._fabric.forget(others)
 
     def _may_adopt(self, following: Topology) -> bool:
         """False while steps in flight depend on the replicas: no more are planned until they have completed."""

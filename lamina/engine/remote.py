@@ -22,7 +22,7 @@ from lamina.engine.reading import Reading
 from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.updates import TokenUpdate
-from lamina.errors import DeadlineError, EngineDeadError, LaminaError, OverloadedError, RequestError
+from lamina.errors import ConfigError, DeadlineError, EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.frontends import (
@@ -36,6 +36,8 @@ from lamina.protocol.frontends import (
     GetStats,
     Hello,
     Ready,
+    Scale,
+    Scaled,
     Stopped,
     Submit,
     Submitted,
@@ -52,7 +54,7 @@ SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
 MOST_AT_ONCE = 64  # messages read before other events of the loop have their turn
 
-_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | Answers | Stopped | StatsOf)
+_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | Answers | Stopped | StatsOf | Scaled)
 
 
 @dataclass(eq=False, slots=True)
@@ -185,16 +187,41 @@ class RemoteEngine:
             return self.stats()
         return self._last
 
+    def scale(self, *, compute: int = 0, memory: int = 0) -> concurrent.futures.Future[list[str]]:
+        """As the engine's; the future has all its errors."""
+        reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
+        with self._lock:
+            self._require_alive()
+            number = next(self._numbers)
+            self._replies[number] = reply
+            self._requests.send(self._encoder.encode(Scale(number, compute, memory)))
+        return reply
+
     def close(self) -> None:
         """End all requests with an error."""
         self._loop.call_soon_threadsafe(self._end, "the engine was closed")
 
+    def disconnect(self) -> None:
+        """End all requests with an error and close the sockets, in the event loop. Idempotent."""
+        self._end("the engine was closed")
+        for task in self._tasks:
+            task.cancel()
+        with self._lock:
+            if self._context.closed:
+                return
+            self._loop.remove_reader(self._answers.fileno())
+            os.close(self._engine_process)
+            self._context.destroy(linger=0)
+
     def _finish(self, request_id: str, index: int) -> None:
-        self._send(Finish(self._named[request_id], index))
+        number = self._named.get(request_id)
+        if number is not None:
+            self._send(Finish(number, index))
 
     def _send(self, message: msgspec.Struct) -> None:
         with self._lock:
-            self._requests.send(self._encoder.encode(message))
+            if not self._context.closed:
+                self._requests.send(self._encoder.encode(message))
 
     def _wait(self, number: int, reply: concurrent.futures.Future[Any], timeout_s: float) -> Any:
         try:
@@ -228,7 +255,7 @@ class RemoteEngine:
             self._take(_DECODER.decode(payload))
         self._loop.call_soon(self._receive)
 
-    def _take(self, message: Welcome | Submitted | Answers | Stopped | StatsOf) -> None:
+    def _take(self, message: Welcome | Submitted | Answers | Stopped | StatsOf | Scaled) -> None:
         if isinstance(message, Answers):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
@@ -240,6 +267,8 @@ class RemoteEngine:
             self._resolve(message.first, message)
         elif isinstance(message, StatsOf):
             self._resolve(message.number, message.stats)
+        elif isinstance(message, Scaled):
+            self._note_scaled(message)
         elif isinstance(message, Stopped):
             self._end(message.reason)
         else:
@@ -253,6 +282,16 @@ class RemoteEngine:
             self._forget([number])
             self._send(Abort([number]))
 
+    def _note_scaled(self, message: Scaled) -> None:
+        with self._lock:
+            reply = self._replies.pop(message.number, None)
+        if reply is None:
+            return
+        if message.error:
+            reply.set_exception(_error(message))
+        else:
+            reply.set_result(message.workers)
+
     def _resolve(self, number: int, value: object) -> None:
         reply = self._replies.get(number)  # None: nobody waits any more
         if reply is not None:
@@ -260,13 +299,13 @@ class RemoteEngine:
 
     def _end(self, reason: str) -> None:
         """The engine has stopped, or is not to be used any more: every request ends with an error."""
-        self._loop.remove_reader(self._engine_process)
         with self._lock:
             if self.dead is not None:
                 return
             self.dead = reason
             asked, self._asked, self._named = self._asked, {}, {}
             replies, self._replies = self._replies, {}
+        self._loop.remove_reader(self._engine_process)
         for reply in replies.values():
             reply.set_exception(EngineDeadError(_stopped(reason)))
         for number, one in asked.items():
@@ -278,7 +317,7 @@ def _stopped(reason: str) -> str:
     return f"the engine has stopped: {reason}. Start a new one"
 
 
-def _error(answer: Submitted) -> LaminaError:
+def _error(answer: Submitted | Scaled) -> LaminaError:
     """The engine's error, as it was raised there."""
-    kinds: tuple[type[LaminaError], ...] = (RequestError, OverloadedError, EngineDeadError)
+    kinds: tuple[type[LaminaError], ...] = (ConfigError, RequestError, OverloadedError, EngineDeadError)
     return next((kind for kind in kinds if kind.__name__ == answer.error), LaminaError)(answer.message)

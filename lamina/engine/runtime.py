@@ -1,6 +1,7 @@
 """What callers need of an engine, in this process or in another."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from lamina.engine.stats import EngineStats
@@ -43,6 +44,10 @@ class Runtime(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters as of now. May wait: not for event loops."""
+        ...
+
+    def scale(self, *, compute: int = 0, memory: int = 0) -> Future[list[str]]:
+        """Let workers join the pools, or leave where a number is negative; see ``engine.Engine.scale``."""
         ...
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class EngineStats:
         recoveries: times that workers were lost and the others went on. recomputed: tokens whose KV was lost with them,
             and is computed again.
         dead: why the engine has stopped, if it has.
-        changing: how far workers are that join or leave, by name.
+        workers: all of them, by name: "serving", or how far those are that join or leave.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
         links: pairs of workers, by transport and its reason.
         prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
@@ -55,7 +55,7 @@ class EngineStats:
     memory: Mapping[str, MemoryStats]
     dead: str | None
     silent: Mapping[str, float] = field(default_factory=dict)
-    changing: Mapping[str, str] = field(default_factory=dict)
+    workers: Mapping[str, str] = field(default_factory=dict)
     links: Sequence[tuple[Choice, int]] = ()
     prefix_queries: int = 0
     prefix_hits: int = 0

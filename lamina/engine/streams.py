@@ -169,7 +169,9 @@ class AsyncOutputs(AsyncIterator[Update]):
         self, engine: Runtime, request_id: str, client: Client | None = None, most_unread: int | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._arrived = asyncio.Event()
+        self._timer = self._loop.call_later(WATCH_S, self._watch)
         self._ready: list[Update] = []
         self._requests = _Requests(engine, request_id, self._wake, client, most_unread)
 
@@ -187,7 +189,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         outputs = cls(engine, request_id, client, most_unread)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
-        except asyncio.CancelledError:
+        except BaseException:  # cancellation too
             outputs.close()
             raise
         return outputs
@@ -196,18 +198,24 @@ class AsyncOutputs(AsyncIterator[Update]):
         while not self._ready:
             if self._requests.done:
                 raise StopAsyncIteration
-            try:
-                async with asyncio.timeout(WATCH_S):  # wait_for of Python 3.11 can swallow a cancellation
-                    await self._arrived.wait()
-            except TimeoutError:
-                self._requests.check_alive()
+            if self._arrived.is_set():
+                await asyncio.sleep(0)  # a stream that never waits must let others run
+            await self._arrived.wait()
             self._arrived.clear()
             self._ready = self._requests.take()[::-1]
+            if not self._ready:
+                self._requests.check_alive()
         return self._ready.pop()
 
     def close(self) -> None:
         """Cancel every request that has not ended. Idempotent."""
+        self._timer.cancel()
         self._requests.abort()
+
+    def _watch(self) -> None:
+        """Wake the reader now and then, also without updates. One timer costs less than a deadline for every wait."""
+        self._arrived.set()
+        self._timer = self._loop.call_later(WATCH_S, self._watch)
 
     async def __aenter__(self) -> Self:
         return self
@@ -216,6 +224,9 @@ class AsyncOutputs(AsyncIterator[Update]):
         self.close()
 
     def _wake(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._arrived.set()
+            return
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
         except RuntimeError:  # the loop is closed: there is no reader

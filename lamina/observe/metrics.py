@@ -76,6 +76,14 @@ class Metrics:
             cached.add_metric([worker], memory.cached)
             slots.add_metric([worker], memory.capacity)
         yield from (used, cached, slots)
+        workers = GaugeMetricFamily(
+            "lamina_workers",
+            "1 for every worker; serving, or how it joins or leaves.",
+            labels=["worker", "state"],
+        )
+        for worker, state in stats.workers.items():
+            workers.add_metric([worker, state], 1)
+        yield workers
         links = GaugeMetricFamily(
             "lamina_links",
             "Pairs of workers by transport and its reason.",

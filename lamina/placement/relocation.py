@@ -58,6 +58,7 @@ class Relocations:
         self._held = held
         self._drop = drop
         self._residents: dict[str, dict[Group, None]] = {worker: {} for worker in placement.capacities}
+        self._workers: dict[Group, set[str]] = {}  # with KV of a request, or that have had some
         self._current: Relocation | None = None
         self._begun: list[Migration] = []
         self._numbers = itertools.count(1)
@@ -91,13 +92,14 @@ class Relocations:
 
     def settle(self, group: Group) -> None:
         """A request has been placed on its workers, or on more of them."""
-        for worker in group.workers:
+        workers = self._workers[group] = self._workers.get(group, set()) | group.workers
+        for worker in workers:
             self._residents[worker][group] = None
 
     def leave(self, group: Group) -> None:
         """A request has been released. Cancels its move."""
-        for residents in self._residents.values():
-            residents.pop(group, None)
+        for worker in self._workers.pop(group) & self._residents.keys():
+            del self._residents[worker][group]
         if self._current is not None and self._current.group is group:
             self._placement.release(self._current.target, self._current.copied)
             self._current = None
@@ -233,7 +235,7 @@ class Relocations:
         self._prefixes.let_go(group)
         group.unshare()
         self._placement.go_on(source, current.target)
-        del self._residents[source][group]
+        del self._residents[source][group], self._workers[group]
         completion.segments = [Segment(completion.sequence, current.target, group.heads, (0, None))]
         self._current = None
         self.settle(group)

@@ -28,22 +28,34 @@ PAYS = 0.05
 """A gain below this is within what the closed form is off, and counts as none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cell:
-    """The cheapest way of either side for one workload; None where no way holds it within the SLOs.
+    """The cheapest ways for one workload, on one kind, and on two with attention offloaded or with prefill apart; None
+    where none holds it within the SLOs.
 
-    ``cached``: gain if prompts cost nothing, as ``gain``.
+    ``cached``: gain of two kinds if prompts cost nothing, as ``gain``.
     """
 
     workload: Workload
     alone: Capacity | None
-    together: Capacity | None
+    offloaded: Capacity | None
+    apart: Capacity | None
     cached: float | None
 
     @property
+    def together(self) -> Capacity | None:
+        """The cheapest on two kinds."""
+        return _cheapest([one for one in (self.offloaded, self.apart) if one])
+
+    @property
     def gain(self) -> float | None:
-        """Requests per dollar on two kinds over those on one, less 1; None unless both sides serve it."""
+        """Requests per dollar on two kinds over those on one, less 1; None unless both serve it."""
         return _gain(self.alone, self.together)
+
+    @property
+    def offloading(self) -> float | None:
+        """The same of offloading alone."""
+        return _gain(self.alone, self.offloaded)
 
 
 def cells(
@@ -56,15 +68,14 @@ def cells(
 ) -> Iterable[Cell]:
     """A cell for every workload, in order."""
     candidates = [way for way in ways(shape, *pools) if _coarse(way)]
+    server: Server | None = None
     for workload in workloads:
-        alone, together = _both(Server(shape, workload, models, prices, slo), candidates)
-        kept = replace(workload, prompt=1.0, sample=())
-        yield Cell(
-            workload=workload,
-            alone=alone,
-            together=together,
-            cached=_gain(*_both(Server(shape, kept, models, prices, slo), candidates)),
+        server = server.serving(workload) if server else Server(shape, workload, models, prices, slo)
+        alone, offloaded, apart = _sides(server, candidates)
+        kept = Cell(
+            workload, *_sides(server.serving(replace(workload, prompt=1.0, sample=())), candidates), cached=None
         )
+        yield Cell(workload, alone, offloaded, apart, cached=kept.gain)
 
 
 def grid() -> list[Workload]:
@@ -73,49 +84,54 @@ def grid() -> list[Workload]:
 
 
 def crossover(found: Sequence[Cell]) -> str:
-    """In words, where two kinds pay in a grid."""
+    """In words, where two kinds pay in a grid, and by which of the two ways."""
     compared = [cell for cell in found if cell.gain is not None]
-    paying = [cell for cell in compared if (cell.gain or 0) > PAYS]
-    only = [cell for cell in found if cell.alone is None and cell.together is not None]
     if not compared:
         return "No cell can be served both on one kind and on two."
-    best = max(compared, key=lambda cell: cell.gain or 0)
-    text = (
-        f"Two kinds cost less per request in {len(paying)} of {len(compared)} cells; the largest gain is "
-        f"{best.gain:+.0%}, with {best.workload.name}"
-    )
-    if paying:
-        shares = [cell.workload.prompt / cell.workload.output for cell in paying]
-        others = [cell.workload.prompt / cell.workload.output for cell in compared if cell not in paying]
-        text += f". Where they pay, a prompt has {_span(shares)} times as many tokens as its output"
-        text += f"; elsewhere {_span(others)} times" if others else ""
-    if only:
-        text += f". On one kind alone, nothing serves {len(only)} more"
-    kept = [cell.cached for cell in found if cell.cached is not None]
-    if kept:
-        text += (
-            f". If prompts cost nothing, two kinds cost less in {sum(gain > PAYS for gain in kept)} of {len(kept)}, "
-            f"by up to {max(kept):+.0%}"
-        )
-    return text + "."
+    only = sum(cell.alone is None and cell.together is not None for cell in found)
+    offloading = _best("Offloading attention", found, "offloading")
+    bound = _best("If prompts cost nothing, two kinds", found, "cached")
+    text = f"Two kinds cost less per request in {_count(compared, 'gain')}. {offloading}. {bound}."
+    return text + (f" On one kind alone, nothing serves {only} more." if only else "")
+
+
+def _count(found: Sequence[Cell], name: str) -> str:
+    """How many cells gain, and between which outputs and prompts."""
+    paying = [cell for cell in found if (getattr(cell, name) or 0) > PAYS]
+    text = f"{len(paying)} of {len(found)} cells"
+    if not paying:
+        return text
+    lengths = (_span([getattr(cell.workload, part) for cell in paying]) for part in ("prompt", "output"))
+    return text + ", with prompts of {} tokens and outputs of {}".format(*lengths)
+
+
+def _best(what: str, found: Sequence[Cell], name: str) -> str:
+    compared = [cell for cell in found if getattr(cell, name) is not None]
+    if not compared:
+        return f"{what} cannot be compared in any cell"
+    best = max(compared, key=lambda cell: float(getattr(cell, name)))
+    gain = getattr(best, name)
+    return f"{what}: cheaper in {_count(compared, name)}; at best {gain:+.0%}, with {best.workload.name}"
 
 
 def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low} to {high}"
 
 
-def _both(server: Server, candidates: Iterable[Way]) -> tuple[Capacity | None, Capacity | None]:
-    """The cheapest on one kind and on two."""
-    best: list[Capacity | None] = [None, None]
+def _sides(server: Server, candidates: Iterable[Way]) -> tuple[Capacity | None, Capacity | None, Capacity | None]:
+    """The cheapest on one kind, and on two with attention offloaded and with prefill apart."""
+    sides: tuple[list[Capacity], list[Capacity], list[Capacity]] = ([], [], [])
     for way in candidates:
-        if (found := server.evaluate(way)) is None:
-            continue
-        side = int(way.memory is not None and way.memory.kind != way.compute.kind)
-        known = best[side]
-        if known is None or found.usd_per_request < known.usd_per_request:
-            best[side] = found
-    return best[0], best[1]
+        if (found := server.evaluate(way)) is not None:
+            one_kind = way.memory is None or way.memory.kind == way.compute.kind
+            sides[0 if one_kind else 1 if way.kind is Kind.OFFLOADED else 2].append(found)
+    alone, offloaded, apart = (_cheapest(side) for side in sides)
+    return alone, offloaded, apart
+
+
+def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
+    return min(found, key=lambda one: one.usd_per_request, default=None)
 
 
 def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:

@@ -198,9 +198,16 @@ class Server:
         self.models = models
         self.prices = prices
         self.slo = slo
+        self._late_prompt = float(np.quantile(self._prompt_sample(), PERCENTILE))
         self._passes: dict[tuple[str, int], Floats] = {}
         self._whole: dict[tuple[str, int], tuple[float, float]] = {}
         self._prompts: dict[tuple[str, int, int], _PromptToken] = {}
+
+    def serving(self, workload: Workload) -> "Server":
+        """The same for another workload; both keep the times of slices, which do not depend on it, together."""
+        other = Server(self.shape, workload, self.models, self.prices, self.slo)
+        other._passes = self._passes
+        return other
 
     def evaluate(self, way: Way) -> Capacity | None:
         """The capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
@@ -353,8 +360,7 @@ class Server:
         memory_busy: Floats,
     ) -> Capacity | None:
         """The batch of the highest rate within the SLOs."""
-        late_prompt = float(np.quantile(self._prompt_sample(), PERCENTILE))
-        first_token = np.ceil(late_prompt / chunk) * longest
+        first_token = np.ceil(self._late_prompt / chunk) * longest
         allowed = (share <= 1) & (longest <= MARGIN * self.slo.tbt_s) & (first_token <= self.slo.ttft_s)
         rates = np.where(allowed, sequences / (self.workload.output * average), 0.0)
         best = int(rates.argmax())

@@ -92,7 +92,15 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-FromFrontend = Hello | Ready | Alive | Submit | Finish | Abort | GetStats
+class Scale(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: let workers join, or leave where a number is negative. The answer is ``Scaled``."""
+
+    number: int
+    compute: int
+    memory: int
+
+
+FromFrontend = Hello | Ready | Alive | Submit | Finish | Abort | GetStats | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
@@ -103,6 +111,15 @@ class Submitted(msgspec.Struct, tag=True, frozen=True):
     """Engine to frontend: the requests from number ``first`` on are queued, or were refused with this error."""
 
     first: int
+    error: str = ""
+    message: str = ""
+
+
+class Scaled(msgspec.Struct, tag=True, frozen=True):
+    """Engine to frontend: these workers have joined or left, or one has not, with this error."""
+
+    number: int
+    workers: list[str] = []
     error: str = ""
     message: str = ""
 

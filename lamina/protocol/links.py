@@ -255,7 +255,7 @@ class Links:
         for name in self._members - topology.names:
             self.disconnect(name)
             self._left.add(name)
-        self._members = topology.names & self._links.keys()
+        self._members = set(topology.names & self._links.keys())
 
     def forget(self, names: Sequence[str]) -> None:
         """The processes of these peers have ended: end what they have here, if anything."""
@@ -304,7 +304,7 @@ class Links:
     def disconnect(self, name: str) -> None:
         """End all use of the link to a peer, if it is linked; its death no longer ends waits."""
         self._forget_channel(name)
-        if self._round is not None and self._round.waiting.pop(name, None):
+        if self._round is not None and self._round.waiting.pop(name, False):
             self._round.failures[name] = f"{name} has been disconnected"
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)

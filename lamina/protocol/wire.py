@@ -141,7 +141,7 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
     for step in plan.sequences:
         sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
         stop = start + count
-        visible, known = start if chunk else stop, len(attends)
+        visible, place = start if chunk else stop, -1
         for segment in segments.get(sequence, ()):
             if segment.worker != worker:
                 continue
@@ -157,9 +157,10 @@ def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], work
             seen = min(visible, last)
             if first < seen:
                 attend = SegmentRows(sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen)
-                if known < len(attends):
-                    further.append((known, attend))
+                if place >= 0:
+                    further.append((place, attend))
                 else:
+                    place = len(attends)
                     queries.append((row, count))
                     attends.append(attend)
         row += count

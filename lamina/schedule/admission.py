@@ -93,10 +93,10 @@ class Admissions:
         """True if ``share`` is due."""
         return self._steps >= self._shared + SHARE and len(self) > 0
 
-    def share(self, seats: Seats, leaving: int) -> list[Client]:
+    def share(self, seats: Seats) -> list[Client]:
         """Prefer the waiting request whose client has fewest seats, if others have more than their share.
 
-        Returns the clients of which one must give up seats for it; none if enough are free, or will be: ``leaving``.
+        Returns the clients of which one must give up seats for it; none if enough are free, or will be.
         """
         self._shared = self._steps
         if self._preferred is not None and self._steps >= self._preferred_since + PAUSE:
@@ -116,7 +116,7 @@ class Admissions:
                 self._waiting.remove(first)
             self._preferred, self._preferred_since = first, self._steps
             self._exhausted = False
-        lacks = seats.total - leaving + wanted > self._max_sequences
+        lacks = seats.total - seats.leaving + wanted > self._max_sequences
         return holders if lacks and first is self._preferred else []
 
     def remove(self, group: Group) -> None:

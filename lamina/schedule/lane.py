@@ -23,15 +23,19 @@ class Planned:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """The requests of one lane, by what they do; dicts are ordered sets."""
+    """The requests of one lane, by what they do; dicts are ordered sets.
 
+    ``longest``: most tokens of a segment that decodes, if that is bounded.
+    """
+
+    longest: int | None = None
     running: dict[Group, None] = field(default_factory=dict)  # all requests
     dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
     prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
-    decoding: DecodeBatch = field(default_factory=DecodeBatch)
+    decoding: DecodeBatch = field(init=False)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
     in_flight: collections.deque[Planned] = field(default_factory=collections.deque)
@@ -39,6 +43,9 @@ class Lane:
     turn: int = 0
     histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
     grown: list[Segment] = field(default_factory=list)  # the same
+
+    def __post_init__(self) -> None:
+        self.decoding = DecodeBatch(self.longest)
 
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
@@ -116,6 +123,40 @@ class Lane:
             return None
         planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
         return max(self.decoding.position(first.sequence) - planned, first.goal)
+
+    def clear(self) -> None:
+        """Give up all requests, to be dealt out again. No step is in flight."""
+        for content in (
+            self.dealt,
+            self.running,
+            self.prompts,
+            self.prompted,
+            self.prompts_run,
+            self.ending,
+            self.histories,
+        ):
+            content.clear()
+        self.decoding, self.completed = DecodeBatch(self.longest), 0
+
+    def take_over(self, group: Group, dealt: bool, paused: bool) -> None:
+        """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``paused``: it is on
+        its way to another memory worker."""
+        self.running[group] = None
+        self.histories |= group.histories
+        if dealt:
+            self.dealt[group] = None
+            return
+        if paused:
+            group.completions[0].until = 0
+            return
+        for completion in group.alive if group.forked else group.completions[:1]:
+            completion.until = 0
+            if completion.left:
+                self.prompts.add(group, completion)
+            elif group.forked:
+                self.decoding.join(group, completion, group.kept(completion))
+            else:
+                self.prompted.append((group, completion))
 
     def withdraw(self) -> None:
         """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""

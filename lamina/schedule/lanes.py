@@ -111,7 +111,7 @@ class LaneChooser:
         """These are the memory workers from now on."""
         for figures in (self._attention, self._attention_before, self._attention_per_step):
             for worker in figures.keys() - set(workers):
-                del figures[worker]  # type: ignore[attr-defined]
+                del figures[worker]
 
     @property
     def due(self) -> bool:

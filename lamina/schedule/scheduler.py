@@ -31,9 +31,9 @@ from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest, victims
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
-from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.lane import Lane, Planned
 from lamina.schedule.limits import Limits
+from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains
 from lamina.schedule.seats import Seats
 from lamina.segments import grown, holding
@@ -68,15 +68,9 @@ class Scheduler:
         self._attentions = attentions
         self._kv_heads = kv_heads
         self._policy = policy
-        self._lanes = [Lane(allowance=limits.max_num_batched_tokens) for _ in range(lanes)]
-        for own in self._lanes:
-            own.decoding = DecodeBatch(placement.longest)
+        self._lanes = [self._new_lane() for _ in range(lanes)]
         self._seats = Seats(self.active)
-        # Every lane is in one of these: it may have something to plan, it has as many steps in flight as ``plannable``
-        # allows, or it had nothing to plan last time.
-        self._changed = set(range(lanes))
-        self._ahead = set[int]()
-        self._resting = set[int]()
+        self._ready = Readiness(lanes)
         self._moving = False
         self._requests: dict[str, Group] = {}
         self._arrivals = itertools.count()
@@ -87,6 +81,9 @@ class Scheduler:
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
         self._steps = itertools.count(1)
+
+    def _new_lane(self) -> Lane:
+        return Lane(self.placement.longest, allowance=self.limits.max_num_batched_tokens)
 
     @property
     def waiting(self) -> int:
@@ -152,7 +149,6 @@ class Scheduler:
         for own in self._lanes:
             own.withdraw()
             self._retire(own)
-        self._ahead.clear()
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
         running = (group for own in self._lanes for group in own.running)
@@ -178,8 +174,7 @@ class Scheduler:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
         self.placement.close(worker)
         self._admissions.close(worker)
-        self._changed |= self._resting
-        self._resting.clear()
+        self._ready.wake()
 
     @property
     def longest(self) -> int:
@@ -210,9 +205,9 @@ class Scheduler:
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
-        for lane in range(len(self._lanes), topology.pipeline.lanes):
-            self._lanes.append(Lane(allowance=self.limits.max_num_batched_tokens))
-            self._resting.add(lane)
+        more = topology.pipeline.lanes - len(self._lanes)
+        self._lanes += [self._new_lane() for _ in range(more)]
+        self._ready.extend(len(self._lanes))
 
     def _remains(self, dropped: int, recomputed: int) -> Remains:
         kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
@@ -237,33 +232,17 @@ class Scheduler:
         ending = [owner for own in self._lanes for owner in own.ending]
         prompts_run = {group for own in self._lanes for group in own.prompts_run}
         for own in self._lanes:
-            own.dealt.clear()
-            for content in (own.running, own.prompts, own.prompted, own.prompts_run, own.ending, own.histories):
-                content.clear()
-            own.decoding, own.completed = DecodeBatch(self.placement.longest), 0
+            own.clear()
         self._seats = Seats(self.active)
         self._admissions.given_back()
-        self._changed, self._resting = set(range(len(self._lanes))), set()
+        self._ready.restart()
         for group in groups:
             group.lane, group.until = self._seats.emptiest, 0
             self._seats.change(group.lane, group.seats, group.request.client)
             own = self._lanes[group.lane]
-            own.running[group] = None
-            own.histories |= group.histories
-            own.prompts_run += {group} & prompts_run
-            if group in dealt:
-                own.dealt[group] = None
-            elif self._relocations.is_paused(group):
-                group.completions[0].until = 0
-            else:
-                for completion in group.alive if group.forked else group.completions[:1]:
-                    completion.until = 0
-                    if completion.left:
-                        own.prompts.add(group, completion)
-                    elif group.forked:
-                        own.decoding.join(group, completion, group.kept(completion))
-                    else:
-                        own.prompted.append((group, completion))
+            own.take_over(group, group in dealt, self._relocations.is_paused(group))
+            if group in prompts_run:
+                own.prompts_run.append(group)
         for lane, own in enumerate(self._lanes):
             own.allowance = self._rows_left(lane)
         for owner in ending:  # a request's lane releases the sequence that it may still fork from
@@ -275,25 +254,12 @@ class Scheduler:
         Evaluated lazily: planning for one lane may give another one something to do.
         """
         lane = -1
-        while after := [one for one in self._candidates() if one > lane]:
+        while after := [one for one in self._ready.candidates(self._moving, self._admissions.due) if one > lane]:
             lane = min(after)
             if self.in_flight(lane) < depth:
                 yield lane
             if self.in_flight(lane) >= depth:
-                self._ahead.add(lane)
-                self._changed.discard(lane)
-                self._resting.discard(lane)
-
-    def _has_changed(self, lane: int) -> None:
-        self._changed.add(lane)
-        self._resting.discard(lane)
-
-    def _candidates(self) -> set[int]:
-        if self._moving:
-            return set(range(len(self._lanes))) - self._ahead
-        if self._admissions.due and self._resting:  # the first lane planned deals to all of them
-            return self._changed | {min(self._resting)}
-        return self._changed
+                self._ready.note_ahead(lane)
 
     def plan(self, lane: int) -> StepPlan | None:
         """The next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
@@ -310,9 +276,9 @@ class Scheduler:
         own.decoding.let_go()
         self._turn_over(own)
         self._make_way(own)
-        self._share_seats()
         if self.placement.closed:
             self._relocations.drain()
+        self._share_seats()
         self._deal()
         admitted = self._admit(own)
         migrations = self._relocations.begun()
@@ -329,8 +295,7 @@ class Scheduler:
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
             # KV of its own has been dropped.
             if fits and not own.ending:
-                self._changed.discard(lane)
-                self._resting.add(lane)
+                self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
         plan = StepPlan(
@@ -422,7 +387,7 @@ class Scheduler:
         """Drop a request of a client with most sequences if one with fewer than its share waits."""
         if not self._admissions.may_share:
             return
-        holders = self._admissions.share(self._seats, sum(len(lane.finished) for lane in self._lanes))
+        holders = self._admissions.share(self._seats)
         if not holders:
             return
         running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
@@ -484,25 +449,16 @@ class Scheduler:
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
             self._seats.change(group.lane, group.seats, group.request.client)
-            self._has_changed(group.lane)
+            self._ready.note_change(group.lane)
 
     def _admit(self, lane: Lane) -> list[Admission]:
         """Admit the requests dealt to the lane: this plan tells the workers."""
-        admitted = [self._admission(group) for group in lane.dealt]
+        admitted = [group.admission for group in lane.dealt]
         for group in lane.dealt:
             self.prefixes.admit(group)
             lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted
-
-    def _admission(self, group: Group) -> Admission:
-        params, first = group.request.params, group.completions[0].sequence
-        segments = group.completions[0].segments
-        prompt = group.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
-        indices = [completion.index for completion in group.completions]
-        return Admission(
-            first, len(indices), group.prompt_length, segments, params, group.request.seed, prompt, indices
-        )
 
     def migrated(self, number: int) -> None:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
@@ -516,7 +472,7 @@ class Scheduler:
             relocation.position = own.decoding.pause(completion.sequence)
         if relocation.position is not None:
             relocation.arrived = True
-            self._has_changed(group.lane)
+            self._ready.note_change(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
@@ -533,8 +489,7 @@ class Scheduler:
             if planned.plan.runs and planned is not next(one for one in own.in_flight if one.plan.runs):
                 raise AssertionError(f"step {step} of lane {lane} was completed before an earlier one")
         own.in_flight.remove(planned)
-        self._ahead.discard(lane)
-        self._has_changed(lane)
+        self._ready.note_completed(lane)
         if not planned.plan.runs:
             return {}
         own.completed += 1
@@ -621,6 +576,7 @@ class Scheduler:
             own.prompts.discard(completion)
             own.histories.pop(completion.sequence, None)
             own.finished.append((group, completion))
+            self._seats.leaving += 1
             self.placement.leave(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
@@ -636,9 +592,10 @@ class Scheduler:
             if lane.completed >= max(group.until, completion.until):
                 completion.retired = True
                 lane.ending.append(owner)
-                self._has_changed(group.lane)
+                self._ready.note_change(group.lane)
                 group.seats -= 1
                 self._seats.change(group.lane, -1, group.request.client)
+                self._seats.leaving -= 1
                 self._admissions.given_back()
                 if not group.seats:
                     del lane.running[group]

@@ -12,6 +12,7 @@ class Seats:
     def __init__(self, lanes: int) -> None:
         self.taken = [0] * lanes
         self.total = 0
+        self.leaving = 0  # sequences that have ended, and are still in steps in flight
         self._accounts = Counter[str]()
         self._clients = Counter[Client]()
         self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date

@@ -17,7 +17,7 @@ import msgspec
 
 from lamina.engine.remote import RemoteEngine
 from lamina.env import LOG_FORMAT, environment
-from lamina.errors import EngineDeadError
+from lamina.errors import EngineDeadError, UserError
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.frontends import FrontendBootstrap
@@ -28,7 +28,10 @@ def main() -> None:
     """Serve until told to stop, or until the engine has stopped: then with status 1."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
-    tokenizer = Tokenizer(find(Path(sys.argv[1]), weights=False))
+    try:
+        tokenizer = Tokenizer(find(Path(sys.argv[1]), weights=False))
+    except UserError:  # reported by the process that started this one, which loads it too
+        sys.exit(1)
     listener = socket.socket(fileno=int(sys.argv[2]))
     received = sys.stdin.buffer.read()
     if not received:  # the engine did not start
@@ -44,7 +47,10 @@ def main() -> None:
 
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
-    await serve_in_loop(engine, listener, engine.ready)
+    try:
+        await serve_in_loop(engine, listener, engine.ready)
+    finally:
+        engine.disconnect()
 
 
 main()

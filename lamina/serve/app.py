@@ -11,7 +11,7 @@ import lamina
 from lamina.engine.runtime import Runtime
 from lamina.frontend.prompts import Prompt, chat_prompt, encode_prompt
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import errors
+from lamina.serve import admin, errors
 from lamina.serve.errors import APIError, first_line
 from lamina.serve.generation import Form, check_model, respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
@@ -87,6 +87,7 @@ def create_app(engine: Runtime) -> FastAPI:
         """Metrics for Prometheus."""
         return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
 
+    admin.install(app, engine)
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
     return app
 

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from lamina.errors import EngineDeadError, OverloadedError, UserError
+from lamina.errors import DeadlineError, EngineDeadError, OverloadedError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, EngineDeadError):
         return APIError(503, first_line(str(error)), code="engine_dead")
+    if isinstance(error, DeadlineError):
+        return APIError(503, str(error), code="engine_silent")
     logger.error("a request failed", exc_info=error)
     return APIError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
@@ -79,7 +81,7 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, disconnected)
-    for kind in (APIError, UserError, OverloadedError, EngineDeadError, Exception):
+    for kind in (APIError, UserError, OverloadedError, EngineDeadError, DeadlineError, Exception):
         app.add_exception_handler(kind, known)
 
 

@@ -120,10 +120,12 @@ class Generation:
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
                     # One event for all completions, unless many tokens are buffered for a slow client.
-                    at_once = len(update.completions) if update.tokens <= MOST_POSITIONS else 1
+                    long = update.tokens > MOST_POSITIONS
+                    at_once = 1 if long else len(update.completions)
                     while choices_ := [form.chunk_choice(piece) for piece in itertools.islice(pieces, at_once)]:
                         yield self._chunk(choices_)
-                        await asyncio.sleep(0)  # let other requests run
+                        if long:
+                            await asyncio.sleep(0)  # let other requests run
                 if self._body.include_usage:
                     yield self._chunk([], self._usage.body())
             except (LaminaError, APIError) as error:

@@ -11,6 +11,8 @@ COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 
 _ERRORS = {
     400: "The request is invalid; the message says why.",
+    401: "The administrator's key is missing or wrong.",
+    403: "The server has no administrator's key.",
     404: "This server does not serve that model.",
     408: "The body arrived too slowly.",
     413: "The body is too large.",
@@ -60,8 +62,8 @@ def interface(app: FastAPI) -> dict[str, Any]:
 def _statuses(path: str) -> list[int]:
     """The errors that a path answers with."""
     if path in (COMPLETIONS_PATH, CHAT_PATH):
-        return list(_ERRORS)
-    return {"/health": [503], "/v1/models/{name}": [404]}.get(path, [])
+        return [400, 404, 408, 413, 429, 503]
+    return {"/health": [503], "/v1/models/{name}": [404], "/admin/scale": [400, 401, 403, 413, 503]}.get(path, [])
 
 
 def _described(description: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from lamina.engine.frontends import Frontends
 from lamina.errors import EngineDeadError, WorkerError
 from lamina.protocol.liveness import Liveness
 from lamina.serve.errors import first_line
-from lamina.serve.server import GRACE_S, TELL_S
+from lamina.serve.server import GRACE_S, TELL_S, no_old_garbage
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class FrontendProcesses:
         """
         room = Frontends(engine, Path(self._folder.name))
         try:
-            with self._own_signals():
+            with self._own_signals(), no_old_garbage():
                 for process in self._running:
                     self._introduce(process, room)
                 self._await_ready(room)
@@ -96,7 +96,7 @@ class FrontendProcesses:
                     on_ready()
                 while not self._signals and engine.dead is None:
                     self._watch(room)
-                self._stop(engine)
+                self._stop()
         finally:
             self._kill()
             engine.close()
@@ -153,7 +153,7 @@ class FrontendProcesses:
             process.popen.wait()
             yield process
 
-    def _stop(self, engine: Engine) -> None:
+    def _stop(self) -> None:
         """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end."""
         told, deadline = 0, time.monotonic() + STOP_TIMEOUT_S
         left = list(self._running)

@@ -1,13 +1,14 @@
 """Runs the HTTP server: binds a socket before the model is loaded, and serves on it with uvicorn afterwards."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 import gc
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -155,14 +156,20 @@ def serve(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]
 async def serve_in_loop(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """As ``serve``, in the running event loop."""
     server = make_server(engine, on_ready)
-    # What exists now stays: scanning it for garbage would stop every answer for a third of a second, again and again.
-    gc.freeze()
-    try:
+    with no_old_garbage():
         await server.serve(sockets=[listener])
-    finally:
-        gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
     if server.died is not None:
         raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
+
+
+@contextlib.contextmanager
+def no_old_garbage() -> Iterator[None]:
+    """What exists now stays: scanning it for garbage would stop every answer for a third of a second, repeatedly."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
 
 
 def make_server(engine: Runtime, on_ready: Callable[[], None]) -> _Server:

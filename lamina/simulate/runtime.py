@@ -25,12 +25,13 @@ from lamina.protocol.timeline import Span
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
+from lamina.segments import grown
 from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
 from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
-from lamina.simulate.step_times import StepModel
-from lamina.types import Request, SamplingParams, StepPlan
+from lamina.simulate.step_times import Places, StepModel
+from lamina.types import Request, SamplingParams, Segment, StepPlan
 
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 
@@ -105,7 +106,9 @@ class Simulation:
         self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
         self._log = RequestLog(arrivals)
         self._live = set[int]()  # requests with the scheduler
-        self._homes: dict[int, int] = {}
+        self._segments: dict[int, list[Segment]] = {}  # by sequence
+        self._homes: dict[int, int] = {}  # the number of the worker with its last segment
+        self._split: dict[int, Places] = {}  # those with several segments
         lanes = range(self._pipeline.lanes)
         self._requests = [_Numbers(_requests) for _ in lanes]
         self._decoding = [_Numbers(self._homes_of) for _ in lanes]
@@ -210,6 +213,12 @@ class Simulation:
     def _homes_of(self, sequences: list[int]) -> list[int]:
         return [self._homes[sequence] for sequence in sequences]
 
+    def _place(self, sequence: int, segments: list[Segment]) -> None:
+        self._segments[sequence] = segments
+        self._homes[sequence] = self._numbers[segments[-1].worker]
+        if len(segments) > 1:
+            self._split[sequence] = [(self._numbers[each.worker], *each.tokens) for each in segments]
+
     def _strike(self, fault: Fault, now: float) -> None:
         if fault.factor is None:
             self._die(now)
@@ -265,16 +274,17 @@ class Simulation:
 
     def _submit(self, plan: StepPlan, now: float) -> None:
         for sequence in plan.released:
-            del self._homes[sequence]
+            del self._segments[sequence], self._homes[sequence]
+            self._split.pop(sequence, None)
         for segment in plan.moved:
-            self._homes[segment.sequence] = self._numbers[segment.worker]
+            self._place(segment.sequence, [segment])
         for migration in plan.migrations:  # one at a time; the one before may have been cancelled
             seconds = self._model.migration_seconds(migration.stop - migration.start)
             self._migration = now + seconds, migration.number
         for admission in plan.admitted:
-            self._homes[admission.sequence] = self._numbers[admission.segments[-1].worker]
-        for segment in plan.grown:  # the times count all of a sequence's attention where its next tokens go
-            self._homes[segment.sequence] = self._numbers[segment.worker]
+            self._place(admission.sequence, admission.segments)
+        for segment in plan.grown:
+            self._place(segment.sequence, grown(self._segments[segment.sequence], segment))
             self._decoding[plan.lane].forget()
         if not plan.runs:
             return
@@ -282,7 +292,7 @@ class Simulation:
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
         decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
         chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
-        self._rows[plan.step], times = self._model.times(plan, decoding, chunk_homes)
+        self._rows[plan.step], times = self._model.times(plan, decoding, chunk_homes, self._split)
         orders = self._replicas[plan.rotates][plan.lane]
         tick = self._pipeline.tick(plan.lane, plan.turn)
         ticks = self._pipeline.tick(plan.lane, plan.turn + 1) - tick

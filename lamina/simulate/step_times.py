@@ -1,6 +1,6 @@
 """Predicts how long a step's slices, attentions and messages take: the timing model of the virtual cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from lamina.protocol.wire import attends_locally
 from lamina.simulate.arrivals import Ints
 from lamina.simulate.deployment import Deployment
 from lamina.types import StepPlan
+
+Places = Sequence[tuple[int, int, int | None]]
+"""The memory worker, first token and end of each segment of a sequence, by ascending token."""
 
 _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
@@ -32,6 +35,11 @@ class SliceTimes:
         self.inner: list[float] = layer.tolist()
         self.after: list[float] = np.asarray(layer - before).tolist()
         self.ends: list[float] = ends.tolist()
+
+
+def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
+    """How many tokens before ``position`` each segment has, with its worker."""
+    return [(home, max(0, (position if stop is None else min(stop, position)) - first)) for home, first, stop in places]
 
 
 class StepModel:
@@ -67,10 +75,13 @@ class StepModel:
             attend_s.tolist(),
         )
 
-    def times(self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int]) -> tuple[int, _native.StepTimes]:
+    def times(
+        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
+    ) -> tuple[int, _native.StepTimes]:
         """Rows and times of one step.
 
-        ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk.
+        ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk. ``split``: sequences with
+        KV on several memory workers, the last of which is in ``homes``.
         """
         starts = plan.decoding.starts
         chunks = list(zip(plan.chunks, chunk_homes, strict=True))
@@ -79,6 +90,14 @@ class StepModel:
             starts = starts + [chunk.start for chunk, _ in singles]
             homes = np.append(homes, [home for _, home in singles])
         rows = draws = asked = len(starts)
+        if split:  # a row for each worker; K and V of the token count at each of them
+            starts = list(starts)
+            for place, sequence in enumerate(plan.decoding.sequences):
+                if sequence in split:
+                    *others, (_, starts[place]) = _tokens(split[sequence], starts[place])
+                    starts += [tokens for _, tokens in others]
+                    homes = np.append(homes, [home for home, _ in others])
+            asked = len(starts)
         chunks_s = 0.0
         more: list[tuple[int, float, float, float]] = []
         for chunk, home in chunks:
@@ -88,9 +107,11 @@ class StepModel:
             chunks_s += self._chunk_s[length]
             more.append((home, length * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
             if chunk.start:
-                asked += length
                 there = length * self._asked_bytes * self._memory_byte_s
-                more.append((home, there, self._prefix_seconds(length, chunk.start), there))
+                for place, prefix in _tokens(split.get(chunk.sequence, ((home, 0, None),)), chunk.start):
+                    if prefix:
+                        asked += length
+                        more.append((place, there, self._prefix_seconds(length, prefix), there))
         shares = self._shares.of(homes, starts, more)
         slices, runtime = self._slices, self._compute.fits.runtime
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows

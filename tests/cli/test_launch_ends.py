@@ -51,7 +51,8 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     clients, answers = ask_for_long_answers(running)
     assert running.process.stderr is not None
     running.process.send_signal(signal.SIGINT)
-    assert "press Ctrl-C again to end them now" in running.process.stderr.readline()
+    said = next(line for line in running.process.stderr if "still starting" not in line)  # on a busy machine
+    assert "press Ctrl-C again to end them now" in said
     running.process.send_signal(signal.SIGINT)
     assert_told(clients, answers, "the engine was closed")
     assert running.process.wait(END_S) == 130
@@ -60,8 +61,9 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 
-def test_a_server_whose_worker_died_tells_its_clients_and_ends() -> None:
-    running = start("--max-restarts", "0")
+@pytest.mark.parametrize("frontends", ["0", "1"])
+def test_a_server_whose_worker_died_tells_its_clients_and_ends(frontends: str) -> None:
+    running = start("--max-restarts", "0", "--frontends", frontends)
     workers = running.workers()
     clients, answers = ask_for_long_answers(running)
     assert run("status", "--url", running.url).returncode == 0

@@ -137,7 +137,9 @@ def test_any_splits_forks_and_growth_equal_whole_attention(
             child = max(live) + 1
             parent = data.draw(st.sampled_from(live))
             if event == "fork" and lengths[parent] and len(live) < 4:
-                tokens = data.draw(st.integers(1, lengths[parent]), "shared")
+                firsts = {one.tokens[0] for one in under_test.segments[parent]}
+                cuts = [first for first in sorted(firsts) if 0 < first <= lengths[parent]] or [1]
+                tokens = data.draw(st.sampled_from(cuts) | st.integers(1, lengths[parent]), "shared")
                 deltas["forks"] = [Fork(parent, child, tokens)]
                 live, lengths = [*live, child], {**lengths, child: tokens}
             elif event == "end" and len(live) > 1:

@@ -17,9 +17,10 @@ from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
 from lamina.protocol import liveness
-from lamina.protocol.control import ControlClient, ControlServer
+from lamina.protocol.control import Bootstrap, ControlClient, ControlServer
 from lamina.protocol.messages import Failed, Hello, SlabReady
 from lamina.schedule.limits import Limits
+from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 END_S = 30.0
@@ -31,6 +32,9 @@ class NoWorkers:
 
     def __init__(self) -> None:
         self.closed = 0
+
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        raise AssertionError(f"{name} was started")
 
     def ended(self) -> Mapping[str, str]:
         return {}

@@ -30,7 +30,7 @@ def leaving(*prompts: int) -> Leaves:
     """Of a scheduler whose requests, with these prompts and one more token each, are all on ``memory0``."""
     under_test = scheduler({"memory0": 60, "memory1": 30})
     for number, prompt in enumerate(prompts):
-        assert under_test.add(request(str(number), prompt, max_tokens=2)).memory == ""
+        assert under_test.add(request(str(number), prompt, max_tokens=2)).lane < 0
         assert plan_of(under_test).admitted[0].segments[0].worker == "memory0"
     return Leaves(cast(ControlServer, None), cast(Workers, None), under_test)
 
@@ -40,7 +40,7 @@ def test_a_memory_worker_stays_while_the_others_lack_room_for_what_it_holds_or_m
     leaving(20, 20).check(["memory1"], TOPOLOGY)
     with pytest.raises(ConfigError, match="memory0 hold 40 tokens, and the memory workers that stay have room for 30"):
         leaving(20, 20).check(["memory0"], TOPOLOGY)
-    with pytest.raises(ConfigError, match="may need 31 KV tokens, and the largest memory worker that stays holds 30"):
+    with pytest.raises(ConfigError, match="may need 31 KV tokens, and the memory workers that stay hold 30"):
         leaving(30).check(["memory0"], TOPOLOGY)
 
 

@@ -15,9 +15,10 @@ from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
-from lamina.protocol.control import ControlClient, ControlServer
+from lamina.protocol.control import Bootstrap, ControlClient, ControlServer
 from lamina.protocol.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
 from lamina.schedule.limits import Limits
+from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 1.0
@@ -25,6 +26,9 @@ LIMIT_S = 1.0
 
 class Workers:
     """Nobody ends."""
+
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        raise AssertionError(f"{name} was started")
 
     def ended(self) -> dict[str, str]:
         return {}

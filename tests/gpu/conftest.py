@@ -1,4 +1,4 @@
-"""Tests that need a card: elsewhere they are skipped, and say what is missing."""
+"""Tests that need a GPU: elsewhere they are skipped, and say what is missing."""
 
 import os
 
@@ -9,7 +9,7 @@ from lamina.kernels.gpu.device import find, require
 
 
 def missing() -> str | None:
-    """Why no card can be used in this process; None if one can."""
+    """Why no GPU can be used in this process; None if one can."""
     try:
         require(0, find())
     except ConfigError as error:

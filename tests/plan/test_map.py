@@ -1,6 +1,7 @@
 """The map of where two kinds pay: its cells against all ways evaluated one by one, its words and its picture."""
 
 from pathlib import Path
+from typing import cast
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,7 @@ from lamina.plan import hardware, models, prices, workload
 from lamina.plan import map as plan_map
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.map import Cell, cells, crossover
-from lamina.plan.serving import Server, Slo, ways
+from lamina.plan.serving import Capacity, Server, Slo, ways
 
 CATALOGUE = hardware.load()
 RENTS = prices.load("paper")
@@ -30,6 +31,7 @@ def test_a_cell_has_the_cheapest_of_both_sides() -> None:
     every = [one for way in ways(SMALL, *POOLS) if (one := place.evaluate(way)) is not None]
     alone = [one for one in every if one.way.memory is None or one.way.memory.kind == one.way.compute.kind]
     together = [one for one in every if one.way.memory is not None and one.way.memory.kind != one.way.compute.kind]
+    assert cell.offloaded is not None and cell.offloading is not None and cell.gain >= cell.offloading
     # The map tries fewer chunks and counts: it finds nothing cheaper than all ways, and nothing much dearer.
     for found, best in ((cell.alone, alone), (cell.together, together)):
         least = min(one.usd_per_request for one in best)
@@ -45,16 +47,17 @@ def cell_of(prompt: int, output: int, alone: float | None, together: float | Non
         def __init__(self, usd: float) -> None:
             self.usd_per_request = usd
 
-    sides = [None if usd is None else Priced(usd) for usd in (alone, together)]
-    return Cell(workload=workload.of_lengths(prompt, output), alone=sides[0], together=sides[1], cached=None)  # type: ignore[arg-type]
+    one, two = (None if usd is None else cast(Capacity, Priced(usd)) for usd in (alone, together))
+    return Cell(workload.of_lengths(prompt, output), one, two, None, cached=None)
 
 
 def test_the_crossover_in_words() -> None:
     found = [cell_of(100, 400, 1.3, 1.0), cell_of(100, 100, 1.02, 1.0), cell_of(800, 100, 1.0, 2.0)]
     assert crossover([*found, cell_of(9000, 100, None, 1.0)]) == (
-        "Two kinds cost less per request in 1 of 3 cells; the largest gain is +30%, with prompts of 100 tokens, "
-        "outputs of 400. Where they pay, a prompt has 0.25 times as many tokens as its output; elsewhere 1 to 8 times. "
-        "On one kind alone, nothing serves 1 more."
+        "Two kinds cost less per request in 1 of 3 cells, with prompts of 100 tokens and outputs of 400. Offloading "
+        "attention: cheaper in 1 of 3 cells, with prompts of 100 tokens and outputs of 400; at best +30%, with prompts "
+        "of 100 tokens, outputs of 400. If prompts cost nothing, two kinds cannot be compared in any cell. On one kind "
+        "alone, nothing serves 1 more."
     )
     assert crossover([cell_of(1, 1, None, 1.0)]) == "No cell can be served both on one kind and on two."
 
@@ -78,4 +81,8 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_picture_says_which_side_serves_alone() -> None:
     text = svg([("a & b", [cell_of(100, 100, 1.0, None), cell_of(200, 100, None, 1.0), cell_of(300, 100, None, None)])])
     labels = [label.text for label in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
-    assert "a & b" in labels and labels[-1] == "neither" and {"one only", "two only"} <= set(labels)
+    assert (
+        labels[0] == "a & b: two kinds (offloading) against one"
+        and labels[-2:] == ["neither", "(-)"]
+        and {"one only", "two only"} <= set(labels)
+    )

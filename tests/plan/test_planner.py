@@ -128,15 +128,22 @@ def played(seen: Pools, model: Planner, rows: int, live: int, steps: int = 5) ->
         ]
     )
     layer, ends = (float(part(rows, seen.tensor_parallel)) for part in (compute.slice_seconds, compute.ends_seconds))
+    times = _native.StepTimes(
+        first_s=layer / 2,
+        inner_s=layer,
+        last_s=layer / 2 + ends,
+        send_s=rows * (asked + kept) * here,
+        receive_s=rows * asked * here,
+        context_s=rows * 2 * shape.hidden * here,
+        shares=shares,
+    )
     turns, ends_s = [0] * seen.lanes, [[] for _ in range(seen.lanes)]  # type: ignore[var-annotated]
 
     def submit(lane: int, now: float) -> None:
         turn, turns[lane] = turns[lane], turns[lane] + shape.layers
         replicas = [pipeline.replica(lane, turn + k) for k in range(shape.layers + 1)]
         tick = pipeline.tick(lane, turn), pipeline.tick(lane, 1) - pipeline.tick(lane, 0)
-        sent, back = rows * (asked + kept) * here, rows * asked * here
-        slices = layer / 2, layer, layer / 2 + ends, 0.0
-        cluster.submit(lane, now, 0, replicas, *tick, *slices, sent, back, rows * 2 * shape.hidden * here, shares)
+        cluster.submit(lane, now, 0, replicas, *tick, times)
 
     for lane in [*range(seen.lanes)] * 2:
         submit(lane, 0.0)
@@ -146,7 +153,7 @@ def played(seen: Pools, model: Planner, rows: int, live: int, steps: int = 5) ->
         now, lane, *_ = ended
         ends_s[lane].append(now)
         submit(lane, now)
-    return float(np.mean([(times[-1] - times[1]) / (len(times) - 2) for times in ends_s]))
+    return float(np.mean([(each[-1] - each[1]) / (len(each) - 2) for each in ends_s]))
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -82,7 +82,7 @@ def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
         with pytest.raises(WorkerError, match="memory1 failed: its process exited with status 1"):
             engine.scale(memory=1).result(JOIN_S)
         assert_same(streams.results(), undisturbed)
-        assert not engine.stats().changing and workers.pids.keys() == {"compute0", "memory0"}
+        assert engine.stats().workers.keys() == workers.pids.keys() == {"compute0", "memory0"}
     finally:
         engine.close()
 
@@ -107,8 +107,8 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
         assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
         assert stats.moved > 0
         for refused, reason in (
-            ({"memory": -1}, "1 memory workers cannot leave: the pool has 1, and one must stay"),
-            ({"compute": -3}, "3 compute workers cannot leave: the pool has 1, and one must stay"),
+            ({"memory": -1}, "the memory pool has 1, of which one must stay: 1 cannot leave"),
+            ({"compute": -3}, "the compute pool has 1, of which one must stay: 3 cannot leave"),
         ):
             with pytest.raises(ConfigError, match=reason):
                 engine.scale(**refused).result(JOIN_S)

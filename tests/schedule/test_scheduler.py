@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.errors import RequestError
@@ -245,6 +245,7 @@ class Cluster:
         return bool(held)
 
 
+@settings(max_examples=300, deadline=None)
 @given(
     requests=requests,
     memories=st.integers(1, 3),
@@ -326,6 +327,7 @@ def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
             under_test.finish(group, completion)
 
 
+@settings(max_examples=300, deadline=None)
 @given(
     requests=requests,
     lanes=st.integers(1, 5),
@@ -418,7 +420,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> No
         (0, {}, "empty"),
         (32, {}, "32 tokens; this runtime takes at most 31"),
         (4, {"n": 5}, "n is 5"),
-        (20, {"max_tokens": 12}, "may need 31 KV tokens; the largest memory worker holds 30"),
+        (20, {"n": 3, "max_tokens": 8}, "may need 41 KV tokens; 2 memory workers hold 40 in all"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_figures(prompt: int, params: dict, says: str) -> None:
@@ -485,12 +487,12 @@ def test_the_id_of_a_finished_request_is_free_at_once_even_while_a_step_planned_
     assert under_test.plan(0) is None and under_test.placement.reserved == {"memory0": 0}
 
 
-def test_without_max_tokens_a_request_gets_what_a_memory_worker_holds() -> None:
+def test_without_max_tokens_a_request_gets_what_memory_workers_hold() -> None:
     under_test = scheduler({"memory0": 20, "memory1": 12})
     group = under_test.add(Request("r", None, [1] * 10, SamplingParams(max_tokens=None, n=2)))
-    assert (group.max_tokens, group.tokens) == (6, 20)
+    assert (group.max_tokens, group.tokens) == (12, 32)
     alone = under_test.add(Request("s", None, [1] * 10, SamplingParams(max_tokens=None)))
-    assert (alone.max_tokens, alone.tokens) == (11, 20)
+    assert (alone.max_tokens, alone.tokens) == (22, 31)
 
 
 def calls_a_row(lanes: int, memories: int) -> float:

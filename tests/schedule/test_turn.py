@@ -20,11 +20,12 @@ from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.map import Placement
 from lamina.placement.recovery import latest
 from lamina.plan import hardware, models
-from lamina.protocol.control import ControlServer
+from lamina.protocol.control import Bootstrap, ControlServer
 from lamina.protocol.messages import StepDone
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
+from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS, request
 
@@ -166,6 +167,9 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
 
 
 class NoWorkers:
+    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        raise AssertionError(f"{name} was started")
+
     def ended(self) -> Mapping[str, str]:
         return {}
 
@@ -203,6 +207,7 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
 
     (simulated, simulated_settings), (real, real_settings) = made
     assert simulated_settings.pop("policy") is latest  # the engine's default
+    assert real_settings.pop("prefix_cache")  # traces say nothing of what prompts have in common
     assert pipeline == real[2] and simulated_settings == real_settings
     assert simulated[1].capacities == real[1].capacities
     assert limits.max_sequences == sizing.most_sequences(config, engine_pipeline)

@@ -139,6 +139,7 @@ class FakeEngine:
             links=[(near, 1), (far, 2)],
             prefix_queries=8,
             prefix_hits=2,
+            workers={"memory0": "serving"},
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:

@@ -148,8 +148,8 @@ def test_a_killed_frontend_takes_its_own_requests_with_it_and_no_others(server: 
         victim = owner(server, port)
         for _ in range(200):  # until a connection goes to the other frontend
             other = httpx.Client(timeout=RUN_S)
-            with other, stream(other, server, **LONG) as (events_, port):
-                if owner(server, port) != victim:
+            with other, stream(other, server, **LONG) as (events_, other_port):
+                if owner(server, other_port) != victim:
                     victim.kill()
                     chunks = list(events_)
                     break

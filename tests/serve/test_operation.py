@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.cli import status
-from lamina.errors import ConfigError, EngineDeadError, TransportError
+from lamina.errors import ConfigError, DeadlineError, EngineDeadError, TransportError
 from lamina.serve import server as serving
 from lamina.serve.logs import OncePer
 from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
@@ -27,6 +27,14 @@ def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
     for response in (server.http.get("/health"), server.post(COMPLETION, prompt="a")):
         message = refusal(response, 503)["message"]
         assert "memory0 was killed" in message and "its own business" not in message
+
+
+def test_an_engine_that_does_not_answer_in_time_is_a_503(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        raise DeadlineError("the engine has not answered within 5 s")
+
+    monkeypatch.setattr(server.engine, "stats", wait)
+    assert refusal(server.http.get("/health"), 503)["code"] == "engine_silent"
 
 
 def test_health_and_status_name_workers_that_do_not_answer(server: Running) -> None:
@@ -130,6 +138,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_kv_slots_used", "memory0"): 5,
         ("lamina_kv_slots_cached", "memory0"): 3,
         ("lamina_kv_slots", "memory0"): 9,
+        ("lamina_workers", "memory0", "serving"): 1,
         ("lamina_links", "same host", "shm"): 1,
         ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
     }
@@ -180,7 +189,7 @@ def test_metrics_count_tokens_and_measure_waits(server: Running, stream: bool) -
 def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
-        "memory0   5 of 9 token slots in use",
+        "memory0   serving, 5 of 9 token slots in use",
         "network   shm between 1 pair of workers (same host)",
         'network   tcp between 2 pairs of workers (different hosts; no rdma: "none")',
     ]

@@ -40,7 +40,7 @@ def test_a_summary_requests_and_a_timeline(trace: Path, tmp_path: Path) -> None:
 
 def test_requests_that_come_too_fast_are_named_as_the_cause(trace: Path) -> None:
     for scale, overloaded in ((0.2, False), (100, True)):
-        done = run(*POOLS, "--trace", trace, "--draw", 2000, "--rate-scale", scale)
+        done = run(*POOLS, "--trace", trace, "--draw", 1000, "--rate-scale", scale)
         assert done.returncode == 0, done.stderr
         assert ("requests/s arrived" in done.stdout) is overloaded
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lamina.errors import ConfigError
-from lamina.placement.map import Placement
+from lamina.placement.map import WATERMARK, Placement
 from lamina.plan import hardware, models
 from lamina.plan.cost import ROUND_TRIP_S
 from lamina.plan.workload import TracedRequest
@@ -146,16 +146,17 @@ def test_tokens_are_conserved_and_every_request_ends_once() -> None:
         assert all(0 < pool.busy <= pool.busiest <= 1 and pool.network <= 1 for pool in result.pools)
 
 
+@pytest.mark.parametrize(("requests", "within"), [(5000, 0.1), pytest.param(20_000, 0.06, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("system", [System.LAMINA, System.TENSOR_PARALLEL])
-def test_prompts_alone_queue_as_m_d_1_says(system: System) -> None:
+def test_prompts_alone_queue_as_m_d_1_says(system: System, requests: int, within: float) -> None:
     """Prompts that fill a step and draw one token are customers with equal service times."""
     prompt = 512
     deployment = (pools if system is System.LAMINA else alone)(max_num_seqs=prompt, max_num_batched_tokens=prompt)
     service = simulate(deployment, arriving((0.0, prompt, 1)), system).seconds
     load = 0.7
-    result = simulate(deployment, poisson(20_000, load / service, prompt, 1), system)
+    result = simulate(deployment, poisson(requests, load / service, prompt, 1), system)
     waits = result.log.first_s - result.log.arrivals.arrival_s - service
-    assert waits.mean() == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
+    assert waits.mean() == pytest.approx(load * service / (2 * (1 - load)), rel=within)
 
 
 def test_same_seed_same_result_and_another_seed_another() -> None:
@@ -302,6 +303,15 @@ def test_a_slow_memory_worker_attends_twice_as_long() -> None:
     slow = simulate(pools(), arriving((0.0, 700, 5)), faults=[Fault("memory", 0, 0.0, 2.0)])
     assert slow.pools[1].busy * slow.seconds == pytest.approx(2 * usual.pools[1].busy * usual.seconds)
     assert slow.pools[0].busy * slow.seconds == pytest.approx(usual.pools[0].busy * usual.seconds)
+
+
+def test_a_sequence_that_is_too_long_for_one_worker_decodes_on_several_at_once() -> None:
+    """It fills one worker, but for what is always left free, and has the rest on the other. Both attend at once."""
+    deployment = pools(memory_workers=2)
+    capacity = deployment.memory_cost.kv_tokens
+    result = simulate(deployment, arriving((0.0, capacity + capacity // 2, 3)))
+    slowest = ClosedForm(deployment).decode(capacity - int(WATERMARK * capacity))
+    assert gaps_of(result) == pytest.approx([slowest] * 2, rel=0.01)
 
 
 def test_what_can_never_fit_is_refused_and_others_go_on() -> None:

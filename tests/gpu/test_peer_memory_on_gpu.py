@@ -18,7 +18,7 @@ def test_the_memory_is_exported_or_the_driver_says_why_not() -> None:
         with pytest.raises(TransportError) as refused:
             memory.export()
         assert str(refused.value) == obstacle
-        pytest.skip(f"this card's memory cannot be exported: {obstacle}")
+        pytest.skip(f"this GPU's memory cannot be exported: {obstacle}")
     exported = memory.export()
     try:
         assert (exported.offset, exported.nbytes) == (0, BLOCK)
@@ -30,11 +30,11 @@ def test_the_memory_is_exported_or_the_driver_says_why_not() -> None:
 
 def test_what_the_host_writes_is_what_kernels_and_the_host_read() -> None:
     memory = PeerMemory(NBYTES)
-    memory.write(5, memoryview(b"to the card"))
+    memory.write(5, memoryview(b"to the GPU"))
     memory.settle()
-    assert bytes(memory.bytes[4:17].get()) == b"\0to the card\0"
-    into = bytearray(13)
+    assert bytes(memory.bytes[4:16].get()) == b"\0to the GPU\0"
+    into = bytearray(12)
     memory.read(4, memoryview(into))
-    assert into == b"\0to the card\0"
+    assert into == b"\0to the GPU\0"
     with pytest.raises(ValueError, match="outside an arena of 100000"):
         memory.write(NBYTES - 1, memoryview(b"12"))

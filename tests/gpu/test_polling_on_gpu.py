@@ -1,4 +1,4 @@
-"""Doorbells polled by a card: order, deadlines, aborts and peers that die; the card works after each."""
+"""Doorbells polled by a GPU: order, deadlines, aborts and peers that die; the GPU works after each."""
 
 import subprocess
 import sys
@@ -140,7 +140,7 @@ def test_a_killed_peer_ends_the_wait(stream, peer):
 
 
 def test_a_killed_peer_leaves_no_memory_mapped(stream):
-    """What a process had mapped by a handle is returned to the card when its owner frees it, and not before it died."""
+    """What a process had mapped by a handle is returned to the GPU when its owner frees it, and not before it died."""
     import cupy
 
     def free_bytes():

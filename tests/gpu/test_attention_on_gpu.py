@@ -1,4 +1,4 @@
-"""What only a card can show of attention: the interpreter's tests on it, captured graphs, dispatch, memory errors."""
+"""What only a GPU can show of attention: the interpreter's tests on it, captured graphs, dispatch, memory errors."""
 
 import os
 import shutil

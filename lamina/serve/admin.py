@@ -1,0 +1,71 @@
+"""Administration over HTTP: changes the pools of a running server. Needs a key that other clients do not have."""
+
+import asyncio
+import hmac
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from lamina.cluster.pool import parse_change
+from lamina.engine.runtime import Runtime
+from lamina.env import environment
+from lamina.errors import EngineDeadError, LaminaError, UserError
+from lamina.serve.errors import APIError, first_line
+
+SCALE_PATH = "/admin/scale"
+MOST_NBYTES = 1024  # of a body
+POOLS = ("compute", "memory")
+
+
+def install(app: FastAPI, engine: Runtime) -> None:
+    """Add the routes to ``app``."""
+
+    @app.post(SCALE_PATH)
+    async def scale(request: Request) -> Response:
+        """Add or remove workers, as {"memory": "+2", "compute": "-1"}; answers once they have joined or left."""
+        _authorize(request)
+        changes = _changes(await request.body())
+        done = asyncio.wrap_future(engine.scale(**changes))
+        try:
+            workers = await asyncio.shield(done)  # a client that leaves does not undo it
+        except (UserError, EngineDeadError):
+            raise
+        except LaminaError as error:  # a worker did not start
+            raise APIError(503, first_line(str(error)), code="not_scaled") from error
+        return JSONResponse({"workers": workers})
+
+
+def _authorize(request: Request) -> None:
+    """Raises APIError unless the request has the key of ``LAMINA_ADMIN_KEY``."""
+    key = environment().admin_key
+    if not key:
+        raise APIError(
+            403, f"{SCALE_PATH} is off: start the server with the variable LAMINA_ADMIN_KEY set", code="no_admin_key"
+        )
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise APIError(
+            401,
+            "the key is missing or wrong; send the server's LAMINA_ADMIN_KEY as Authorization: Bearer KEY",
+            code="invalid_admin_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _changes(body: bytes) -> dict[str, int]:
+    """Workers to add to each pool, or to remove if negative. Raises APIError, ConfigError."""
+    example = 'give an object such as {"memory": "+2", "compute": "-1"}'
+    if len(body) > MOST_NBYTES:
+        raise APIError(413, f"the body has {len(body)} bytes; {example}")
+    try:
+        wanted: Any = json.loads(body)
+    except ValueError as error:
+        raise APIError(400, f"the body is not JSON ({error}); {example}") from error
+    if not isinstance(wanted, dict) or not wanted or not wanted.keys() <= set(POOLS):
+        raise APIError(400, f"the body names no pool, or one that does not exist; {example}")
+    for pool, change in wanted.items():
+        if not isinstance(change, str):
+            raise APIError(400, f"{pool} is {change!r}; {example}", param=pool)
+    return {pool: parse_change(pool, change) for pool, change in wanted.items()}

@@ -1,0 +1,238 @@
+"""The two ends between the engine and a frontend, over their real sockets: a scripted engine, the real tokenizer."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from lamina.engine import frontends
+from lamina.engine.frontends import Frontends
+from lamina.engine.remote import RemoteEngine
+from lamina.engine.runtime import Submission
+from lamina.engine.stats import EngineStats, MemoryStats
+from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole, pack
+from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
+from lamina.models.directory import find
+from lamina.models.tokenizer import Tokenizer
+from lamina.protocol.choice import Choice, Transport
+from lamina.protocol.frontends import CompletionTokens
+from lamina.types import Client, FinishReason, Logprob, SamplingParams
+
+END_S = 20.0
+TOKENIZER = Tokenizer(find(None))
+CLIENT = Client("key", "127.0.0.1:5")
+STATS = EngineStats(
+    1, 2, 3, 4, 5, 6, 7, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
+)
+
+
+class ScriptedEngine:
+    """Records what it is told; ``tell`` is a turn that brings tokens."""
+
+    model_name, max_model_len, default_max_tokens, vocab_size = "scripted", 100, 7, TOKENIZER.vocab_size
+
+    def __init__(self) -> None:
+        self.after_turn: Callable[[], None] = lambda: None
+        self.dead: str | None = None
+        self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
+        self.aborted: list[str] = []
+        self.finished: list[tuple[str, int]] = []
+
+    def submit_tokens(
+        self, request_id: str, tokens: list[int], params: SamplingParams, on_tokens: OnTokens, client: Client
+    ) -> None:
+        if len(self.queued) == 3:
+            raise OverloadedError("three are enough")
+        if len(tokens) == 99:
+            raise RequestError("99 is too long")
+        self.queued[request_id] = tokens, params, on_tokens, client
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def finish(self, request_id: str, index: int) -> None:
+        self.finished.append((request_id, index))
+
+    def stats(self) -> EngineStats:
+        return STATS
+
+    def tell(self, request_id: str, *completions: CompletionTokens, finished: bool = False) -> None:
+        self.queued[request_id][2](TokenUpdate(list(completions), finished))
+        self.after_turn()
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def room(engine: ScriptedEngine, tmp_path: Path) -> Iterator[Frontends]:
+    made = Frontends(engine, tmp_path)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def remote(room: Frontends) -> AsyncIterator[RemoteEngine]:
+    made = await RemoteEngine.connect(room.join("frontend0", os.getpid()), TOKENIZER)
+    yield made
+    made.disconnect()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+class Caller:
+    """What one request's callbacks bring."""
+
+    def __init__(self) -> None:
+        self.whole = Whole(TOKENIZER)
+        self.updates: list[RequestUpdate] = []
+
+    def __call__(self, update: RequestUpdate) -> None:
+        assert not self.finished
+        self.updates.append(update)
+        self.whole.add(update)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.updates) and self.updates[-1].finished
+
+
+async def submit(remote: RemoteEngine, *submissions: Submission) -> None:
+    await asyncio.to_thread(remote.submit_all, submissions, CLIENT)
+
+
+async def test_requests_go_one_way_and_tokens_the_other(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+    first, second = Caller(), Caller()
+    params = SamplingParams(n=2, seed=2**63 - 1, stop=["zz"], stop_token_ids=[9], logprobs=2, max_tokens=None)
+    await submit(remote, Submission("a", "import os", params, first), Submission("b", [5, 6], SamplingParams(), second))
+    (one, (tokens, sent, _, client)), (other, ids) = engine.queued.items()
+    assert (tokens, sent, client) == (TOKENIZER.encode("import os"), params, CLIENT)
+    assert ids[:2] == ([5, 6], SamplingParams())
+    text = TOKENIZER.encode("a longer line")
+    logprobs = [pack([Logprob(token, -1.5, 4), Logprob(3, -0.5, 1)]) for token in text]
+    engine.tell(one, CompletionTokens(1, text[:2], logprobs[:2]))
+    engine.tell(
+        one,
+        CompletionTokens(1, text[2:], logprobs[2:], FinishReason.LENGTH),
+        CompletionTokens(0, [9], [pack([Logprob(9, -2.0, 1)])], FinishReason.STOP, 9),
+        finished=True,
+    )
+    await until(lambda: first.finished)
+    output = first.whole.output()
+    assert [part.text for part in output.outputs] == ["", "a longer line"] and output.prompt == "import os"
+    assert [part.finish_reason for part in output.outputs] == [FinishReason.STOP, FinishReason.LENGTH]
+    assert [part.stop_reason for part in output.outputs] == [9, None]
+    assert output.outputs[1].logprobs is not None
+    assert [(at[0].token_id, at[0].rank, at[1].logprob) for at in output.outputs[1].logprobs] == [
+        (token, 4, -0.5) for token in text
+    ]
+    assert not second.updates
+    remote.abort("b")
+    remote.abort("unknown")
+    await until(lambda: engine.aborted == [other])
+    assert await asyncio.to_thread(remote.stats) == STATS
+
+
+async def test_a_stop_string_is_found_here_and_the_engine_is_told(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+    caller = Caller()
+    await submit(remote, Submission("a", [5], SamplingParams(stop=["on"], max_tokens=None, n=2), caller))
+    (name,) = engine.queued
+    text = TOKENIZER.encode("import json, os")
+    for token in text:  # the engine draws on until it has heard
+        engine.tell(name, CompletionTokens(0, [token]))
+    await until(lambda: engine.finished == [(name, 0)])
+    assert not caller.finished
+    engine.tell(name, CompletionTokens(1, text, [], FinishReason.LENGTH))
+    await until(lambda: caller.finished)
+    outputs = caller.whole.output().outputs
+    assert [(part.text, part.stop_reason) for part in outputs] == [("import js", "on")] * 2
+    assert engine.finished == [(name, 0), (name, 1)]
+
+
+async def test_of_requests_submitted_together_none_is_left_if_one_is_refused(
+    engine: ScriptedEngine, remote: RemoteEngine
+) -> None:
+    def submissions(*prompts: str | list[int]) -> list[Submission]:
+        return [Submission(str(number), each, SamplingParams(), Caller()) for number, each in enumerate(prompts)]
+
+    with pytest.raises(RequestError, match=r"^99 is too long$"):
+        await submit(remote, *submissions([5], [6], [5] * 99))
+    assert set(engine.queued) <= set(engine.aborted)
+    with pytest.raises(OverloadedError, match="three are enough"):
+        await submit(remote, *submissions([5], [6], [7]))
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        await submit(remote, *submissions([2**40]))
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        await submit(remote, *submissions("\ud800"))
+
+
+async def test_when_the_engine_stops_every_request_ends_once(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+    callers = [Caller() for _ in range(3)]
+    await submit(remote, *(Submission(str(n), [5], SamplingParams(n=2), each) for n, each in enumerate(callers)))
+    names = list(engine.queued)
+    engine.tell(names[0], *(CompletionTokens(i, [7], [], FinishReason.LENGTH) for i in range(2)), finished=True)
+    engine.dead = "worker memory0 is gone"
+    engine.tell(names[1], *(CompletionTokens(i, [], [], FinishReason.ERROR) for i in range(2)), finished=True)
+    await until(lambda: all(caller.finished for caller in callers) and remote.dead is not None)
+    errors = [caller.updates[-1].error for caller in callers]
+    assert errors[0] is None and "the engine has stopped: worker memory0 is gone" in (errors[2] or "")
+    with pytest.raises(EngineDeadError, match="worker memory0 is gone"):
+        await submit(remote, Submission("late", [5], SamplingParams(), Caller()))
+    assert (await asyncio.to_thread(remote.stats)).dead == "worker memory0 is gone"
+
+
+async def test_a_caller_that_fails_loses_its_request_alone(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+    def fail(update: RequestUpdate) -> None:
+        raise LaminaError("the callback's own business")
+
+    caller = Caller()
+    await submit(remote, Submission("a", [5], SamplingParams(), fail), Submission("b", [5], SamplingParams(), caller))
+    bad, good = engine.queued
+    for name in (bad, good):
+        engine.tell(name, CompletionTokens(0, [7], [], FinishReason.LENGTH), finished=True)
+    await until(lambda: caller.finished)
+    await until(lambda: engine.aborted == [bad])
+
+
+async def test_a_frontend_that_has_ended_leaves_nothing_in_the_engine(
+    engine: ScriptedEngine, room: Frontends, remote: RemoteEngine
+) -> None:
+    await submit(remote, *(Submission(str(n), [5], SamplingParams(), Caller()) for n in range(3)))
+    first, second, third = engine.queued
+    engine.tell(first, CompletionTokens(0, [7], [], FinishReason.LENGTH), finished=True)
+    room.leave("frontend0")
+    assert engine.aborted == [second, third]
+    engine.tell(second, CompletionTokens(0, [], [], FinishReason.ABORT), finished=True)
+
+
+def test_what_a_frontend_does_not_take_is_bounded(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is suspended: its descriptors stay open, and nobody reads."""
+    monkeypatch.setattr(frontends, "MOST_UNSENT", 10)
+    room, context = Frontends(engine, tmp_path), zmq.Context()  # type: ignore[arg-type]
+    bootstrap = room.join("frontend0", os.getpid())
+    suspended = context.socket(zmq.DEALER)
+    suspended.identity, suspended.rcvhwm, suspended.linger = b"frontend0", 1, 0
+    suspended.connect(bootstrap.answers)
+    receive = room._receiver(room._members["frontend0"], 1)
+    deadline = time.monotonic() + END_S
+    while room.lost("frontend0") is None or "cannot be reached" in (room.lost("frontend0") or ""):
+        room._members["frontend0"].lost = None  # not connected yet
+        receive(TokenUpdate([CompletionTokens(0, [7] * 10_000)], False))
+        engine.after_turn()
+        assert time.monotonic() < deadline
+    assert room.lost("frontend0") == "it has not taken 10 messages"
+    room.close()
+    context.destroy(linger=0)
