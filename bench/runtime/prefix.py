@@ -135,7 +135,7 @@ def unshared(prefix_cache: bool, length: int) -> float:
     capacity = 16 * (length + ANSWER)
     limits = Limits(max_sequences=8, max_num_batched_tokens=2048, max_model_len=2 * length)
     scheduler = Scheduler(limits, Placement({"m": capacity}), 1, 4, 4, prefix_cache=prefix_cache)
-    slab = Slab(capacity)
+    slab = Slab[int](capacity)
     begun = time.process_time()
     for number, prompt in enumerate(prompts):
         scheduler.add(Request(str(number), None, prompt, PARAMS))
@@ -149,7 +149,7 @@ def unshared(prefix_cache: bool, length: int) -> float:
     return (time.process_time() - begun) / len(prompts)
 
 
-def _apply(slab: Slab, plan: StepPlan) -> None:
+def _apply(slab: Slab[int], plan: StepPlan) -> None:
     for fork in plan.forks:
         slab.fork(fork.parent, fork.child, fork.tokens)
     for sequence in plan.released:
