@@ -14,6 +14,8 @@ from lamina.models.config import load_config, meta_model
 from lamina.types import DType
 
 MODELS: dict[str, dict[str, int]] = {
+    "3m": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"intermediate_size": 704, "head_dim": 64, "vocab_size": 2048},
     # 250m with a quarter of its layers and of its vocabulary: what one layer takes is the same
     "60m": {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
     | {"intermediate_size": 2816, "head_dim": 64, "vocab_size": 8000},

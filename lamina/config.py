@@ -108,6 +108,12 @@ class EngineConfig:
     mini_batches: Annotated[
         int, Meaning("Messages in which the rows of q are sent.", unit="messages", ge=1, le=MOST_MINI_BATCHES)
     ] = 1
+    prefix_cache: Annotated[
+        bool,
+        Meaning(
+            "Keep the KV of ended requests in slots that no other needs, for requests that begin with the same tokens."
+        ),
+    ] = True
     plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
     max_restarts: Annotated[
         int,

@@ -1,10 +1,19 @@
 """A request in the scheduler, with its completions."""
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lamina.segments import by_worker, continued, forked
 from lamina.types import Admission, Request, Segment
+
+Ids: TypeAlias = "array[int]"  # token ids, of typecode "i": slices are compared as fast as memory is read
+
+
+def ids_of(tokens: Iterable[int]) -> Ids:
+    """Token ids as the prefix cache compares them."""
+    return array("i", tokens)
 
 
 @dataclass(eq=False, slots=True)
@@ -17,6 +26,7 @@ class Completion:
             the first completion's; the others begin behind it when they are forked.
         own: KV tokens reserved for it alone, besides the prompt; while it decodes, those when it began.
         segments: where its KV is and will be, the prompt's included, by ascending token. Set at admission.
+        drawn: how many of the generated tokens it had when it ended; its list may be another's to add to since.
         until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release. released: a plan has released its KV.
     """
@@ -29,6 +39,7 @@ class Completion:
     goal: int = 0
     own: int = 0
     segments: list[Segment] = field(default_factory=list)
+    drawn: int | None = None
     finished: bool = False
     retired: bool = False
     released: bool = False
@@ -55,6 +66,10 @@ class Group:
         own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
         tokens: most KV tokens of the request.
         lane: -1 while it waits. heads: of its segments.
+        hit: tokens that it shares with a cached prefix since it was admitted, and so does not compute.
+        unshared: tokens of the prompt for which slots are reserved for this request, not for those who share a prefix.
+        cached_tokens: tokens of the prompt that were found in the prefix cache when the request was first admitted.
+        suspect: its KV must not be kept for others.
         until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
@@ -71,6 +86,11 @@ class Group:
     forked: bool = False
     seats: int = 0
     holders: int = 0
+    hit: int = 0
+    unshared: int = field(init=False)
+    cached_tokens: int | None = None
+    suspect: bool = False
+    ids: "Ids | None" = None
     gave_way: bool = False
     prompt_length: int = field(init=False)
     own_tokens: int = field(init=False)
@@ -80,13 +100,35 @@ class Group:
         self.prompt_length = len(self.request.prompt_token_ids)
         self.own_tokens = self.max_tokens - 1
         self.tokens = self.prompt_length + len(self.completions) * self.own_tokens
+        self.unshared = self.prompt_length
         first, *others = self.completions
         first.goal = self.prompt_length if others else self.prompt_length + first.known
 
     @property
     def to_run(self) -> int:
         """Tokens of the prompt and generated ones that must run before all its completions draw."""
-        return self.prompt_length + sum(completion.known for completion in self.completions)
+        return self.prompt_length + sum(completion.known for completion in self.completions) - self.hit
+
+    @property
+    def base(self) -> int:
+        """Position from which on tokens are its completions' own: they are reserved for one of them alone."""
+        return max(self.prompt_length, self.hit)
+
+    def share(self, tokens: int) -> None:
+        """Its first sequence begins with so many tokens of a cached prefix. Before any step of it is planned."""
+        first = self.completions[0]
+        self.hit = first.cached = tokens
+        self.unshared = max(0, self.prompt_length - tokens)
+        first.own = self.prompt_length + first.known - self.base
+
+    @property
+    def home(self) -> str:
+        """The memory worker with its first tokens: those may be shared."""
+        return self.completions[0].segments[0].worker
+
+    def unshare(self) -> None:
+        """It has moved, and shares nothing any more."""
+        self.hit, self.unshared = 0, self.prompt_length
 
     def place(self, spans: Sequence[tuple[str, int]]) -> None:
         """Set where KV goes. The tokens to run, those of the prompt and the first completion first, take so many slots
@@ -107,8 +149,10 @@ class Group:
         return {segment.worker for one in self.completions if not one.released for segment in one.segments}
 
     def slots(self, completion: Completion, own: int, *, alone: bool = False) -> dict[str, int]:
-        """By memory worker, the slots of ``own`` tokens of a completion, and of the prompt if it has that ``alone``."""
-        return by_worker(completion.segments, 0 if alone else self.prompt_length, self.prompt_length + own)
+        """By memory worker, the slots of ``own`` tokens of a completion, and of the prompt if it has that ``alone``:
+        those reserved for the request, without those that it shares with cached prefixes."""
+        begin = self.base - (self.unshared if alone else 0)
+        return by_worker(completion.segments, begin, self.base + own)
 
     @property
     def admission(self) -> Admission:
@@ -182,7 +226,8 @@ class Group:
         runs = completion if self.forked else self.completions[0]
         if runs.cached < self.prompt_length + completion.known:
             return runs.cached
-        return self.prompt_length + max(len(completion.generated) - 1, 0)
+        drawn = len(completion.generated) if completion.drawn is None else completion.drawn
+        return self.prompt_length + max(drawn - 1, 0)
 
 
 def _part(spans: Sequence[tuple[str, int]], begin: int, stop: int) -> Iterator[tuple[str, int]]:

@@ -128,6 +128,7 @@ class FinishReason(enum.Enum):
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 128  # characters
 MAX_STOP_TOKEN_IDS = 256
+MAX_SALT_LENGTH = 256  # characters
 
 
 def _shown(value: Any) -> str:
@@ -161,6 +162,8 @@ class SamplingParams:
         max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
+        cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
+            out by time what these prompts begin with.
 
     Raises:
         ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
@@ -182,6 +185,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -204,6 +208,11 @@ class SamplingParams:
         self._require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1, integer=True)
         if self.logprobs is not None:
             self._require("logprobs", self.logprobs, 0, 20, integer=True)
+        salt = self.cache_salt
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
+            raise ValueError(
+                f"cache_salt is {_shown(salt)}; give valid Unicode of at most {MAX_SALT_LENGTH} characters"
+            )
         self._require_few("stop", self.stop, MAX_STOP_STRINGS, "strings")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
@@ -280,7 +289,10 @@ class Segment:
 
 @dataclass
 class RequestOutput:
-    """The result of a request. ``placement`` says where its KV was when the output was made."""
+    """The result of a request. ``placement`` says where its KV was when the output was made.
+
+    ``cached_tokens`` of the prompt were not computed: an earlier request began with them.
+    """
 
     request_id: str
     prompt: str | None
@@ -289,6 +301,7 @@ class RequestOutput:
     finished: bool
     error: str | None = None
     placement: tuple[Segment, ...] = ()
+    cached_tokens: int = 0
 
 
 class Client(NamedTuple):
@@ -375,7 +388,10 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """``child`` shares the first ``tokens`` tokens of ``parent``; both have been admitted."""
+    """``child`` shares the first ``tokens`` tokens of ``parent``, or those of them that follow what it has already.
+
+    A child that has not been admitted, and is not with the same plan, is a cached prefix: only memory workers know it.
+    """
 
     parent: int
     child: int

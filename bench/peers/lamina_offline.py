@@ -14,7 +14,7 @@ TIMEOUT_S = 900
 @contextmanager
 def load(cell: Cell) -> Iterator[Generate]:
     """Requests submitted to the engine as a server does."""
-    with Lamina(cell.model, threads=cell.threads, max_num_batched_tokens=STEP_TOKENS) as lamina:
+    with Lamina(cell.model, threads=cell.threads, max_num_batched_tokens=STEP_TOKENS, prefix_cache=False) as lamina:
 
         def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
             arrivals = decode_batch(lamina.engine, prompts, tokens, TIMEOUT_S)

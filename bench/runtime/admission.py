@@ -115,7 +115,9 @@ def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
     slots = AT_ONCE * sum(scaled(one.prompt) + scaled(one.output) for one in chosen) // len(chosen)
     largest = max(scaled(one.prompt) + max(scaled(one.output), scaled(max(ASKED.values()))) for one in chosen)
     nbytes = max(slots // 2, largest) * KV_NBYTES
-    engine = launch(EngineConfig(memory="cpu:2", max_num_batched_tokens=512, kv_cache_memory_bytes=nbytes))
+    engine = launch(
+        EngineConfig(memory="cpu:2", max_num_batched_tokens=512, kv_cache_memory_bytes=nbytes, prefix_cache=False)
+    )
     try:
         runs: dict[str, list[Figures]] = {name: [] for name in ASKED}
         measured(engine, chosen[:8], 1)

@@ -225,7 +225,7 @@ def scripted(
     capacities = dict.fromkeys(memory_names, capacity)
     cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, pipeline, {})
     limits = Limits(sequences, 2048, 4096)
-    engine = Engine(EngineConfig(), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
+    engine = Engine(EngineConfig(prefix_cache=False), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
     try:
         yield engine, control
     finally:

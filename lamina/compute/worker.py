@@ -335,7 +335,7 @@ class ComputeWorker:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
         for fork in plan.forks:
-            if fork.parent in self._segments:  # else an admission tells of both
+            if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
         self._release(plan.released)
         for segment in plan.moved:

@@ -87,6 +87,7 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
             plan_ahead=config.plan_ahead,
+            prefix_cache=config.prefix_cache,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
@@ -217,8 +218,11 @@ class Engine:
         members = self._members
         usage, counted = dict(members.usage), (self._scheduler.dropped, members.recoveries, members.recomputed)
         links = list(collections.Counter(list(self.cluster.links.values())).items())
+        prefixes = self._scheduler.prefixes
+        usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links)
+        found = (prefixes.queried, prefixes.hit)
+        return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -319,7 +323,7 @@ class Engine:
         for sequence in done.undrawable:
             if sequence in drawn:
                 group, _ = drawn[sequence]
-                self._end_request(group.request.request_id, FinishReason.ERROR, done.error)
+                self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
@@ -351,11 +355,13 @@ class Engine:
             self._touched.pop(request_id, None)
             self._publish(request_id, tracked)
 
-    def _end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """Give a request its terminal state now. Does nothing if it has ended."""
+    def _end_request(
+        self, request_id: str, reason: FinishReason, error: str | None = None, suspect: bool = False
+    ) -> None:
+        """Give a request its terminal state now. Does nothing if it has ended. ``suspect``: nobody may use its KV."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            self._scheduler.abort(request_id)
+            self._scheduler.abort(request_id, suspect)
             tracked.end(reason, error)
             self._touched.pop(request_id, None)
             self._publish(request_id, tracked)

@@ -210,7 +210,8 @@ class Frontends:
         def receive(update: TokenUpdate) -> None:
             if update.finished:
                 member.running.discard(number)
-            member.news.append(RequestTokens(number, update.completions, update.finished, update.error))
+            news = RequestTokens(number, update.completions, update.finished, update.error, update.cached_tokens)
+            member.news.append(news)
 
         return receive
 

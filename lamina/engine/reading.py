@@ -68,7 +68,8 @@ class Reading:
         self._finished = update.finished or all(text.finish_reason is not None for text in self._texts)
         for index in () if update.finished else stopped:
             self._on_stop(self._request.request_id, index)
-        self._on_update(RequestUpdate(self._request, news, self._finished, error, _placement(update.group)))
+        placement = _placement(update.group)
+        self._on_update(RequestUpdate(self._request, news, self._finished, error, placement, update.cached_tokens))
 
     def _read(self, part: CompletionTokens, news: CompletionUpdate) -> bool:
         """Add the text of ``part`` to ``news``; True if a stop string has ended the completion."""

@@ -261,7 +261,8 @@ class RemoteEngine:
                 if (asked := self._asked.get(one.request)) is not None:
                     if one.finished:
                         self._forget([one.request])
-                    self._read(one.request, asked, TokenUpdate(one.completions, one.finished, one.error))
+                    update = TokenUpdate(one.completions, one.finished, one.error, one.cached_tokens)
+                    self._read(one.request, asked, update)
         elif isinstance(message, Submitted):
             self._resolve(message.first, message)
         elif isinstance(message, StatsOf):

@@ -10,11 +10,22 @@ from lamina.protocol.choice import Choice
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Token slots of one memory worker, from its latest report: at most half a second old."""
+    """Token slots of one memory worker, from its latest report: at most half a second old.
+
+    Attributes:
+        used: by requests. cached: by prefixes that no request uses now; they are given up when requests need them.
+        sequences: of requests.
+    """
 
     used: int
     capacity: int
     sequences: int
+    cached: int = 0
+
+    def without(self, cached: int, sequences: int) -> "MemoryStats":
+        """The same with so many slots, and all of the sequences that hold cached prefixes, counted apart."""
+        cached = min(cached, self.used)
+        return MemoryStats(self.used - cached, self.capacity, max(0, self.sequences - sequences), cached)
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class EngineStats:
         workers: all of them, by name: "serving", or how far those are that join or leave.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
         links: pairs of workers, by transport and its reason.
+        prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
     """
 
     running: int
@@ -45,6 +57,8 @@ class EngineStats:
     silent: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[str, str] = field(default_factory=dict)
     links: Sequence[tuple[Choice, int]] = ()
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

@@ -85,4 +85,5 @@ class TrackedRequest:
     def publish(self) -> None:
         """Pass the caller everything new since the last call."""
         news, self._news = list(self._news.values()), {}
-        self._on_tokens(TokenUpdate(news, self.finished, self._error, self.group))
+        cached = 0 if self.group is None else self.group.cached_tokens or 0
+        self._on_tokens(TokenUpdate(news, self.finished, self._error, cached, self.group))

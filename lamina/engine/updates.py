@@ -12,11 +12,15 @@ from lamina.types import CompletionOutput, FinishReason, Logprob, Request, Reque
 
 @dataclass(slots=True)
 class TokenUpdate:
-    """What the engine tells of a request: the completions with news. ``group``: the request in its scheduler."""
+    """What the engine tells of a request: the completions with news. ``group``: the request in its scheduler.
+
+    ``cached_tokens`` of the prompt were found in the prefix cache.
+    """
 
     completions: list[CompletionTokens]
     finished: bool
     error: str | None = None
+    cached_tokens: int = 0
     group: Group | None = None
 
 
@@ -53,13 +57,17 @@ class CompletionUpdate:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """New tokens of a request; ``completions`` holds all of its completions, in order, also unchanged ones."""
+    """New tokens of a request; ``completions`` holds all of its completions, in order, also unchanged ones.
+
+    ``cached_tokens`` of the prompt were found in the prefix cache.
+    """
 
     request: Request
     completions: list[CompletionUpdate]
     finished: bool
     error: str | None = None
     placement: tuple[Segment, ...] = ()
+    cached_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -71,6 +79,7 @@ class RequestUpdate:
         for mine, its in zip(self.completions, newer.completions, strict=True):
             mine.extend(its)
         self.finished, self.error, self.placement = newer.finished, newer.error, newer.placement
+        self.cached_tokens = newer.cached_tokens
 
 
 OnUpdate = Callable[[RequestUpdate], None]
@@ -105,6 +114,7 @@ class Whole:
             finished=update.finished,
             error=update.error,
             placement=update.placement,
+            cached_tokens=update.cached_tokens,
         )
 
     def _completion(self, completion: CompletionUpdate) -> CompletionOutput:

@@ -59,6 +59,7 @@ class Slab(Generic[Key]):
         self._set_aside = 0
         self._references = np.zeros(capacity, np.int32)
         self._tables: dict[Key, _PageTable] = {}
+        self._growing: dict[Key, _PageTable] = {}  # that were appended to: forks that nobody runs take no runs
 
     @property
     def capacity(self) -> int:
@@ -109,9 +110,10 @@ class Slab(Generic[Key]):
             raise CapacityError(needed=total, free=self.free_slots, capacity=self.capacity)
         slots = np.empty(total, np.int32)
         start = 0
-        for table, count in zip(tables, counts, strict=True):
+        for segment, table, count in zip(segments, tables, counts, strict=True):
             length = table.length + count
             if length > table.held:
+                self._growing[segment] = table
                 self._supply(table, length)
             if count == 1:  # decode: indexing costs a third of slicing
                 slots[start] = table.slots[length - 1]
@@ -124,16 +126,24 @@ class Slab(Generic[Key]):
         return slots
 
     def fork(self, parent: Key, child: Key, tokens: int) -> None:
-        """Open ``child`` with the first ``tokens`` slots of ``parent``, shared.
+        """Let ``child`` share the first ``tokens`` slots of ``parent``. One that is open keeps those that it has.
 
-        Raises ValueError if the parent is unknown or shorter than that, or the child is already open.
+        Raises ValueError if the parent is unknown or shorter than that, or the child has as many tokens already.
         """
         table = self._table(parent)
-        self._require_new(child)
         self._require_within(parent, table, tokens)
-        shared = table.slots[:tokens].copy()
+        begun = self._tables.get(child)
+        if begun is None:
+            shared = table.slots[:tokens].copy()
+            self._tables[child] = _PageTable(shared)
+        else:
+            if begun.length >= tokens:
+                raise ValueError(f"segment {child} has {begun.length} tokens already; fork more than {tokens}")
+            self._give_up(begun)
+            shared = table.slots[begun.length : tokens]
+            begun.hold(shared)
+            begun.length = begun.held
         self._references[shared] += 1
-        self._tables[child] = _PageTable(shared)
 
     def truncate(self, segment: Key, tokens: int) -> None:
         """Keep the first ``tokens`` tokens of ``segment`` and release the others.
@@ -150,6 +160,7 @@ class Slab(Generic[Key]):
         """Forget ``segment``; slots it shares stay with the others. Raises ValueError if it is unknown."""
         self.truncate(segment, 0)
         del self._tables[segment]
+        self._growing.pop(segment, None)
 
     def slots(self, segment: Key) -> Slots:
         """The page table: read-only int32 [length], a view that is valid until the segment changes.
@@ -164,11 +175,11 @@ class Slab(Generic[Key]):
     def _supply(self, table: _PageTable, length: int) -> None:
         """Let a segment hold ``length`` slots, rounded up to a run if enough slots are free for one per segment."""
         if length - table.held > self._free_count:
-            for other in self._tables.values():
+            for other in self._growing.values():
                 self._give_up(other)
         count = length - table.held
         whole = -(-count // _RUN) * _RUN
-        if whole + _RUN * len(self._tables) <= self._free_count:
+        if whole + _RUN * len(self._growing) <= self._free_count:
             count = whole
         self._free_count -= count
         self._set_aside += count

@@ -145,7 +145,8 @@ class KvStore:
         if segments:
             self._segments[sequence] = segments
             for segment in segments:
-                self.slab.open((sequence, segment.tokens[0]))
+                if (sequence, segment.tokens[0]) not in self.slab:  # else it begins as a fork of a cached prefix
+                    self.slab.open((sequence, segment.tokens[0]))
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""

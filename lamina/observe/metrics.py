@@ -60,12 +60,22 @@ class Metrics:
         yield CounterMetricFamily(
             "lamina_tokens_recomputed", "Tokens computed again because a worker was lost.", stats.recomputed
         )
-        used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use.", labels=["worker"])
+        yield CounterMetricFamily(
+            "lamina_prefix_cache_queries", "Tokens of requests looked up in the prefix cache.", stats.prefix_queries
+        )
+        yield CounterMetricFamily(
+            "lamina_prefix_cache_hits", "Tokens found in the prefix cache, and so not computed.", stats.prefix_hits
+        )
+        used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use by requests.", labels=["worker"])
+        cached = GaugeMetricFamily(
+            "lamina_kv_slots_cached", "Token slots of cached prefixes that no request uses.", labels=["worker"]
+        )
         slots = GaugeMetricFamily("lamina_kv_slots", "Token slots in total.", labels=["worker"])
         for worker, memory in stats.memory.items():
             used.add_metric([worker], memory.used)
+            cached.add_metric([worker], memory.cached)
             slots.add_metric([worker], memory.capacity)
-        yield from (used, slots)
+        yield from (used, cached, slots)
         workers = GaugeMetricFamily(
             "lamina_workers",
             "1 for every worker; serving, or how it joins or leaves.",

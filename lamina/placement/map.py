@@ -1,6 +1,7 @@
 """How many token slots of each memory worker are reserved, and which workers a request fits. No clock, no sockets."""
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from lamina.errors import RequestError
 from lamina.topology import Topology
@@ -9,6 +10,17 @@ AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one wh
 LEAST_SEGMENT = 64  # tokens: many small segments would cost more than what is computed again for a dropped request
 NOWHERE: frozenset[str] = frozenset()
 WATERMARK = 0.05  # share of a worker's slots that stays free, beyond those, when a request is admitted
+AFFINITY = 2  # a prefix found on a worker outweighs so many times its tokens of room that another one has more
+
+
+class Found(NamedTuple):
+    """The first ``length`` tokens of a request are cached on a worker, and the first ``held`` of them reserved."""
+
+    length: int
+    held: int
+
+
+NOTHING: Mapping[str, Found] = {}
 
 
 class Placement:
@@ -22,6 +34,8 @@ class Placement:
         longest: most tokens of a sequence in one segment, if more than one worker has room; None: any number.
         reserved: slots by worker. returning: those of them that will be released without another decision.
         sequences: sequences on each worker that may grow there. closed: workers that take no more requests.
+        idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
+        crowded: workers with more slots reserved and idle than they have: what is idle must make way.
     """
 
     def __init__(self, capacities: Mapping[str, int], longest: int | None = None) -> None:
@@ -31,6 +45,8 @@ class Placement:
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
         self.sequences = dict.fromkeys(capacities, 0)
+        self.idle = dict.fromkeys(capacities, 0)
+        self.crowded = set[str]()
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.closed = set[str]()
         self.largest = max(capacities.values())
@@ -43,12 +59,13 @@ class Placement:
         for worker in self.capacities.keys() - topology.capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
-            for figures in (self.capacities, self.returning, self.sequences, self._watermarks):
+            for figures in (self.capacities, self.returning, self.sequences, self.idle, self._watermarks):
                 del figures[worker]
+            self.crowded.discard(worker)
         for worker, capacity in topology.capacities.items():
             if worker not in self.capacities:
                 self.capacities[worker] = capacity
-                self.reserved[worker] = self.returning[worker] = self.sequences[worker] = 0
+                self.reserved[worker] = self.returning[worker] = self.sequences[worker] = self.idle[worker] = 0
                 self._watermarks[worker] = int(WATERMARK * capacity)
         self.closed &= topology.names
         self._note_open()
@@ -85,25 +102,38 @@ class Placement:
         """True if so many tokens of a request go to more than one worker."""
         return tokens > self.largest or (self.longest is not None and tokens > self.longest and len(self._open) > 1)
 
-    def reserve(self, tokens: int, sequences: int, besides: frozenset[str] = NOWHERE) -> list[tuple[str, int]] | None:
+    def reserve(
+        self,
+        tokens: int,
+        sequences: int,
+        besides: frozenset[str] = NOWHERE,
+        found: Mapping[str, Found] = NOTHING,
+    ) -> list[tuple[str, int]] | None:
         """Reserve ``tokens`` for ``sequences``, which will grow on the last worker; None if they do not fit now.
 
         Returns the workers and how many tokens go there, in order: the one with most room alone, unless the request
-        ``splits``. Workers ``besides`` are excluded.
+        ``splits``. Workers ``besides`` are excluded. What is ``found`` on a worker counts as ``AFFINITY`` times as much
+        room there, and is not reserved again; nothing may be for a request that splits.
         """
-        spans = self.fitting(tokens, sequences, besides)
+        spans = self.fitting(tokens, sequences, besides, found)
         if spans is None:
             return None
         for worker, part in spans:
-            self.reserve_on(worker, part)
+            self.reserve_on(worker, part - (found[worker].length if worker in found else 0))
         self.sequences[spans[-1][0]] += sequences
         return spans
 
-    def fitting(self, tokens: int, sequences: int, besides: frozenset[str] = NOWHERE) -> list[tuple[str, int]] | None:
+    def fitting(
+        self,
+        tokens: int,
+        sequences: int,
+        besides: frozenset[str] = NOWHERE,
+        found: Mapping[str, Found] = NOTHING,
+    ) -> list[tuple[str, int]] | None:
         """What ``reserve`` would return."""
         if self.splits(tokens):
             return self._spread(tokens, sequences, besides) or None
-        worker = self._whole(tokens, sequences, besides)
+        worker = self._nearest(tokens, sequences, besides, found) or self._whole(tokens, sequences, besides)
         return None if worker is None else [(worker, tokens)]
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
@@ -127,14 +157,22 @@ class Placement:
 
     def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
         """The worker that all ``tokens`` go to; None if they fit none now."""
-        if besides not in self._roomiest:
-            self._roomiest[besides] = self._most_room(besides)
-        room, worker = self._roomiest[besides]
+        room, worker = self._most_room(besides)
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
             empty = [one for one in self._open if one not in besides and not self.reserved[one]]
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
+
+    def _nearest(self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, Found]) -> str | None:
+        """The worker with a prefix that a request goes to; None if it goes to one without, or fits none of these."""
+        rooms = {worker: self.room(worker) for worker in found if worker not in besides}
+        fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
+        if not fitting:
+            return None
+        nearest = max(fitting, key=lambda one: rooms[one] + AFFINITY * found[one].length)
+        room, _ = self._most_room(besides)
+        return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def next_worker(self, worker: str) -> str | None:
         """Where a sequence of ``worker`` goes on: of the others, the one with most slots that those there do not need
@@ -154,11 +192,14 @@ class Placement:
 
     def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
         """The most room of a worker, and its name."""
+        if besides in self._roomiest:
+            return self._roomiest[besides]
         most, roomiest = -1, ""
         for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
             room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
             if room > most and worker not in besides and worker not in self.closed:
                 most, roomiest = room, worker
+        self._roomiest[besides] = most, roomiest
         return most, roomiest
 
     def room(self, worker: str) -> int:
@@ -175,7 +216,12 @@ class Placement:
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
+        self._note_crowded(worker)
         self._roomiest.clear()
+
+    def _note_crowded(self, worker: str) -> None:
+        if self.reserved[worker] + self.idle[worker] > self.capacities[worker]:
+            self.crowded.add(worker)
 
     def grow(self, rows: Mapping[str, int]) -> bool:
         """Reserve a step's new tokens, by worker; False, and nothing is reserved, if they do not all fit."""
@@ -186,6 +232,7 @@ class Placement:
         for worker, tokens in rows.items():
             reserved[worker] += tokens
             self.left_in_all -= tokens
+            self._note_crowded(worker)
         self._roomiest.clear()
         return True
 

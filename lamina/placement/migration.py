@@ -13,11 +13,15 @@ MOST_TRIED = 8  # only workers with most left are considered: a decision must no
 
 @dataclass(frozen=True)
 class Movable:
-    """A sequence that may be moved: ``reserved`` tokens on its worker, of which ``cost`` must be copied."""
+    """A sequence that may be moved: it has ``reserved`` tokens, of which ``cost`` must be copied.
+
+    ``freed`` of them have slots on its worker that no other sequence shares.
+    """
 
     sequence: int
     reserved: int
     cost: int
+    freed: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def _cost(moves: Sequence[Move]) -> int:
 def _single(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
     """The cheapest sequence that is enough by itself."""
     roomiest = max(targets, key=lambda name: targets[name])
-    enough = [one for one in movable if shortage <= one.reserved <= targets[roomiest]]
+    enough = [one for one in movable if shortage <= one.freed and one.reserved <= targets[roomiest]]
     return (Move(min(enough, key=lambda one: one.cost), source, roomiest),) if enough else ()
 
 
@@ -71,19 +75,19 @@ def _several(source: str, shortage: int, targets: Mapping[str, int], movable: Se
     room = dict(targets)
     moves: list[Move] = []
     freed = 0
-    for one in sorted(movable, key=lambda one: one.cost / one.reserved):
+    for one in sorted(movable, key=lambda one: one.cost / max(one.freed, 1)):
         target = max(room, key=lambda name: room[name])
         if one.reserved > room[target]:
             continue
         moves.append(Move(one, source, target))
         room[target] -= one.reserved
-        freed += one.reserved
+        freed += one.freed
         if freed >= shortage:
             break
     if freed < shortage:
         return ()
     for move in sorted(moves, key=lambda move: -move.movable.cost):
-        if freed - move.movable.reserved >= shortage:
+        if freed - move.movable.freed >= shortage:
             moves.remove(move)
-            freed -= move.movable.reserved
+            freed -= move.movable.freed
     return tuple(moves)

@@ -50,5 +50,11 @@ def again(group: Group, sequences: Iterator[int]) -> Group:
         for one in group.alive
     ]
     return Group(
-        group.request, group.max_tokens, completions, group.arrival, heads=group.heads, gave_way=group.gave_way
+        group.request,
+        group.max_tokens,
+        completions,
+        group.arrival,
+        heads=group.heads,
+        gave_way=group.gave_way,
+        cached_tokens=group.cached_tokens,
     )

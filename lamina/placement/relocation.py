@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.topology import Topology
 from lamina.types import Migration, Segment
 
@@ -42,14 +43,17 @@ class Relocations:
     def __init__(
         self,
         placement: Placement,
+        prefixes: PrefixCache,
         computed: Callable[[Group], int | None],
         held: Callable[[Group], Mapping[str, int]],
         drop: Callable[[Group], None],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: the
-        tokens reserved for it, by worker. ``drop`` gives up the KV of a request for which the target has no room left.
+        tokens reserved for it, by worker, without those that it shares. ``drop`` gives up the KV of a request for which
+        the target has no room left.
         """
         self._placement = placement
+        self._prefixes = prefixes
         self._computed = computed
         self._held = held
         self._drop = drop
@@ -65,16 +69,26 @@ class Relocations:
         return None if self._current is None or self._current.arrived else self._current.number
 
     def holders(self, worker: str) -> dict[Group, int]:
-        """Live requests with KV on ``worker``, one that moves there included, and the tokens each has there."""
-        holders = {
-            group: tokens
-            for group in self._residents[worker]
-            if group.alive and (tokens := self._held(group).get(worker, 0))
-        }
+        """Live requests with KV on ``worker``, one that moves there included, and the tokens that each would free."""
+        holders = {group: self._freed(group, worker) for group in self._residents[worker] if self._holds(group, worker)}
         current = self._current
         if current is not None and current.target == worker and current.group.alive:
             holders[current.group] = current.copied
         return holders
+
+    def _holds(self, group: Group, worker: str) -> bool:
+        """True if a request goes on and has tokens on a worker, shared ones included."""
+        shared = worker == group.home and self._prefixes.shared(group)
+        return bool(group.alive and (shared or self._held(group).get(worker)))
+
+    def _freed(self, group: Group, worker: str) -> int:
+        """Tokens that come back if a request leaves a worker."""
+        exclusive = self._prefixes.exclusive(group) if worker == group.home else 0
+        return self._held(group).get(worker, 0) + exclusive
+
+    def _present(self, group: Group) -> int:
+        """Tokens of a request on its only worker, with those that it shares."""
+        return self._held(group).get(group.home, 0) + self._prefixes.shared(group)
 
     def settle(self, group: Group) -> None:
         """A request has been placed on its workers, or on more of them."""
@@ -140,12 +154,12 @@ class Relocations:
             for group in [one for one in self._residents[worker] if one.alive]:
                 if self._current is not None and self._current.group is group:
                     continue
-                held, computed = self._held(group).get(worker, 0), self._computed(group)
-                if len(group.completions) > 1 or len(group.completions[0].segments) > 1 or held <= CHEAP:
+                present, computed = self._present(group), self._computed(group)
+                if len(group.completions) > 1 or len(group.completions[0].segments) > 1 or present <= CHEAP:
                     self._drop(group)
                 elif computed is not None and self._current is None:
                     target = next(iter(self._placement.by_room().items()), ("", 0))
-                    if held > target[1]:
+                    if present > target[1]:
                         self._drop(group)
                     else:
                         self._current = Relocation(group, target[0])
@@ -155,11 +169,12 @@ class Relocations:
         """True if nothing is on a worker, or on its way there."""
         current = self._current
         expected = current is not None and current.target == worker
-        return not self._residents[worker] and not expected and not self._placement.reserved[worker]
+        cached = any(self._prefixes.idle(worker))
+        return not (self._residents[worker] or expected or cached or self._placement.reserved[worker])
 
     def _movable(self, worker: str) -> list[Movable]:
         return [
-            Movable(group.completions[0].sequence, self._held(group)[worker], computed)
+            Movable(group.completions[0].sequence, self._present(group), computed, self._freed(group, worker))
             for group in self._residents[worker]
             if (computed := self._computed(group)) is not None
         ]
@@ -213,9 +228,12 @@ class Relocations:
                 self._pull(current, current.position)
             return None
         (completion,) = group.completions
-        source = completion.worker
-        self._placement.will_release(source, current.position)
-        self._placement.release(source, current.position)
+        source, own = completion.worker, current.position - self._prefixes.shared(group)
+        self._placement.will_release(source, own)
+        self._placement.release(source, own)
+        self._prefixes.leave(group)
+        self._prefixes.let_go(group)
+        group.unshare()
         self._placement.go_on(source, current.target)
         del self._residents[source][group], self._workers[group]
         completion.segments = [Segment(completion.sequence, current.target, group.heads, (0, None))]

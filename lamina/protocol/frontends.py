@@ -125,12 +125,13 @@ class Scaled(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestTokens(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one request."""
+    """What is new of one request. ``cached_tokens`` of its prompt were found in the prefix cache."""
 
     request: int
     completions: list[CompletionTokens]
     finished: bool = False
     error: str | None = None
+    cached_tokens: int = 0
 
 
 class Answers(msgspec.Struct, tag=True):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from lamina.groups import Group
 from lamina.placement.map import NOWHERE, Placement
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
@@ -43,12 +44,15 @@ class _Kept:
 class Admissions:
     """Waiting requests; ``deal`` selects those that go to lanes."""
 
-    def __init__(self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations) -> None:
+    def __init__(
+        self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations, prefixes: PrefixCache
+    ) -> None:
         """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
         self._max_sequences = max_sequences
         self._rows = rows
         self._placement = placement
         self._relocations = relocations
+        self._prefixes = prefixes
         self._waiting = WaitingQueue()
         self._aside: dict[Group, int] = {}  # with the step at which each did not fit
         self._kept: _Kept | None = None
@@ -181,6 +185,7 @@ class Admissions:
                 last, _ = spans[-1]
                 for completion in group.completions:
                     self._placement.go_on(last, completion.worker)
+                self._prefixes.share(group)
                 group.seats = group.holders = len(group.completions)
                 self._relocations.settle(group)
                 yield group
@@ -208,7 +213,8 @@ class Admissions:
             besides = self._kept.workers
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
-        return self._placement.reserve(group.to_run, len(group.completions), besides)
+        found = self._prefixes.find(group)
+        return self._placement.reserve(group.to_run, len(group.completions), besides, found)
 
     def _may_be_passed(self, group: Group) -> bool:
         """Set aside a request that does not fit, if it is not yet. False if all behind it must wait."""

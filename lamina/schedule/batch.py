@@ -61,7 +61,7 @@ class DecodeBatch:
         if sequence in self._owners:
             group, completion = self._owners.pop(sequence)
             completion.until = self.steps
-            completion.own = self._joined.pop(sequence) + self.steps - group.prompt_length
+            completion.own = self._joined.pop(sequence) + self.steps - group.base
             self._unsettle(sequence)
             self._members = None
 

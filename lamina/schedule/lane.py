@@ -1,13 +1,14 @@
 """The requests of one lane: what its next step runs, and what becomes of steps that will not complete. Pure."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
 from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.chunks import PromptBatch
+from lamina.schedule.seats import Seats
 from lamina.segments import forked
 from lamina.types import DecodeRows, Fork, Segment, SequenceStep, StepPlan
 
@@ -34,6 +35,7 @@ class Lane:
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
+    prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
     decoding: DecodeBatch = field(init=False)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
     ending: list[Owner] = field(default_factory=list)
@@ -72,6 +74,13 @@ class Lane:
         self.prompted.clear()
         return forks
 
+    def prompts_computed(self) -> list[Group]:
+        """Requests whose prompts have been computed since the last call: their steps have completed."""
+        computed = [group for group in self.prompts_run if self.completed >= group.until]
+        if computed:
+            self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
+        return computed
+
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
         """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
@@ -81,6 +90,7 @@ class Lane:
             draws: dict[int, Owner] = {}
             if not completion.left:
                 self.prompted.append((group, completion))
+                self.prompts_run.append(group)
                 draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
                 drawing |= draws
             start = completion.cached - count
@@ -89,7 +99,7 @@ class Lane:
         return chunks, drawing
 
     def held(self, group: Group) -> dict[str, int]:
-        """KV tokens that are reserved for a request, by memory worker."""
+        """KV tokens that are reserved for a request, by memory worker; without those that it shares with others."""
         held, alone = collections.Counter[str](), True
         for one in group.completions:
             if not one.released:
@@ -100,7 +110,7 @@ class Lane:
     def _reserved(self, group: Group, completion: Completion) -> int:
         """KV tokens that are reserved for a completion alone."""
         if completion.sequence in self.decoding:
-            return self.decoding.position(completion.sequence) - group.prompt_length
+            return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
     def computed(self, group: Group) -> int | None:
@@ -117,7 +127,15 @@ class Lane:
 
     def clear(self) -> None:
         """Give up all requests, to be dealt out again. No step is in flight."""
-        for content in (self.dealt, self.running, self.prompts, self.prompted, self.ending, self.histories):
+        for content in (
+            self.dealt,
+            self.running,
+            self.prompts,
+            self.prompted,
+            self.prompts_run,
+            self.ending,
+            self.histories,
+        ):
             content.clear()
         self.decoding, self.completed = DecodeBatch(self.longest), 0
 
@@ -155,8 +173,28 @@ class Lane:
         for group in self.running:
             for completion in group.alive:
                 reserved = group.slots(completion, self._reserved(group, completion))
-                completion.own = max(group.kept(completion) - group.prompt_length, completion.known)
+                completion.own = max(group.kept(completion), group.prompt_length + completion.known) - group.base
                 kept = group.slots(completion, completion.own)
                 for worker, tokens in reserved.items():
                     placement.will_release(worker, tokens - kept.get(worker, 0))
                     placement.release(worker, tokens - kept.get(worker, 0))
+
+
+def deal_again(lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group], bool]) -> None:
+    """Deal all requests out to the lanes of ``seats``, which are empty: those with most sequences first. No step is in
+    flight."""
+    groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
+    dealt = {group for own in lanes for group in own.dealt}
+    ending = [owner for own in lanes for owner in own.ending]
+    prompts_run = {group for own in lanes for group in own.prompts_run}
+    for own in lanes:
+        own.clear()
+    for group in groups:
+        group.lane, group.until = seats.emptiest, 0
+        seats.change(group.lane, group.seats, group.request.client)
+        own = lanes[group.lane]
+        own.take_over(group, group in dealt, is_paused(group))
+        if group in prompts_run:
+            own.prompts_run.append(group)
+    for owner in ending:  # a request's lane releases the sequence that it may still fork from
+        lanes[owner[0].lane].ending.append(owner)

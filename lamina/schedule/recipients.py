@@ -17,7 +17,7 @@ import msgspec
 from lamina.pipeline import Pipeline
 from lamina.segments import for_sequence, forked, grown
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Segment, StepPlan
+from lamina.types import Admission, DecodeRows, Fork, Segment, StepPlan
 
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
 
@@ -68,11 +68,12 @@ class Recipients:
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
         self._untold.clear()
-        lost = (one for one, homes in self._homes.items() if not topology.names.issuperset(homes))
-        struck = {self._admissions[one].sequence for one in lost}
-        self._admissions = {one: told for one, told in self._admissions.items() if told.sequence not in struck}
-        self._homes = {one: self._homes[one] for one in self._admissions}
-        self._segments = {one: self._segments[one] for one in self._admissions}
+        lost = {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)}
+        struck = {self._admissions[one].sequence for one in lost if one in self._admissions}  # else a cached prefix
+        lost |= {one for one, told in self._admissions.items() if told.sequence in struck}
+        self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
+        self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
+        self._segments = {one: self._segments[one] for one in self._homes}
         self._knowing = {one: set(homes) for one, homes in self._homes.items()}
 
     def change(self, topology: Topology) -> None:
@@ -94,8 +95,7 @@ class Recipients:
                 parts.setdefault(worker, {}).setdefault(name, []).append(item)
 
         for fork in plan.forks:
-            add(self._homes[fork.parent], "forks", fork)
-            self._place(fork.child, forked(self._segments[fork.parent], fork.child, fork.tokens), replicas, now)
+            add(self._fork(fork, replicas, now), "forks", fork)
         self._release(plan, replicas, now)
         for segment in plan.moved:
             add([*self._homes[segment.sequence], segment.worker], "moved", segment)
@@ -139,7 +139,8 @@ class Recipients:
 
     def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
         for sequence in plan.released:
-            del self._admissions[sequence], self._homes[sequence], self._segments[sequence]
+            self._admissions.pop(sequence, None)  # a cached prefix has none
+            del self._homes[sequence], self._segments[sequence]
             for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
@@ -157,14 +158,28 @@ class Recipients:
         self._knowing[sequence] = {*homes, *self._knowing[sequence].intersection(replicas)}
         self._segments[sequence], self._homes[sequence] = segments, homes
 
+    def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> list[str]:
+        """Returns the memory workers with shared segments."""
+        segments = forked(self._segments[fork.parent], fork.child, fork.tokens)
+        if fork.child in self._homes:
+            self._place(fork.child, segments, replicas, now)
+        else:  # a cached prefix, or admitted with the same plan
+            self._begin(fork.child, segments)
+        return self._homes[fork.child]
+
     def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> list[str]:
         """Returns the memory workers with its segments."""
-        homes = list(dict.fromkeys(segment.worker for segment in admission.segments))
+        homes: list[str] = []
         for sequence in range(admission.sequence, admission.sequence + admission.count):
             self._admissions[sequence] = admission
-            self._segments[sequence] = for_sequence(sequence, admission.segments)
-            self._homes[sequence] = homes
-            self._knowing[sequence] = {*homes, *replicas}
+            homes = self._begin(sequence, for_sequence(sequence, admission.segments))
+            self._knowing[sequence] |= {*replicas}
+        return homes
+
+    def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
+        """A sequence that no worker knows has these segments. Returns the memory workers with them, which are told."""
+        homes = list(dict.fromkeys(segment.worker for segment in segments))
+        self._segments[sequence], self._homes[sequence], self._knowing[sequence] = segments, homes, set(homes)
         return homes
 
     def _present(self, admission: Admission) -> Admission:

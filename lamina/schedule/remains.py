@@ -1,6 +1,11 @@
 """What an epoch leaves to the next one, when steps in flight are dropped. Pure."""
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from lamina.placement.prefix_cache import PrefixCache
+from lamina.schedule.lane import Lane
 
 
 @dataclass(frozen=True)
@@ -15,3 +20,19 @@ class Remains:
     kept: dict[str, dict[int, int]]
     dropped: int = 0
     recomputed: int = 0
+
+
+def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -> dict[str, dict[int, int]]:
+    """By memory worker and sequence: the tokens that stay when no step is in flight."""
+    kept: dict[str, dict[int, int]] = {worker: {} for worker in workers}
+    for group in (group for own in lanes for group in own.running if group not in own.dealt):
+        completions = group.alive if group.forked else group.completions[:1]
+        for completion in completions:
+            for segment in completion.segments:
+                kept[segment.worker][completion.sequence] = group.kept(completion)
+    for group, completion in itertools.chain.from_iterable(own.ending for own in lanes):
+        if length := prefixes.keepable(group, completion):
+            kept[group.home][completion.sequence] = length
+    for worker in kept:
+        kept[worker] |= prefixes.sequences(worker)
+    return kept

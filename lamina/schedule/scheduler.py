@@ -27,14 +27,15 @@ from collections.abc import Iterator, Mapping
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
+from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions
 from lamina.schedule.growth import Growth
-from lamina.schedule.lane import Lane, Planned
+from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
 from lamina.schedule.readiness import Readiness
-from lamina.schedule.remains import Remains
+from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
 from lamina.topology import Topology
 from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
@@ -54,9 +55,11 @@ class Scheduler:
         attentions: int,
         kv_heads: int,
         policy: Policy = latest,
+        prefix_cache: bool = False,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
-        KV is dropped when a memory worker runs out of slots."""
+        KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
+        that begin with the same tokens."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -69,11 +72,14 @@ class Scheduler:
         self._ready = Readiness(lanes)
         self._moving = False
         self._requests: dict[str, Group] = {}
-        self._relocations = Relocations(placement, self._computed, self._held, self.drop)
-        self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
-        self._admissions = Admissions(limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations)
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
+        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        self._relocations = Relocations(placement, self.prefixes, self._computed, self._held, self.drop)
+        self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
+        self._admissions = Admissions(
+            limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
+        )
         self._steps = itertools.count(1)
 
     def _new_lane(self) -> Lane:
@@ -157,11 +163,12 @@ class Scheduler:
             own.ending = [owner for owner in own.ending if owner not in gone]
             for group, completion in gone:
                 self._give_back(group, completion)
+        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
         self._move()
-        return self._remains(len(dropped), recomputed)
+        return Remains(kept(self._lanes, self.prefixes, self.placement.capacities), len(dropped), recomputed)
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -194,6 +201,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
+        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -201,35 +209,15 @@ class Scheduler:
         self._lanes += [self._new_lane() for _ in range(more)]
         self._ready.extend(len(self._lanes))
 
-    def _remains(self, dropped: int, recomputed: int) -> Remains:
-        kept: dict[str, dict[int, int]] = {worker: {} for worker in self.placement.capacities}
-        for group in (group for own in self._lanes for group in own.running if group not in own.dealt):
-            completions = group.alive if group.forked else group.completions[:1]
-            for completion in completions:
-                for segment in completion.segments:
-                    kept[segment.worker][completion.sequence] = group.kept(completion)
-        return Remains(kept, dropped, recomputed)
-
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
         self._moving = False
-        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
-        groups = sorted(running, key=lambda group: -len(group.completions))
-        dealt = {group for own in self._lanes for group in own.dealt}
-        ending = [owner for own in self._lanes for owner in own.ending]
-        for own in self._lanes:
-            own.clear()
         self._seats = Seats(self.active)
+        deal_again(self._lanes, self._seats, self._relocations.is_paused)
         self._admissions.given_back()
         self._ready.restart()
-        for group in groups:
-            group.lane, group.until = self._seats.emptiest, 0
-            self._seats.change(group.lane, group.seats, group.request.client)
-            self._lanes[group.lane].take_over(group, group in dealt, self._relocations.is_paused(group))
         for lane, own in enumerate(self._lanes):
             own.allowance = self._rows_left(lane)
-        for owner in ending:  # a request's lane releases the sequence that it may still fork from
-            self._lanes[owner[0].lane].ending.append(owner)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
@@ -252,6 +240,8 @@ class Scheduler:
             self._move()
         own = self._lanes[lane]
         forks = own.forks()
+        for group in own.prompts_computed():
+            self.prefixes.keep_prompt(group)
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
@@ -264,6 +254,9 @@ class Scheduler:
         admitted = self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
+        more_forks, more_released = self.prefixes.changes()
+        forks += more_forks
+        released += more_released
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
@@ -276,21 +269,8 @@ class Scheduler:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        plan = StepPlan(
-            next(self._steps),
-            lane,
-            own.turn,
-            forks,
-            released,
-            admitted,
-            chunks,
-            rows,
-            moved,
-            migrations,
-            self.rotates,
-            histories,
-            grown_here,
-        )
+        changes = forks, released, admitted, chunks, rows, moved, migrations
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -322,6 +302,7 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied."""
         ending, lane.ending = lane.ending, []
         for group, completion in ending:
+            self.prefixes.keep(group, completion)
             self._give_back(group, completion)
         return [completion.sequence for _, completion in ending]
 
@@ -333,6 +314,7 @@ class Scheduler:
         completion.released = True
         self._admissions.given_back()
         if not group.holders:
+            self.prefixes.let_go(group)
             self._relocations.leave(group)
 
     def _relocated(self, lane: int) -> list[Segment]:
@@ -367,6 +349,7 @@ class Scheduler:
         """Admit the requests dealt to the lane: this plan tells the workers."""
         admitted = [group.admission for group in lane.dealt]
         for group in lane.dealt:
+            self.prefixes.admit(group)
             lane.prompts.add(group, group.completions[0])
         lane.dealt.clear()
         return admitted
@@ -418,11 +401,15 @@ class Scheduler:
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
 
-    def abort(self, request_id: str) -> None:
-        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown."""
+    def abort(self, request_id: str, suspect: bool = False) -> None:
+        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown.
+
+        ``suspect``: its KV may be wrong, and is not kept for others.
+        """
         group = self._requests.pop(request_id, None)
         if group is None:
             return
+        group.suspect = suspect
         if group.lane < 0:
             self._admissions.remove(group)
         elif group in self._lanes[group.lane].dealt:
@@ -465,6 +452,9 @@ class Scheduler:
             self.placement.release(worker, tokens)
         for completion in group.completions:
             self.placement.leave(completion.worker, 1)
+        self.prefixes.leave(group)
+        self.prefixes.let_go(group)
+        group.share(0)
         self._relocations.leave(group)
         self._admissions.given_back()
         group.lane = -1
@@ -473,6 +463,7 @@ class Scheduler:
         if completion.finished:
             return
         completion.finished = True
+        completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.decoding.leave(completion.sequence)
@@ -484,6 +475,7 @@ class Scheduler:
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
             if not group.alive:
+                self.prefixes.leave(group)
                 self._relocations.ended(group)
             self._retire(own)
 

@@ -44,7 +44,6 @@ _EITHER: dict[str, Sequence[Any]] = {
     "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "best_of": (1,),

@@ -46,6 +46,7 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "ignore_eos",
     "min_tokens",
+    "cache_salt",
 )
 
 
@@ -104,6 +105,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
+    cache_salt: str | None = None
 
     @validator(mode="after")
     def _refuse_unsupported(self) -> Self:

@@ -75,12 +75,14 @@ class Usage:
     """Token counts and finish reasons of one HTTP request."""
 
     prompts: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
     drawn: int = 0
     ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
 
     def add(self, prompt: int, update: RequestUpdate) -> None:
         """Count the tokens of an update."""
         self.prompts[prompt] = len(update.request.prompt_token_ids)
+        self.cached[prompt] = update.cached_tokens
         self.drawn += update.tokens
         for completion in update.completions:
             if completion.finish_reason is not None:
@@ -89,7 +91,12 @@ class Usage:
     def body(self) -> Body:
         """The counts in OpenAI's form."""
         prompt = sum(self.prompts.values())
-        return {"prompt_tokens": prompt, "completion_tokens": self.drawn, "total_tokens": prompt + self.drawn}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.drawn,
+            "total_tokens": prompt + self.drawn,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
 
     def figures(self) -> str:
         """Tokens and finish reasons, for a log."""

@@ -30,6 +30,7 @@ GIVEN: dict[str, Any] = {
     "pipelining": "fixed",
     "q_first": True,
     "mini_batches": 9,
+    "prefix_cache": False,
     "plan_ahead": False,
     "transport": "tcp",
     "tls": True,

@@ -38,7 +38,7 @@ def test_moves_fit_and_make_room_and_one_is_the_cheapest_if_one_is_enough(
     numbers = itertools.count()
     left = dict(sorted(((f"memory{i}", free) for i, (free, _) in enumerate(cluster)), key=lambda pair: -pair[1]))
     residents = {
-        f"memory{i}": [Movable(next(numbers), max(tokens), min(tokens)) for tokens in movable]
+        f"memory{i}": [Movable(next(numbers), max(tokens), min(tokens), max(tokens)) for tokens in movable]
         for i, (_, movable) in enumerate(cluster)
     }
     moves = make_room(needed, left, residents.__getitem__)
@@ -72,13 +72,13 @@ def test_moves_fit_and_make_room_and_one_is_the_cheapest_if_one_is_enough(
 
 
 def test_several_small_ones_move_where_no_single_one_is_enough() -> None:
-    small = [Movable(number, 4, number) for number in range(1, 5)]
+    small = [Movable(number, 4, number, 4) for number in range(1, 5)]
     moves = make_room(18, {"memory0": 10, "memory1": 8}, {"memory0": small, "memory1": []}.__getitem__)
     assert moves == tuple(Move(one, "memory0", "memory1") for one in small[:2])
 
 
 def test_as_many_stay_as_the_room_allows() -> None:
-    one, another, large = Movable(1, 1, 1), Movable(2, 1, 1), Movable(3, 50, 100)
+    one, another, large = Movable(1, 1, 1, 1), Movable(2, 1, 1, 1), Movable(3, 50, 100, 50)
     residents = {"memory0": [], "memory1": [one, another, large]}
     moves = make_room(61, {"memory0": 60, "memory1": 10}, residents.__getitem__)
     assert moves == (Move(another, "memory1", "memory0"), Move(large, "memory1", "memory0"))

@@ -12,9 +12,14 @@ ATTENTIONS = 3
 
 
 def scheduler(
-    capacities: dict[str, int], lanes: int = 1, limits: Limits = LIMITS, longest: int | None = None
+    capacities: dict[str, int],
+    lanes: int = 1,
+    limits: Limits = LIMITS,
+    longest: int | None = None,
+    prefix_cache: bool = False,
 ) -> Scheduler:
-    return Scheduler(limits, Placement(capacities, longest), lanes, attentions=ATTENTIONS, kv_heads=2)
+    placement = Placement(capacities, longest)
+    return Scheduler(limits, placement, lanes, attentions=ATTENTIONS, kv_heads=2, prefix_cache=prefix_cache)
 
 
 def request(name: str, prompt: int, **params: Any) -> Request:

@@ -58,14 +58,18 @@ class Losing(Cluster):
             for sequence in {sequence for sequence, _ in memory.slab.segments}.difference(kept):
                 memory.forget(sequence)
             for sequence, tokens in kept.items():
-                index, _ = self._owners[sequence]
-                shared = 0 if sequence in self._firsts else self.requests[index][0]
-                assert tokens == max(self._computed.get(sequence, 0), shared)
+                self.check_kept(sequence, tokens)
                 for start, stop in memory.here[sequence].items():
                     memory.slab.truncate((sequence, start), max(0, min(tokens, stop) - start))
         for group in self.scheduler.stranded:
             self.unservable.add(int(group.request.request_id))
             self.scheduler.abort(group.request.request_id)
+
+    def check_kept(self, sequence: int, tokens: int) -> None:
+        """What has been computed of a sequence is kept."""
+        index, _ = self._owners[sequence]
+        shared = 0 if sequence in self._firsts else self.requests[index][0]
+        assert tokens == max(self._computed.get(sequence, 0), shared)
 
     def join(self, capacity: int) -> None:
         """Another memory worker takes part from now on."""

@@ -1,5 +1,6 @@
 """The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable
@@ -77,7 +78,8 @@ class MemoryModel:
         start, stop = segment.tokens
         if segment.worker == self.name:
             self.here.setdefault(segment.sequence, {})[start] = sys.maxsize if stop is None else stop
-            self.slab.open((segment.sequence, start))
+            if (segment.sequence, start) not in self.slab:
+                self.slab.open((segment.sequence, start))
 
     def end(self, sequence: int, position: int) -> None:
         """Another segment takes the tokens from this position on."""
@@ -128,6 +130,8 @@ requests = st.lists(
 class Cluster:
     """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
 
+    prefix_cache = False
+
     def __init__(
         self,
         requests: list,
@@ -141,7 +145,8 @@ class Cluster:
         self.requests = requests
         self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", capacity) for index in range(memories)]
-        self.scheduler = scheduler({memory.name: capacity for memory in self.memories}, lanes, limits, longest)
+        capacities = {memory.name: capacity for memory in self.memories}
+        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self._depth = depth
@@ -167,12 +172,16 @@ class Cluster:
     def arrive(self, turn: int) -> None:
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
             if arrival == turn:
-                self.submit(index, request(str(index), prompt, max_tokens=max_tokens, n=n))
+                new = request(str(index), prompt, max_tokens=max_tokens, n=n)
+                self.submit(index, dataclasses.replace(new, prompt_token_ids=self.prompt(index)))
             if aborted is not None and aborted == turn - arrival:
                 self.scheduler.abort(str(index))
 
     def submit(self, index: int, made: Request) -> None:
         self.groups[index] = self.scheduler.add(made)
+
+    def prompt(self, index: int) -> list[int]:
+        return list(range(self.requests[index][0]))
 
     def complete(self, lane: int) -> None:
         """The oldest step of a lane ends."""
@@ -207,7 +216,7 @@ class Cluster:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
                 if step.tokens != [LAST_DRAWN]:
                     index, completion = self._owners[step.sequence]
-                    known = [*range(self.requests[index][0]), *self._drawn.get((index, completion), ())]
+                    known = [*self.prompt(index), *self._drawn.get((index, completion), ())]
                     assert step.tokens == known[step.start : step.stop]
             running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
             moved = {segment.sequence for segment in plan.moved}
@@ -220,6 +229,8 @@ class Cluster:
                 memory.apply(plan)
             for step in plan.sequences:
                 assert sum(memory.holds(step.sequence) for memory in self.memories) == step.stop
+            for child in {fork.child for fork in plan.forks}.difference(plan.released):
+                assert any(child in memory.here for memory in self.memories)
             self.grown += len(plan.grown)
             self._in_flight[lane].append(plan)
 

@@ -99,7 +99,7 @@ class FakeEngine:
             request = Request(
                 request_id, prompt if isinstance(prompt, str) else None, self.tokenizer.encode(text), params
             )
-            out = RequestUpdate(request, outputs, last)
+            out = RequestUpdate(request, outputs, last, cached_tokens=len(request.prompt_token_ids) - 1)
             if count == 2 and "hang" in text:
                 with self.changed:
                     self.hanging.append((out, on_update))
@@ -124,7 +124,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
-        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1)}
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3)}
         return EngineStats(
             running=1,
             waiting=2,
@@ -137,6 +137,8 @@ class FakeEngine:
             dead=self.dead,
             silent=self.silent,
             links=[(near, 1), (far, 2)],
+            prefix_queries=8,
+            prefix_hits=2,
             workers={"memory0": "serving"},
         )
 

@@ -17,6 +17,13 @@ def test_a_completion(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3, 6)
+    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_the_salt_of_the_prefix_cache_reaches_the_engine(server: Running) -> None:
+    server.completion(prompt="a", cache_salt="tenant")
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], cache_salt="other")
+    assert [params.cache_salt for _, params in server.engine.submitted] == ["tenant", "other"]
 
 
 @pytest.mark.parametrize(

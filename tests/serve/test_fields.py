@@ -85,6 +85,7 @@ def test_errors_call_a_field_what_the_client_calls_it(server: Running) -> None:
         (CHAT, {"max_tokens": 0}, "max_tokens is 0; give"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; give"),
         (COMPLETION, {"logprobs": 21}, "logprobs is 21; give"),
+        (COMPLETION, {"cache_salt": "x" * 257}, "cache_salt is 'xxx"),
     ):
         asked: dict[str, Any] = {"messages": USER} if path == CHAT else {"prompt": "a"}
         error = refusal(server.post(path, **asked, **given), 400)

@@ -1,0 +1,144 @@
+"""Requests that share the KV of earlier ones give the tokens that they give without it."""
+
+import itertools
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.launch import launch
+from lamina.types import DType, RequestOutput, SamplingParams
+from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
+from tests.runtime.test_survival import Killable, Streams, wait_for_recoveries, wait_until
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    SamplingParams(n=2, seed=5, max_tokens=10, ignore_eos=True),
+    SamplingParams(seed=6, max_tokens=14, repetition_penalty=1.3, presence_penalty=0.5, logprobs=2),
+    SamplingParams(n=3, seed=7, max_tokens=9, temperature=1.5, stop_token_ids=list(range(3, 40))),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama")
+    write_checkpoint(served("llama", max_position_embeddings=256), place)
+    return place
+
+
+def start(model: Path, workers: Killable | None = None, **settings: object) -> Engine:
+    base = EngineConfig(
+        model=str(model),
+        compute="cpu:2",
+        memory="cpu:2",
+        dtype=DType.FLOAT32,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=1_000_000,
+    )
+    return launch(replace(base, **settings), workers=workers)  # type: ignore[arg-type]
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, SERVED_VOCABULARY) for _ in range(count)]
+
+
+def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    """Outputs of requests that run together."""
+    streams = Streams(engine, requests)
+    streams.results()
+    return [streams.outputs[str(number)] for number in range(len(requests))]
+
+
+def drawn(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def wait_until_idle(engine: Engine) -> None:
+    """No request has KV any more, and what is left is cached."""
+    wait_until(lambda: not any(one.used or one.sequences for one in engine.stats().memory.values()), "slots in use")
+    placement = engine._scheduler.placement
+    assert not any(placement.reserved.values())
+    assert {name: memory.cached for name, memory in engine.stats().memory.items()} == placement.idle
+
+
+def conversation(engine: Engine, system: list[int], seed: int, params: SamplingParams) -> list[RequestOutput]:
+    """Three turns of a chat: each prompt begins with all that was said before."""
+    prompt, outputs = system, []
+    for turn in range(3):
+        prompt = prompt + tokens(9, 100 * seed + turn)
+        outputs += run(engine, [(prompt, params)])
+        wait_until(lambda: not any(engine._scheduler.placement.reserved.values()), "its KV is not released")
+        prompt = prompt + outputs[-1].outputs[0].token_ids
+    return outputs
+
+
+def test_a_hit_gives_the_same_tokens_as_a_miss(model: Path) -> None:
+    """Of a shared system prompt, turns of a chat, a repeated prompt; greedy, seeded, penalized, n > 1; then a memory
+    worker is lost, with what it had of them. Requests with salts of their own share nothing."""
+    systems = [tokens(70, 1), tokens(45, 2)]
+    together = [(systems[number % 2] + tokens(5 + number, number), KINDS[number % 4]) for number in range(8)]
+    salts = itertools.count()
+
+    def apart(requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+        return run(engine, [(prompt, replace(params, cache_salt=str(next(salts)))) for prompt, params in requests])
+
+    workers = Killable()
+    engine = start(model, workers)
+    try:
+        first = run(engine, [(system, GREEDY) for system in systems])
+        chats = [conversation(engine, systems[0], number, kind) for number, kind in enumerate(KINDS)]
+        shared = run(engine, together) + run(engine, together)
+        outputs = [*first, *itertools.chain(*chats), *shared]
+        stats = engine.stats()
+        requests = [(output.prompt_token_ids, GREEDY) for output in first]
+        requests += [(turn.prompt_token_ids, kind) for chat, kind in zip(chats, KINDS, strict=True) for turn in chat]
+        missed = apart(requests + together)
+        wait_until_idle(engine)
+        (again,) = run(engine, [(systems[1], replace(GREEDY, cache_salt="1"))])
+
+        homes = {output.placement[0].worker for output in run(engine, together)}
+        workers.signal("memory1", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        survived = run(engine, together)
+        wait_until_idle(engine)
+    finally:
+        engine.close()
+    assert drawn(outputs) == drawn(missed) + drawn(missed[-8:])
+    assert not any(output.cached_tokens for output in (*first, *missed))
+    assert stats.prefix_hits == sum(output.cached_tokens for output in outputs)
+    for chat in chats:
+        assert chat[0].cached_tokens == 70  # the system prompt
+        for before, after in itertools.pairwise(chat):  # all that was said, but the last token drawn
+            said = len(before.prompt_token_ids) + len(before.outputs[0].token_ids)
+            assert after.cached_tokens >= said - 1
+    assert all(output.cached_tokens >= 45 for output in shared[:8])
+    assert all(output.cached_tokens == len(output.prompt_token_ids) - 1 for output in shared[8:])
+    assert again.cached_tokens == 44 and homes == {"memory0", "memory1"}
+    assert drawn(survived) == drawn(missed[-8:])
+    lost = [output.cached_tokens < len(output.prompt_token_ids) - 1 for output in survived]
+    assert any(lost) and not all(lost)
+
+
+def test_prefixes_make_way_for_requests_and_the_least_recently_used_go_first(model: Path) -> None:
+    engine = start(model, memory="cpu:1", compute="cpu:1", kv_cache_memory_bytes=300_000)
+    capacity = engine.cluster.capacities["memory0"]
+    prompts = [tokens(capacity // 8, number) for number in range(20)]
+    try:
+        expected = [run(engine, [(prompt, GREEDY)]) for prompt in prompts]
+        (memory,) = engine.stats().memory.values()
+        assert capacity * 0.7 < engine._scheduler.placement.idle["memory0"] <= capacity and memory.capacity == capacity
+        recent = run(engine, [(prompts[-1], GREEDY)])
+        oldest = run(engine, [(prompts[0], GREEDY)])
+        assert recent[0].cached_tokens == len(prompts[-1]) - 1 and oldest[0].cached_tokens == 0
+        assert drawn(recent) == drawn(expected[-1]) and drawn(oldest) == drawn(expected[0])
+        assert drawn(run(engine, [(prompt, GREEDY) for prompt in prompts])) == [drawn(one)[0] for one in expected]
+        wait_until_idle(engine)
+    finally:
+        engine.close()

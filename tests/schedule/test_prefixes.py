@@ -1,0 +1,196 @@
+"""The scheduler with cached prefixes, against what every slot of its memory workers holds."""
+
+import collections
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.placement import prefix_cache
+from lamina.schedule.limits import Limits
+from lamina.types import StepPlan
+from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.schedule.test_epochs import Losing
+from tests.schedule.test_scheduler import MANY
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+
+@pytest.fixture(scope="module")
+def short_prefixes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "SHORTEST", 1)
+        patch.setattr(prefix_cache, "GRAIN", 1)
+        yield
+
+
+class Caching(Losing):
+    """Prompts begin alike, and some with what others generate; every slot is known by the tokens up to its own."""
+
+    prefix_cache = True
+
+    def __init__(self, requests: list, prompts: list, memories: int, *settings: Any) -> None:
+        self.prompts = prompts
+        requests = [(len(self.prompt(index)), *one) for index, one in enumerate(requests)]
+        super().__init__(requests, memories, *settings)
+        self.contents = collections.defaultdict[str, dict[int, tuple[int, ...]]](dict)
+        self.hits = 0
+
+    def prompt(self, index: int) -> list[int]:
+        """The same first tokens, then those of a completion, then others."""
+        alike, generated, other, number = self.prompts[index]
+        return [*range(alike), *range(generated), *(1000 + number for _ in range(other))]
+
+    def plan(self, lane: int) -> None:
+        running = len(self._in_flight[lane])
+        super().plan(lane)
+        for plan in self._in_flight[lane][running:]:
+            self._check(plan)
+
+    def _check(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            if fork.child not in self._owners or fork.parent not in self._owners:  # else: of one request
+                assert self._computed[fork.parent] >= fork.tokens
+                self._computed[fork.child] = fork.tokens
+                self.hits += fork.child in self._owners
+        for migration in plan.migrations:
+            slots = {
+                memory.name: memory.slab.slots((migration.sequence, 0))[migration.start : migration.stop].tolist()
+                for memory in self.memories
+                if memory.name in (migration.source, migration.target)
+            }
+            for source, target in zip(slots[migration.source], slots[migration.target], strict=True):
+                self.contents[migration.target][target] = self.contents[migration.source][source]
+        placement = self.scheduler.placement
+        for memory in self.memories:
+            for step in plan.sequences:
+                for first in memory.here.get(step.sequence, ()):
+                    slots = memory.slab.slots((step.sequence, first)).tolist()
+                    self._attend(memory.name, slots, step.sequence, first, max(step.start - first, 0))
+            used, capacity = memory.slab.used, placement.capacities[memory.name]
+            assert used <= placement.reserved[memory.name] + placement.idle[memory.name] <= capacity
+
+    def _attend(self, name: str, slots: list[int], sequence: int, first: int, old: int) -> None:
+        """A sequence's next tokens attend to those before, whoever computed them: ``old`` ones of a segment."""
+        index, completion = self._owners[sequence]
+        tokens = (*self.prompt(index), *(100 * completion + number for number in range(40)))
+        keys = [tokens[: position + 1] for position in range(first, first + len(slots))]
+        contents = self.contents[name]
+        assert [contents[slot] for slot in slots[:old]] == keys[:old]
+        contents |= zip(slots[old:], keys[old:], strict=True)
+
+    def check_kept(self, sequence: int, tokens: int) -> None:
+        """A cached prefix is kept too: ``_attend`` and ``check_rest`` compare what it holds."""
+
+    def check_rest(self) -> None:
+        """All slots are free, or cached for others, and each counts once."""
+        placement, prefixes = self.scheduler.placement, self.scheduler.prefixes
+        assert not any(placement.reserved.values()) and not any(placement.returning.values())
+        for memory in self.memories:
+            assert memory.here.keys() == prefixes.sequences(memory.name).keys()
+            assert memory.slab.used == placement.idle[memory.name]
+            for sequence, tokens in prefixes.sequences(memory.name).items():
+                assert memory.here[sequence].keys() == {0}
+                slots = memory.slab.slots((sequence, 0)).tolist()
+                assert len(slots) == tokens
+                path = [self.contents[memory.name][slot] for slot in slots]
+                assert all(path[-1][: len(key)] == key for key in path) and len(path[-1]) == tokens
+
+
+requests = st.lists(
+    st.tuples(
+        st.tuples(st.integers(1, 14), st.integers(0, 6), st.integers(0, 3), st.integers(0, 2)),
+        st.integers(1, 10),  # max_tokens
+        st.integers(1, 3),  # n
+        st.lists(st.integers(0, 12), min_size=3, max_size=3),  # a completion stops by itself after that many tokens
+        st.one_of(st.none(), st.none(), st.integers(0, 25)),  # aborted at this turn
+        st.integers(0, 25),  # arrives at this turn
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=requests,
+    memories=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 30), st.integers(1, 3), max_size=4),
+    limits=st.sampled_from([LIMITS, MANY]),
+    capacity=st.sampled_from([60, 60, 27]),
+    longest=st.sampled_from([None, None, 5, 11]),
+    migration_turns=st.integers(1, 6),
+    ends=st.dictionaries(st.integers(0, 40), st.integers(0, 2), max_size=3),
+    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=2),
+    leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=3),
+    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=5),
+)
+def test_rows_attend_to_their_own_tokens_and_every_slot_is_free_or_cached_in_the_end(
+    requests: list,
+    memories: int,
+    lanes: int,
+    depth: int,
+    switches: dict[int, int],
+    limits: Limits,
+    capacity: int,
+    longest: int | None,
+    migration_turns: int,
+    ends: dict[int, int],
+    joins: dict[int, int],
+    leaves: dict[int, int],
+    drops: dict[int, int],
+) -> None:
+    """Whatever is shared, evicted, split, moved, dropped or lost meanwhile, and whoever joins or leaves."""
+    prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
+    cluster = Caching(others, prompts, memories, lanes, depth, limits, capacity, longest)
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        if turn in switches:
+            cluster.scheduler.use_lanes(min(switches[turn], lanes))
+        cluster.arrive(turn)
+        if turn % migration_turns == 0:
+            cluster.migrate()
+        if turn in drops:
+            cluster.drop(drops[turn])
+        if turn in ends:
+            cluster.end_epoch(ends[turn])
+        if turn in joins:
+            cluster.join(joins[turn])
+        if turn in leaves:
+            cluster.drain(leaves[turn])
+        cluster.leave()
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 40 and not cluster.busy:
+            break
+    cluster.leave()
+    assert not cluster.scheduler.placement.closed
+    cluster.check_rest()
+    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
+        if aborted is None and index not in cluster.unservable:
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_dropped_request_shares_what_it_had_but_generated_tokens_run_again_for_penalties(penalty: float) -> None:
+    """Replicas learn the tokens that count for penalties from the chunks that run them."""
+    under_test = scheduler({"memory0": 60}, prefix_cache=True)
+    under_test.add(request("0", 6, max_tokens=20, frequency_penalty=penalty))
+    for _ in range(5):
+        plan_of(under_test)
+        for _, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+    (group,) = under_test.holders("memory0")
+    under_test.drop(group)
+    while not (plan := plan_of(under_test)).admitted:
+        under_test.complete(0)
+    (chunk,) = plan.chunks
+    assert chunk.start == (6 if penalty else 10) and chunk.stop == 11
+    assert plan.forks[-1].child == chunk.sequence and plan.forks[-1].tokens == chunk.start
