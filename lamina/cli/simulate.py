@@ -218,7 +218,8 @@ def _holder(system: str, deployment: "Deployment") -> str:
     """The holder of all of a request's KV, with its capacity."""
     if system != "lamina" or deployment.memory is None:
         return "fits beside a copy of the weights"
-    return f"one {deployment.memory.kind} holds ({deployment.memory_cost.kv_tokens} tokens)"
+    workers = deployment.memory_workers
+    return f"{workers} {deployment.memory.kind} hold ({workers * deployment.memory_cost.kv_tokens} tokens)"
 
 
 def _pools(result: "Result") -> "Table":

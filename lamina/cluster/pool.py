@@ -130,8 +130,8 @@ def parse_change(role: str, text: str) -> int:
     kind = match["kind"] or CPU
     if kind != CPU:
         known = [CPU, CUDA, *GPUS, *PLANNED]
-        reason = "only workers on CPUs join and leave so far" if kind in known else f"unknown kind{_near(kind, known)}"
-        raise ConfigError(f"{role} is {text!r}: {reason.removesuffix('.')}. Use cpu:{match['count']}")
+        reason = "only workers on CPUs join and leave so far." if kind in known else f"unknown kind{_near(kind, known)}"
+        raise ConfigError(f"{role} is {text!r}: {reason} Use cpu:{match['count']}")
     return int(match["count"])
 
 

@@ -249,13 +249,14 @@ class MemoryWorker:
             if self._hub.keeping:
                 self._hub.go_on()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
-        lane, request = self._lanes[door.request.lane], door.request
-        self._timeline.add("wait", lane.number, waiting)
+        request = door.request
+        self._timeline.add("wait", request.lane, waiting)
         deadline, epoch = time.monotonic() + PLAN_TIMEOUT_S, self._fence.epoch
-        while self._running and self._fence.epoch == epoch and not lane.steps:  # the data overtook its plan
-            self._handle(self._control.receive(deadline - time.monotonic()))
+        while self._running and self._fence.epoch == epoch and not self._has_step(request.lane):
+            self._handle(self._control.receive(deadline - time.monotonic()))  # the data overtook its plan
         if not self._running or self._fence.epoch != epoch:
             return
+        lane = self._lanes[request.lane]
         turn = lane.steps[0].plan.turn + lane.layer
         if request.turn != turn:
             raise WorkerError(
@@ -265,6 +266,10 @@ class MemoryWorker:
             )
         lane.door = door
         self._receive(lane, door, request)
+
+    def _has_step(self, lane: int) -> bool:
+        """Whether a lane has a step to run. It may be one of a compute worker that has joined, and unknown so far."""
+        return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
         """Serve the piece, once it has been fetched if it does not lie in the slot."""

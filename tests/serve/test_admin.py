@@ -51,8 +51,8 @@ def test_scale_asks_the_engine_and_names_the_workers(
         ("-4", TransportError, "the engine has stopped"),
         ("+9", TransportError, "worker memory2 failed: its process exited with status 1"),
         ("2", ConfigError, "memory is '2'; give the workers to add or remove"),
-        ("a100:+1", ConfigError, "workers run on CPUs only so far. Use cpu:"),
-        ("cup:+1", ConfigError, "the kind is unknown; did you mean cpu?"),
+        ("a100:+1", ConfigError, "only workers on CPUs join and leave so far. Use cpu:"),
+        ("cup:+1", ConfigError, "unknown kind; did you mean cpu?"),
     ],
 )
 @pytest.mark.usefixtures("asked")
