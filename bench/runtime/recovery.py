@@ -8,7 +8,7 @@ the tokens that are computed again, and their time at the rate at which this run
 
 In a second run, a memory worker joins, and then one leaves. Printed: how long each takes from the request until it is
 done; and the pause it adds: the longest gap of a stream around the moment at which the members change, beside the
-longest in as much time just before anything was asked for (targets 50 ms and 100 ms). While the process of the joiner
+longest in as much time just before the change was requested (targets 50 ms and 100 ms). While the process of the joiner
 starts it competes with the others for cores, which the second line shows.
 """
 

@@ -112,7 +112,7 @@ class Hub:
         channel.drop()
 
     def restart(self, topology: Topology) -> None:
-        """All messages have been dropped, here and by the peers that stay: count anew, above all earlier numbers."""
+        """Restart counting, above all earlier numbers: all messages have been dropped, also by the peers that stay."""
         self.keeping.clear()
         self.owing.clear()
         for channel in list(self.channels):
@@ -122,7 +122,7 @@ class Hub:
                 self.forget(channel)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a free region, which is now in use; None if there is none now."""
+        """Take a free region: its offset, or None while all are in use."""
         return self._space.take(nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:

@@ -187,7 +187,7 @@ class Links:
     def linked(self, timeout_s: float) -> Linked | None:
         """Wait for the proofs of the peers given to ``begin``; None if some may still come after ``timeout_s``.
 
-        Raises PeerLostError for a peer that is not one of them.
+        Raises PeerLostError for any other peer.
         """
         current = self._round
         if current is None:

@@ -12,7 +12,7 @@ from lamina.types import Segment
 
 
 class Growth:
-    """Gives sequences that decode a memory worker with slots, and drops KV if there is none."""
+    """Finds decoding sequences a memory worker with free slots, and drops KV if no worker has any."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Growth:
 
     def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
         """A sequence continues on another memory worker from its next position on. False, and it does not, if it is on
-        its way to another worker, or there is none with room."""
+        its way to another worker, or no other worker has room."""
         if worker is None or self._relocations.is_moving(group):
             return False
         position = lane.decoding.position(completion.sequence)

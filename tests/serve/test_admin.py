@@ -14,7 +14,7 @@ KEY = "a-key"
 
 @pytest.fixture
 def asked(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """What the engine was asked to do; it fails if more than 2 are to leave."""
+    """The changes that the engine received; it fails if more than 2 workers are to leave."""
     seen: list[dict[str, int]] = []
     errors: dict[int, LaminaError] = {
         -3: ConfigError("3 memory workers cannot leave: the pool has 2"),

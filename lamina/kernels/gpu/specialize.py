@@ -32,7 +32,7 @@ def prompt_tile(element: KvElement) -> int:
 
 def plan_program(pairs: int) -> Program:
     """``triton_attend.plan`` of a table of ``pairs``."""
-    return _program("triton_attend.plan", ["*i32"] * 3 + ["i32"] * 10, block_pairs=_power_of_two(pairs))
+    return _program("triton_attend.plan", ["*i32"] * 3 + ["i32"] * 10, block_pairs=power_of_two(pairs))
 
 
 def plan_numbers(
@@ -129,7 +129,7 @@ def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> 
         v_dim=v_dim,
         has_sinks=has_sinks,
         block_dv=_block(v_dim),
-        block_parts=_power_of_two(min(count, COMBINED_PARTS)),
+        block_parts=power_of_two(min(count, COMBINED_PARTS)),
     )
 
 
@@ -150,9 +150,10 @@ def _element_code(element: KvElement, capability: int) -> int:
     return 1 if element is KvElement.INT8 else 0
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``, and at least 1."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def _block(size: int) -> int:
-    return max(16, _power_of_two(size))  # tensor cores multiply tiles of at least 16
+    return max(16, power_of_two(size))  # tensor cores multiply tiles of at least 16

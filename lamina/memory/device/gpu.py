@@ -13,6 +13,7 @@ import numpy as np
 from lamina.errors import ConfigError
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.program import Backend
+from lamina.kernels.gpu.specialize import power_of_two
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.device.base import Array, Floats, Slots, parts
 from lamina.types import AttentionSpec, KvElement
@@ -94,7 +95,7 @@ class Gpu:
         if table is self._table and self._attention is not None:
             return self._attention
         pairs, rows = len(table.query_start), int(table.query_offsets[-1])
-        attention = self._with_capacity(StepCapacity(_power_of_two(pairs), _power_of_two(rows)))
+        attention = self._with_capacity(StepCapacity(power_of_two(pairs), power_of_two(rows)))
         attention.begin(pair_table(table))
         self._slots = self._sent(np.append(table.slots, np.int32(-1)))  # programs may not take empty arrays
         self._table, self._attention = table, attention
@@ -107,7 +108,3 @@ class Gpu:
         if capacity not in self._attentions:
             self._attentions[capacity] = Attention(self._backend, capacity)
         return self._attentions[capacity]
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
