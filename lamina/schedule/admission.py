@@ -11,7 +11,7 @@ a waiting one with fewer. No request gives way twice, so that each of them ends 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -118,6 +118,14 @@ class Admissions:
             self._exhausted = False
         lacks = seats.total - seats.leaving + wanted > self._max_sequences
         return holders if lacks and first is self._preferred else []
+
+    def gives_way(self, seats: Seats, running: Iterable[Group]) -> Group | None:
+        """The request, of those ``running``, that gives up its seats for one of a client with fewer, if any."""
+        holders = self.share(seats)
+        if not holders:
+            return None
+        giving = [group for group in running if group.alive and not group.gave_way and group.request.client in holders]
+        return min(giving, key=lambda one: (holders.index(one.request.client), -one.arrival), default=None)
 
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
