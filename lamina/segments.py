@@ -47,20 +47,18 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
 
 
 def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
-    """The segments of a sequence once ``new``, which has an end, holds its tokens, whichever held them before.
+    """The segments of a sequence once ``new`` holds its tokens, whichever held them before.
 
     Neighbours on one worker become one segment.
     """
     first, last = new.tokens
-    if last is None:
-        raise ValueError(f"tokens {new.tokens} of sequence {new.sequence} cannot move: the range has no end")
     parts = [new]
     for segment in segments:
         start, stop = segment.tokens
         if start < first:
             before = first if stop is None else min(stop, first)
             parts.append(dataclasses.replace(segment, tokens=(start, before)))
-        if stop is None or stop > last:
+        if last is not None and (stop is None or stop > last):
             parts.append(dataclasses.replace(segment, tokens=(max(start, last), stop)))
     return joined(sorted(parts, key=lambda one: one.tokens[0]))
 

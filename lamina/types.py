@@ -418,7 +418,8 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
 
 class Switch(msgspec.Struct, array_like=True, frozen=True):
     """Each of ``segments``, on one worker, holds these tokens of its sequence from now on, whichever held them before:
-    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token."""
+    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token; without
+    an end, they are the last that a cached prefix has."""
 
     carrier: int
     segments: list[Segment]

@@ -243,13 +243,16 @@ class KvStore:
             sequence, (first, last) = new.sequence, new.tokens
             before = self._segments.pop(sequence, [])
             after = [segment for segment in moved(before, new) if segment.worker == self.worker]
-            assert last is not None  # else ``moved`` has raised
-            held = [(first, last, (switch.carrier, 0), first)] if new.worker == self.worker else []
+            held: list[tuple[int, int, SegmentKey, int]] = []
+            if new.worker == self.worker:
+                carried = first + len(self.slab.slots((switch.carrier, 0)))
+                held.append((first, carried if last is None else last, (switch.carrier, 0), first))
             for segment in before:
                 start = segment.tokens[0]
                 stop = start + len(self.slab.slots((sequence, start)))
-                held += [(start, min(stop, first), (sequence, start), start)]
-                held += [(max(start, last), stop, (sequence, start), start)]
+                held.append((start, min(stop, first), (sequence, start), start))
+                if last is not None:
+                    held.append((max(start, last), stop, (sequence, start), start))
             parts = {(sequence, segment.tokens[0]): _parts(segment, sorted(held)) for segment in after}
             self.slab.rearrange([(sequence, segment.tokens[0]) for segment in before], parts)
             if after:

@@ -228,9 +228,9 @@ class PrefixCache:
         self._leave(node)
         self._let_go(tree, node)
 
-    def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int]]:
+    def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int | None]]:
         """Who has tokens from ``start`` on of those that end with ``node``, and up to which: requests, and sequences of
-        cached prefixes."""
+        cached prefixes; None: these are the last of a prefix."""
         top = next(one for one in node.path() if one.start == start)
         within = {id(one): one.stop for one in node.path() if one.start >= start}
 
@@ -238,7 +238,8 @@ class PrefixCache:
             return max((within.get(id(one), 0) for one in leaf.path()), default=0)
 
         groups = {group: stop for group, (_, end) in self._shared.items() if (stop := shared(end))}
-        return groups, {leaf.any_sequence: shared(leaf) for leaf in tree.below(top)}
+        ends = {leaf: shared(leaf) for leaf in tree.below(top)}
+        return groups, {leaf.any_sequence: stop if stop < leaf.stop else None for leaf, stop in ends.items()}
 
     def relocate(self, node: Node, start: int, worker: str) -> None:
         """The tokens from ``start`` on that end with ``node`` are on another worker now. Reservations are the caller's."""

@@ -118,7 +118,9 @@ class Moves:
     def touches(self, group: Group) -> bool:
         """True if some tokens of a request are moving."""
         path = self._prefixes.path(group) if self._moves else []
-        return any(move.group is group or move.node in path for move in self._moves.values())
+        return any(
+            move.group is group or any(one in path for one in _nodes(move)) for move in self._moves.values()
+        )
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -215,7 +217,7 @@ class Moves:
 
     def _switch(self, move: Move) -> list[Segment]:
         """Place the sequences that share a range at its target. Returns what the workers are told."""
-        groups, cached = {move.group: move.stop}, dict[int, int]()
+        groups, cached = {move.group: move.stop}, dict[int, int | None]()
         if move.tree is not None and move.node is not None:
             groups, cached = self._prefixes.sharers(move.tree, move.node, move.start)
             self._prefixes.relocate(move.node, move.start, move.target)
@@ -298,6 +300,11 @@ class Moves:
             self._forget(move, move.source)
         self._switched.clear()
         self._released.clear()
+
+
+def _nodes(move: Move) -> list[Node]:
+    """What moves of the prefix cache: one node at first, which may have been split since."""
+    return [] if move.node is None else [one for one in move.node.path() if one.start >= move.start]
 
 
 def _parent(move: Move) -> int:

@@ -61,9 +61,8 @@ def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, 
 def overlaps(had: Sequence[Segment], new: Segment) -> bool:
     """Whether some of the tokens of ``new`` are in segments that a worker has."""
     first, last = new.tokens
-    assert last is not None
     spans = [segment.tokens for segment in had]
-    return any(start < last and (stop is None or stop > first) for start, stop in spans)
+    return any((last is None or start < last) and (stop is None or stop > first) for start, stop in spans)
 
 
 def ends(had: Sequence[Segment], new: Segment) -> bool:

@@ -102,18 +102,19 @@ class MemoryModel:
         before = self.here.pop(sequence, {})
         if not before and new.worker != self.name:
             return
-        assert last is not None
+        closes, last = last is not None, sys.maxsize if last is None else last
+        if not closes and new.worker == self.name:
+            last = first + len(self.slab.slots((carrier, 0)))
         places = {}  # by position: what holds it, and where in that
         for start in before:
             for index in range(len(self.slab.slots((sequence, start)))):
                 places[start + index] = (sequence, start), index
         covered = {start: stop for start, stop in before.items()}
         held = [(start, min(stop, first)) for start, stop in covered.items() if start < first]
-        held += [(max(start, last), stop) for start, stop in covered.items() if stop > last]
-        for position in range(first, last):
-            places.pop(position, None)
+        held += [(max(start, last), stop) for start, stop in covered.items() if stop > last and closes]
+        places = {position: place for position, place in places.items() if not first <= position < last}
         if new.worker == self.name:
-            held.append((first, last))
+            held.append((first, last if closes else sys.maxsize))
             places |= {position: ((carrier, 0), position - first) for position in range(first, last)}
         joined: list[list[int]] = []
         for start, stop in sorted(held):
