@@ -117,7 +117,9 @@ class PrefixCache:
         for one in reversed(list(node.path())) if node is not None else ():
             if one.worker != home:
                 rooms[one.worker] += 0 if one.holders else len(one.tokens)
-                if one.worker in placement.closed or rooms[one.worker] > placement.left(one.worker):
+                if one.worker in placement.closed or (
+                    not one.holders and rooms[one.worker] > placement.room(one.worker)
+                ):
                     return one.start
         return 0 if node is None else node.stop
 
