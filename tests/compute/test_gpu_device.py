@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.gpu import ROWS, Gpu, padded_rows
+from lamina.compute.device.gpu import Gpu
+from lamina.compute.device.kit import ROWS, padded_rows
 from lamina.compute.device.select import make
 from lamina.compute.runner import Rows, pad
 from lamina.errors import ConfigError
@@ -29,7 +30,7 @@ from tests.splitter import test_variants
 from tests.splitter.oracle import Runner
 from tests.sweep import sweep
 
-ORDINARY = ("gemma2", "gptj", "deepseek_v3", "qwen2_moe")
+ORDINARY = ("gemma2", "deepseek_v3")
 
 
 class OnGpu(Runner):
@@ -114,7 +115,7 @@ def test_a_recording_replays_what_the_device_did_on_the_same_memory() -> None:
     second()
     assert seen.tolist() == [10.0 + python[-1]] * 3
     with pytest.raises(RuntimeError, match="waits for the device"):
-        Emulated().capture(lambda cut: memory.sum().item())  # type: ignore[arg-type, return-value]
+        Emulated().capture(lambda cut: memory.sum().item())  # type: ignore[arg-type]
 
 
 SPECS = [
@@ -151,7 +152,8 @@ def test_chunks_attend_to_themselves(
     table = SegmentTable(bounds, starts, bounds, starts, rows.astype(np.int32))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lamina.compute.device.chunks.MOST_SCORES", most_scores)
-        out, lse = attend_chunks(*map(torch.from_numpy, (q, k, v)), firsts, table, spec, Emulated().fused)
+        there = torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(v)
+        out, lse = attend_chunks(*there, firsts, table, spec, Emulated().fused)
     wanted_out, wanted_lse = reference.partial(q[rows], k, v, table, spec, 1)
     np.testing.assert_allclose(out, wanted_out, atol=2e-5)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-5)

@@ -42,13 +42,16 @@ class Runner(Protocol):
     """Runs one slice at a time; attention is left to the caller.
 
     Attributes:
-        attentions, contexts, dtype: those of the model. sinks: logits [Hq] of each attention, or None.
+        attentions, contexts, dtype: those of the model.
     """
 
     attentions: tuple[AttentionSpec, ...]
     contexts: tuple[tuple[Crossing, ...], ...]
     dtype: DType
-    sinks: Sequence[Floats | None]
+
+    @property
+    def sinks(self) -> Sequence[Floats | None]:
+        """The sink logits float32 [Hq] of each attention, or None."""
 
     def padded(self, rows: int) -> int:
         """The number of rows that ``rows`` are padded to."""
