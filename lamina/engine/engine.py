@@ -46,6 +46,7 @@ from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
 class Engine:
@@ -333,8 +334,10 @@ class Engine:
             self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
-        while self._commands:
+        for _ in range(min(len(self._commands), MOST_COMMANDS)):
             self._commands.popleft()()
+        if self._commands:
+            self._control.wake()
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:
