@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lamina.errors import LogitsError
 from lamina.lowering.elementwise import largest
+from lamina.protocol.logprobs import pack_rows
 from lamina.protocol.messages import Draw
-from lamina.types import Logprob, SamplingParams
+from lamina.types import SamplingParams
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
@@ -69,7 +70,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     ids = tokens.tolist()
     logprobs = _logprobs(logits, ids, rows)
     return [
-        Draw(row.sequence, token, logprobs.get(r, [])) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
+        Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
     ]
 
 
@@ -188,20 +189,21 @@ def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
     return (cumulative > target[:, None]).to(torch.uint8).max(-1).indices  # the first of equals
 
 
-def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, list[Logprob]]:
-    """By row that requests them: the drawn token, then the most likely ones, from the logits before any change."""
-    asking = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    if not asking:
-        return {}
-    logprobs = logits[asking].float().log_softmax(-1)
-    drawn = logprobs.gather(1, torch.tensor([[tokens[r]] for r in asking], device=logits.device))
-    ranks = ((logprobs > drawn).sum(-1) + 1).tolist()
-    most = min(max(rows[r].params.logprobs or 0 for r in asking), logits.shape[1])
-    top = logprobs.topk(most)
-    result = {}
-    for r, own, rank, values, ids in zip(
-        asking, drawn[:, 0].tolist(), ranks, top.values.tolist(), top.indices.tolist(), strict=True
-    ):
-        likely = list(zip(ids, values, strict=True))[: rows[r].params.logprobs]
-        result[r] = [Logprob(tokens[r], own, rank), *(Logprob(t, v, i + 1) for i, (t, v) in enumerate(likely))]
+def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, bytes]:
+    """Packed, by row that requests them: the drawn token, then the most likely ones, from the logits as they came."""
+    by_count: dict[int, list[int]] = {}
+    for r, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            by_count.setdefault(min(row.params.logprobs, logits.shape[1]), []).append(r)
+    result: dict[int, bytes] = {}
+    for count, asking in by_count.items():
+        # Without indices where all rows ask: indexing copies R x V values.
+        logprobs = (logits if len(asking) == len(rows) else logits[asking]).float().log_softmax(-1)
+        ids = torch.tensor([[tokens[r]] for r in asking], device=logits.device)
+        drawn = logprobs.gather(1, ids)
+        ranks = (logprobs > drawn).sum(-1) + 1
+        top = logprobs.topk(count)
+        ids, values = torch.cat([ids, top.indices], 1), torch.cat([drawn, top.values], 1)
+        packed = pack_rows(ranks.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy())
+        result.update(zip(asking, packed, strict=True))
     return result

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from lamina.engine.updates import OnTokens, TokenUpdate, pack
+from lamina.engine.updates import OnTokens, TokenUpdate
 from lamina.groups import Completion, Group
 from lamina.protocol.frontends import CompletionTokens
 from lamina.protocol.messages import Draw
@@ -52,7 +52,7 @@ class TrackedRequest:
         else:
             news.token_ids.append(token)
         if self._with_logprobs:
-            news.logprobs.append(pack(draw.logprobs))
+            news.logprobs.append(draw.logprobs)
         reason = ends.at(token, count)
         if reason is None:
             return False

@@ -15,12 +15,13 @@ from lamina.engine.frontends import Frontends
 from lamina.engine.remote import RemoteEngine
 from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole, pack
+from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole
 from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.frontends import CompletionTokens
+from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, SamplingParams
 
 END_S = 20.0
