@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
-from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
 from lamina.engine.members import Members
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
@@ -388,7 +388,8 @@ class Engine:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
         if lost := members.lost():
-            members.lose(lost)
+            if (poison := members.lose(lost)) is not None:
+                self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
             if not members.memory_grows:
                 self._end_stranded()
         members.watch.check()

@@ -155,8 +155,9 @@ class Pools:
         """True if another worker of this role is on its way."""
         return self._joins.count(role) > 0 or any(one == role for _, one in self._due)
 
-    def lose(self, lost: Mapping[str, LaminaError], topology: Topology) -> None:
-        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them."""
+    def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
+        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
+        ``free``, at once, and not counted: a request is being looked for that makes workers die."""
         roles = {member.name: member.role for member in self.topology.members}
         self._fabric.forget(topology.names)
         self.topology = topology
@@ -166,13 +167,14 @@ class Pools:
                 self._leaves.lose(name)
                 self._note(name)
             else:
-                self._replace(roles[name], reason)
+                self._replace(roles[name], reason, free)
         for name in self._leaves.apply(topology):  # they have to stay
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, role: Role, reason: LaminaError) -> None:
+    def _replace(self, role: Role, reason: LaminaError, free: bool = False) -> None:
         self._reasons[role] = reason
-        at = self._restarts[role].next(self._control.liveness.awake_s)
+        now, restarts = self._control.liveness.awake_s, self._restarts[role]
+        at = now if free and restarts.most else restarts.next(now)
         if at is not None:
             self._due.append((at, role))
 
