@@ -53,6 +53,7 @@ class Row:
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     """Draw one token per row of ``logits`` [R, V], any float dtype, which are not changed.
 
+    ``logprobs`` of a beam's row are the ``n`` most likely tokens, and the ``n`` most likely of those that end nothing.
     Raises LogitsError naming every row with a NaN, an infinity or no token to choose from; nothing is drawn then.
     """
     _require_matching(logits, rows)
@@ -68,7 +69,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
         probabilities = _truncate(scores if len(random) == len(rows) else scores[random], chosen)
         tokens[random] = _invert(probabilities, [_uniform(row) for row in chosen])
     ids = tokens.tolist()
-    logprobs = _logprobs(logits, ids, rows)
+    logprobs = _logprobs(logits, ids, rows) | _continuations(logits, rows)
     return [
         Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
     ]
@@ -207,3 +208,26 @@ def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[in
         packed = pack_rows(ranks.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy())
         result.update(zip(asking, packed, strict=True))
     return result
+
+
+def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, list[Logprob]]:
+    """By row of a beam: the continuations that its search may choose (``lamina.schedule.beam_search``)."""
+    beams = [r for r, row in enumerate(rows) if row.params.use_beam_search]
+    if not beams:
+        return {}
+    logprobs = logits[beams].float().log_softmax(-1)
+    found = {}
+    for place, r in enumerate(beams):
+        row, own = rows[r], logprobs[place]
+        eos = [] if row.params.ignore_eos else row.eos_token_ids
+        ends = [token for token in {*eos, *row.params.stop_token_ids} if token < len(own)]
+        most = min(row.params.n, len(own))
+        unended = own.clone()
+        unended[ends] = -math.inf
+        best = unended.topk(min(most, len(own) - len(ends)))
+        likely = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        if row.generated >= row.params.min_tokens:
+            best = own.topk(most)
+            likely |= zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        found[r] = [Logprob(token, value, 0) for token, value in likely.items()]
+    return found

@@ -30,6 +30,7 @@ from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
+from lamina.schedule.beams import Beams
 from lamina.schedule.growth import Growth
 from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
@@ -84,6 +85,7 @@ class Scheduler:
             self.drop,
         )
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
+        self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
@@ -272,6 +274,7 @@ class Scheduler:
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
+        beams = self.beams.begin(own)
         self._growth.turn_over(own)
         self._growth.make_way(own)
         if self.placement.closed:
@@ -279,12 +282,12 @@ class Scheduler:
         self._share_seats()
         self._deal()
         self._holding.make_way(self._all_running)
-        admitted = self._admit(own)
+        admitted = beams.admitted + self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
         more_forks, more_released = self.prefixes.changes()
-        forks += more_forks
-        released += more_released
+        forks += beams.forks + more_forks
+        released += beams.released + more_released
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
@@ -475,10 +478,7 @@ class Scheduler:
         completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
-            own.decoding.leave(completion.sequence)
-            own.prompts.discard(completion)
-            own.histories.pop(completion.sequence, None)
-            own.finished.append((group, completion))
+            own.end(group, completion)
             self._seats.leaving += 1
             self.placement.leave(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
