@@ -44,7 +44,7 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    computes, memories = tuple(_assigned(config.compute, "compute")), _assigned(config.memory, "memory")
+    computes, memories = _assigned(config)
     tokenizer = Tokenizer(model)
     available = frozenset(os.sched_getaffinity(0))
     receivers = [] if on_trace is None else [on_trace]
@@ -60,8 +60,7 @@ def launch(
         for names, module in ((computes, COMPUTE), (memories, MEMORY)):
             for name in names:
                 bootstrap = control.bootstraps[name]
-                if name in memories:
-                    bootstrap = msgspec.structs.replace(bootstrap, device=memories[name].device)
+                bootstrap = msgspec.structs.replace(bootstrap, device=names[name].device)
                 workers.spawn(name, module, bootstrap, plan.cores[name], plan.shared_cores)
         cluster = bring_up(control, workers, plan, on_progress or (lambda worker, progress: None))
     except BaseException:
@@ -74,7 +73,14 @@ def launch(
     return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
 
 
-def _assigned(text: str, role: Role) -> dict[str, pool.Assigned]:
-    """The workers of a pool, by name, with their devices."""
-    workers = pool.assign(role, pool.parse(text), find_devices())
-    return {f"{role}{index}": assigned for index, assigned in enumerate(workers)}
+def _assigned(config: EngineConfig) -> tuple[dict[str, pool.Assigned], dict[str, pool.Assigned]]:
+    """The workers of the compute and of the memory pool, by name, with their devices."""
+    pools: dict[Role, tuple[pool.PoolEntry, ...]] = {
+        "compute": pool.parse(config.compute),
+        "memory": pool.parse(config.memory),
+    }
+    assigned = pool.assign_pools(pools, find_devices())
+    computes, memories = (
+        {f"{role}{index}": worker for index, worker in enumerate(assigned[role])} for role in ("compute", "memory")
+    )
+    return computes, memories

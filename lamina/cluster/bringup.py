@@ -47,6 +47,7 @@ class ClusterPlan:
 
     computes: tuple[str, ...]
     memories: Mapping[str, Assigned]
+    kinds: Mapping[str, str]  # of devices, by worker
     compute_setup: ComputeSetup
     memory_threads: int
     kv_bytes_per_worker: Callable[[], int]  # in the host's memory; called once the weights are loaded
@@ -75,7 +76,7 @@ class Cluster:
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
     epoch: Epoch = FIRST
     kv_cache_dtype: KvCacheDType = "auto"
-    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
 
     @property
@@ -123,7 +124,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         hosts,
         epoch,
         kv_dtype,
-        {name: assigned.kind for name, assigned in plan.memories.items()},
+        plan.kinds,
         fabric,
     )
 

@@ -135,7 +135,7 @@ def cluster_plan(
     config: EngineConfig,
     model: ModelDirectory,
     eos_token_ids: Sequence[int],
-    computes: tuple[str, ...],
+    computes: Mapping[str, Assigned],
     memories: Mapping[str, Assigned],
     available: Cores,
     free_bytes: Callable[[], int],
@@ -159,7 +159,8 @@ def cluster_plan(
         trace,
     )
     return ClusterPlan(
-        computes=computes,
+        computes=tuple(computes),
+        kinds={name: assigned.kind for name, assigned in (*computes.items(), *memories.items())},
         memories=memories,
         kv_bytes_on_gpu=lambda free: kv_bytes_on_gpu(config, free),
         cores=dict(zip((*computes, *memories), (*compute_cores, *memory_cores), strict=True)),
