@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lamina.errors import LogitsError
 from lamina.lowering.elementwise import largest
-from lamina.protocol.logprobs import pack_rows
+from lamina.protocol.logprobs import pack, pack_rows
 from lamina.protocol.messages import Draw
-from lamina.types import SamplingParams
+from lamina.types import Logprob, SamplingParams
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
@@ -210,8 +210,8 @@ def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[in
     return result
 
 
-def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, list[Logprob]]:
-    """By row of a beam: the continuations that its search may choose (``lamina.schedule.beam_search``)."""
+def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, bytes]:
+    """Packed, by row of a beam: the continuations that its search may choose (``lamina.schedule.beam_search``)."""
     beams = [r for r, row in enumerate(rows) if row.params.use_beam_search]
     if not beams:
         return {}
@@ -229,5 +229,5 @@ def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, list[Logpro
         if row.generated >= row.params.min_tokens:
             best = own.topk(most)
             likely |= zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        found[r] = [Logprob(token, value, 0) for token, value in likely.items()]
+        found[r] = pack([Logprob(token, value, 0) for token, value in likely.items()])
     return found

@@ -30,8 +30,8 @@ def pack_rows(
     return [row.tobytes() for row in rows]
 
 
-def unpack(packed: bytes, text_of: Callable[[int], str]) -> list[Logprob]:
-    """The entries, with their texts."""
+def unpack(packed: bytes, text_of: Callable[[int], str] = lambda token: "") -> list[Logprob]:
+    """The entries, with their texts if ``text_of`` gives them."""
     count = (len(packed) - 4) // 8
     rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
     ids, values = numbers[:count], numbers[count:]
