@@ -6,7 +6,8 @@
     entry = kind [":" count]          # count defaults to 1
     kind  = "cpu" | "cuda" | "a100" | "rtx3090" | ...
 
-``cuda`` is any NVIDIA GPU. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
+``cuda`` is any NVIDIA GPU. ``remote`` is a worker that is started on another machine, whatever it runs on there: see
+`lamina worker`. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
 tests.
 """
 
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from lamina.errors import ConfigError
 from lamina.topology import Role
 
-CPU, CUDA, EMULATED = "cpu", "cuda", "emulated"
+CPU, CUDA, EMULATED, REMOTE = "cpu", "cuda", "emulated", "remote"
 GPUS = {
     "p100": "NVIDIA P100",
     "v100": "NVIDIA V100",
@@ -75,7 +76,8 @@ class PoolEntry:
 
 
 class Assigned(NamedTuple):
-    """The kind of a worker, and its device: "cpu", "cuda:INDEX", "emulated:INDEX", or "emulated"."""
+    """The kind of a worker, and its device: "cpu", "cuda:INDEX", "emulated:INDEX", or "emulated"; "" if its own machine
+    decides."""
 
     kind: str
     device: str
@@ -108,7 +110,7 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED] if known is None else list(known)
+    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED, REMOTE] if known is None else list(known)
     entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:

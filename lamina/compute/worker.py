@@ -26,6 +26,7 @@ from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
+from lamina.models.digest import checkpoint_digest
 from lamina.protocol.control import Bootstrap, ControlClient, expect
 from lamina.protocol.fence import Fence
 from lamina.protocol.fetching import Fetcher
@@ -455,6 +456,7 @@ def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner
             runner.dtype,
             sum(tensor.numel() for tensor in loaded.values()),
             runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
+            checkpoint_digest(place),
         )
     )
     return runner

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import platform
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from lamina.env import LOG_FORMAT, environment
 from lamina.errors import UserError
 from lamina.protocol.control import Bootstrap, ControlClient
 from lamina.protocol.lifeline import exit_with
-from lamina.protocol.messages import Failed, Hello
-from lamina.transport.shm import host
+from lamina.protocol.machine import greeting, inspection
+from lamina.protocol.messages import Failed
 
 
 class Worker(Protocol):
@@ -49,12 +50,13 @@ def run_worker(
     bootstrap = bootstrap or read_bootstrap()
     exit_with(bootstrap.parent_pid)
     with contextlib.ExitStack() as resources:
-        control = ControlClient(bootstrap)
+        control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_bytes))
         resources.callback(control.close)
         try:
-            control.send(Hello(host(), gpu_bytes(bootstrap.device)))
+            control.send(greeting())
             build(control, resources).run()
         except Exception as error:
             # Sent before the links close, so that a peer's complaint about that cannot arrive first.
-            control.send(Failed(type(error).__name__, str(error), isinstance(error, UserError), traceback.format_exc()))
+            trace, by_user = traceback.format_exc(), isinstance(error, UserError)
+            control.send(Failed(type(error).__name__, str(error), by_user, trace, platform.node()))
             raise SystemExit(1) from error
