@@ -186,26 +186,34 @@ def _by_band(rows: Floats) -> Floats:
 
 
 def with_layers(part: Part, products: list[Series], others: list[Series], pointwise: PointwiseFit) -> Part:
-    """``part``, of matrix products, with the sums over a layer as further measurements.
+    """``part``, of matrix products, with the sums over a layer as further measurements, and their mean error in every
+    band of rows as one more.
 
     A sum counts as much as all products of its layer: errors of single products, mostly the library's choice of a
-    kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave.
+    kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave. A band's mean error
+    counts as much as all of its sums: the robust loss alone would leave a bias.
     """
     first = products[0]
     device = CostModel(MODEL, _CATALOGUE[part.kind], _only("pointwise", pointwise))
     added = sum(device.operator_seconds(one.operator, one.sizes, one.devices) for one in others)
     whole = np.sum([one.seconds for one in (*products, *others)], axis=0)
 
+    band = np.searchsorted(ROW_BANDS, first.sizes, side="right") - 1
+    members = np.bincount(band)
+
     def predict(fitted: Any) -> Floats:
         single = part.predict(fitted)
-        return np.concatenate([single, single.reshape(len(products), -1).sum(axis=0) + added])
+        sums = single.reshape(len(products), -1).sum(axis=0) + added
+        return np.concatenate([single, sums, np.bincount(band, weights=sums / whole) / members])
 
     assert part.weights is not None
+    of_sums = len(products) * _by_band(first.sizes)
+    of_means = np.full(len(members), len(products) * np.sqrt(len(whole) / len(members)))
     return replace(
         part,
         predict=predict,
-        seconds=np.concatenate([part.seconds, whole]),
-        weights=np.concatenate([part.weights, len(products) * _by_band(first.sizes)]),
+        seconds=np.concatenate([part.seconds, whole, np.ones(len(members))]),
+        weights=np.concatenate([part.weights, of_sums, of_means]),
     )
 
 
