@@ -200,7 +200,7 @@ def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) 
     against = alone(planner, best)
     return {
         "model": planner.shape.name,
-        "workload": {name: value for name, value in vars(planner.workload).items() if name != "sample"},
+        "workload": planner.workload.summary(),
         "prices": planner.prices.describe(planner.models),
         "recommended": {
             **_plan_dict(best, planner.shape, model),

@@ -286,7 +286,7 @@ def _as_dict(
 ) -> dict[str, Any]:
     return {
         "model": server.shape.name,
-        "workload": {name: value for name, value in vars(server.workload).items() if name != "sample"},
+        "workload": server.workload.summary(),
         "prices": server.prices.describe(server.models),
         "slo": vars(server.slo),
         "recommended": advice(server, trials),

@@ -66,6 +66,11 @@ class Workload:
     sample: tuple[TracedRequest, ...] = field(default=(), repr=False)
     reuse: Reuse = NOTHING
 
+    def summary(self) -> dict[str, Any]:
+        """All figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
+        values = {name: value for name, value in vars(self).items() if name not in ("sample", "reuse")}
+        return values | {"found_at_most": self.reuse.most}
+
 
 def of_context(tokens: int) -> Workload:
     """Sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
@@ -151,7 +156,7 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
         raise ValueError(f"a timestamp is {row['timestamp']}")
     prompt, output = _tokens(row["input_length"]), _tokens(row["output_length"])
     content: Content = tuple((_id(one), _tokens(tokens)) for one, tokens in row.get("content", ()))
-    if not content and "hash_ids" in row:
+    if not content and row.get("hash_ids"):
         starts = range(0, prompt, MOONCAKE_BLOCK)
         content = tuple(
             (_id(one), min(MOONCAKE_BLOCK, prompt - start)) for one, start in zip(row["hash_ids"], starts, strict=True)

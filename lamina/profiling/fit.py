@@ -59,6 +59,9 @@ SHORT_WEIGHT = 0.3
 ROW_BANDS = (1, 17, 65, 129, 257, 1025)
 """First rows of the bands that count equally in the fit of pointwise operators: files have most rows above 1024."""
 
+MEAN_WEIGHT = 0.5
+"""Weight of a band's mean error over that of all sums in it: with 1, single products get worse by 0.1 points."""
+
 START_GEMM = GemmFit(
     share=0.77,
     memory_share=0.97,
@@ -191,7 +194,7 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
 
     A sum counts as much as all products of its layer: errors of single products, mostly the library's choice of a
     kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave. A band's mean error
-    counts as much as all of its sums: the robust loss alone would leave a bias.
+    counts besides (MEAN_WEIGHT): the robust loss alone would leave a bias.
     """
     first = products[0]
     device = CostModel(MODEL, _CATALOGUE[part.kind], _only("pointwise", pointwise))
@@ -208,7 +211,7 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
 
     assert part.weights is not None
     of_sums = len(products) * _by_band(first.sizes)
-    of_means = np.full(len(members), len(products) * np.sqrt(len(whole) / len(members)))
+    of_means = np.full(len(members), len(products) * MEAN_WEIGHT * np.sqrt(len(whole) / len(members)))
     return replace(
         part,
         predict=predict,

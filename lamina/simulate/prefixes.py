@@ -1,7 +1,7 @@
 """Automatic prefix caching of one baseline engine, as in vLLM: blocks of equal prefixes are shared, idle ones evicted.
 
 Here a unit is a run of a trace's tokens (``lamina.plan.reuse``), in two parts, instead of a block of 16: it takes the
-blocks that end in it. Idle units count as free blocks, and the least recently used ones are evicted when blocks are needed.
+blocks that end in it. Idle units count as free blocks; the least recently used are evicted when blocks are needed.
 """
 
 from collections import OrderedDict

@@ -67,7 +67,12 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
     picture = tmp_path / "map.svg"
     line = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h20:1", "--prices", "paper"]
     output = CliRunner().invoke(app, [*line, "--map", str(picture)], catch_exceptions=False).output
-    assert "prompt 2000" in output and "h100 and h20" in output and "Two kinds cost less" in output
+    assert (
+        "output | prompt" in output
+        and "2000" in output
+        and "h100 and h20" in output
+        and "Two kinds cost less" in output
+    )
     drawn = ElementTree.fromstring(picture.read_text())
     cells = len(plan_map.PROMPTS) * (len(plan_map.OUTPUTS) + len(plan_map.IDLE) + len(plan_map.SHARED))
     assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == cells

@@ -104,13 +104,13 @@ def test_what_a_prefix_cache_finds_is_not_computed(kind: Kind) -> None:
         place = server(served, Slo(tbt_s=1.0))
         return max(one.requests_s for way in chosen if (one := place.evaluate(way)))
 
-    plain = best(workload.of_lengths(2000, 100))
+    plain = best(workload.of_lengths(8000, 50))
     none_idle, all_idle = (
-        best(workload.of_lengths(2000, 100, Sessions(resumed=1800, idle=idle))) for idle in (0.0, 0.9999)
+        best(workload.of_lengths(8000, 50, Sessions(resumed=7200, idle=idle))) for idle in (0.0, 0.9999)
     )
     assert all_idle == pytest.approx(plain, rel=0.03)
     assert none_idle > 1.5 * plain
-    assert none_idle <= best(workload.of_lengths(200, 100)) * 1.001
+    assert none_idle <= best(workload.of_lengths(800, 50)) * 1.001
 
 
 def test_long_sequences_over_several_workers() -> None:
