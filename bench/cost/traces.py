@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from lamina.plan.gemm import Floats
+from lamina.plan.reuse import Content
 from lamina.plan.workload import TracedRequest
 
 PROMPT = 178
@@ -90,7 +91,8 @@ def documents(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
     begun = np.cumsum(random.exponential(QUESTIONS / rate, -(-count // QUESTIONS)))
     for document, start_s in enumerate(begun.tolist()):
         length = round(float(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
-        content, at = ((document, length),), start_s
+        content: Content = ((document, length),)
+        at = start_s
         for _ in range(QUESTIONS):
             content = (*content, (next(ids), QUESTION))
             output, answer = 1 + int(random.exponential(ANSWER)), next(ids)

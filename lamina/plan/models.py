@@ -224,10 +224,11 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
             "bits, or in fp8"
         )
     nested = [value for value in text.values() if isinstance(value, dict)]
-    for part in nested:
-        if any(part.get(key) not in (None, 0, 1) for key in COUNTS):
+    for inner in nested:
+        if any(inner.get(key) not in (None, 0, 1) for key in COUNTS):
             raise UnsupportedModelError(f"{name} describes a mixture of experts in a part of its config, not on top")
-    for part in (text, *nested):
+    parts: list[Mapping[str, Any]] = [text, *nested]
+    for part in parts:
         for key, what in _REFUSED.items():
             if part.get(key) not in (None, 0, 1):
                 raise UnsupportedModelError(

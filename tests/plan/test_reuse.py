@@ -53,7 +53,7 @@ def test_idle_sessions_are_found_as_far_as_there_is_room() -> None:
 
 def test_what_prompts_share_is_read_from_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    rows = [
+    rows: list[dict[str, object]] = [
         {"timestamp": 0, "input_length": 1000, "output_length": 10, "hash_ids": [5, 6]},
         {"timestamp": 9, "input_length": 30, "output_length": 10, "content": [[1, 10], [2, 20]], "answer": 3},
         {"timestamp": 9, "input_length": 30, "output_length": 10},
@@ -62,7 +62,13 @@ def test_what_prompts_share_is_read_from_a_trace(tmp_path: Path) -> None:
     first, second, third = workload.read_trace(file)
     assert first.content == ((5, 512), (6, 488)) and first.answer is None
     assert second.content == ((1, 10), (2, 20)) and second.answer == 3 and third.content == ()
-    for broken in ({"hash_ids": [5]}, {"content": [[1, 999]]}, {"content": [[-1, 1000]]}, {"hash_ids": [5, "x"]}):
+    wrong: list[dict[str, object]] = [
+        {"hash_ids": [5]},
+        {"content": [[1, 999]]},
+        {"content": [[-1, 1000]]},
+        {"hash_ids": [5, "x"]},
+    ]
+    for broken in wrong:
         file.write_text(json.dumps({**rows[0], "hash_ids": [5, 6], **broken}))
         with pytest.raises(ConfigError, match="is not a trace"):
             workload.read_trace(file)

@@ -30,7 +30,10 @@ def server(served: workload.Workload, slo: Slo | None = None, shape: models.Mode
     return Server(shape, served, costs, RENTS, slo or Slo())
 
 
-def pools(compute: int = 2, memory: int = 2) -> tuple[list[tuple[hardware.Hardware, int]], ...]:
+Pool = list[tuple[hardware.Hardware, int]]
+
+
+def pools(compute: int = 2, memory: int = 2) -> tuple[Pool, Pool]:
     return [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], memory)]
 
 
