@@ -11,7 +11,7 @@ a waiting one with fewer. No request gives way twice, so that each of them ends 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -42,12 +42,17 @@ class _Kept:
 
 
 class Admissions:
-    """Waiting requests; ``deal`` selects those that go to lanes."""
+    """Waiting requests; ``deal`` selects those that go to lanes.
+
+    Attributes:
+        only: the requests that may be admitted; None: all may.
+    """
 
     def __init__(
         self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations, prefixes: PrefixCache
     ) -> None:
         """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
+        self.only: Collection[str] | None = None
         self._max_sequences = max_sequences
         self._rows = rows
         self._placement = placement
@@ -91,7 +96,7 @@ class Admissions:
     @property
     def may_share(self) -> bool:
         """True if ``share`` is due."""
-        return self._steps >= self._shared + SHARE and len(self) > 0
+        return self._steps >= self._shared + SHARE and len(self) > 0 and self.only is None
 
     def share(self, seats: Seats) -> list[Client]:
         """Prefer the waiting request whose client has fewest seats, if others have more than their share.
@@ -118,14 +123,6 @@ class Admissions:
             self._exhausted = False
         lacks = seats.total - seats.leaving + wanted > self._max_sequences
         return holders if lacks and first is self._preferred else []
-
-    def gives_way(self, seats: Seats, running: Iterable[Group]) -> Group | None:
-        """The request, of those ``running``, that gives up its seats for one of a client with fewer, if any."""
-        holders = self.share(seats)
-        if not holders:
-            return None
-        giving = [group for group in running if group.alive and not group.gave_way and group.request.client in holders]
-        return min(giving, key=lambda one: (holders.index(one.request.client), -one.arrival), default=None)
 
     def remove(self, group: Group) -> None:
         """Remove a waiting request."""
@@ -206,6 +203,9 @@ class Admissions:
     def _in_turn(self) -> Iterator[Group]:
         """The one that room is kept for, the preferred one, those set aside, then the first of the others until the
         caller leaves it there."""
+        if self.only is not None:
+            yield from [group for group in self._aside if group.request.request_id in self.only]
+            return
         kept = None if self._kept is None else self._kept.group
         yield from [group for group in (kept, self._preferred) if group is not None]
         yield from [group for group in self._aside if group is not kept]
@@ -262,3 +262,9 @@ class Admissions:
     def _keep_no_more(self, group: Group) -> None:
         if self._kept is not None and self._kept.group is group:
             self._kept = None
+
+
+def giving(clients: Sequence[Client], running: Iterable[Group]) -> Group | None:
+    """Of running requests, the latest one of the first of these clients that may give way; each does so only once."""
+    able = [one for one in running if one.alive and not one.gave_way and one.request.client in clients]
+    return min(able, key=lambda one: (clients.index(one.request.client), -one.arrival), default=None)

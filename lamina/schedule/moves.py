@@ -156,7 +156,7 @@ class Moves:
     def movable(self, group: Group, source: str) -> Range | None:
         """The first tokens of a request on a worker that can move now, if any."""
         lane = self._lanes[group.lane]
-        busy = self.touches(group) or self._relocations.is_moving(group)
+        busy = group.searches or self.touches(group) or self._relocations.is_moving(group)  # beams change owners
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
             return None
         for node in self._prefixes.path(group):
