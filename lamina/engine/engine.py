@@ -85,6 +85,7 @@ class Engine:
             kv_heads=self._kv_heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            balance=config.balance,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
