@@ -140,6 +140,7 @@ class Simulation:
             plan_ahead=self._config.plan_ahead,
             policy=POLICIES[deployment.victim],
             prefix_cache=self._shares,
+            balance=deployment.balance,
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
