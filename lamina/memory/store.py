@@ -359,9 +359,7 @@ class KvStore:
         out[rows], lse[rows] = more, sums
 
 
-def _parts(
-    segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]
-) -> list[tuple[SegmentKey, int, int]]:
+def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
     """Where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and the
     first token of that."""
     low, high = segment.tokens

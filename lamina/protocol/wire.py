@@ -121,7 +121,7 @@ def check_placements(plan: StepPlan, kv_heads: int) -> None:
         start, stop = segment.tokens
         if start < 0 or (stop is not None and stop <= start) or segment.heads != (0, kv_heads):
             raise PlacementError(
-                f"tokens {segment.tokens} heads {segment.heads} of sequence {segment.sequence} move to {segment.worker}",
+                f"sequence {segment.sequence} moves to {segment.worker}: heads {segment.heads} tokens {segment.tokens}",
                 f"a range that moves must have tokens, and all heads, 0 to {kv_heads}",
             )
     for segment in plan.grown:
