@@ -71,7 +71,7 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    pools: Pools = {"compute": _assigned(config.compute, "compute"), "memory": _assigned(config.memory, "memory")}
+    pools = _assigned(config)
     where = _where(config) if config.listen is not None else Where(host)
     secret = configured(config.secret_file)
     if where.port is not None and secret is None:
@@ -106,13 +106,20 @@ def launch(
     return Engine(config, model, tokenizer, limits, control, launcher, cluster, receivers)
 
 
-def _assigned(text: str, role: Role) -> dict[str, Assigned]:
-    """The workers of a pool, by name, with their devices. Those of other machines come last."""
-    entries = pool.parse(text)
-    workers = pool.assign(role, tuple(entry for entry in entries if entry.kind != REMOTE), find_devices())
-    elsewhere = sum(entry.count for entry in entries if entry.kind == REMOTE)
-    workers += (Assigned(REMOTE, ""),) * elsewhere
-    return {f"{role}{index}": assigned for index, assigned in enumerate(workers)}
+def _assigned(config: EngineConfig) -> Pools:
+    """The workers of both pools, by name, with their devices. Those of other machines come last."""
+    entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
+        "compute": pool.parse(config.compute),
+        "memory": pool.parse(config.memory),
+    }
+    here = {role: tuple(entry for entry in each if entry.kind != REMOTE) for role, each in entries.items()}
+    assigned = pool.assign_pools(here, find_devices())
+    pools: dict[Role, dict[str, Assigned]] = {}
+    for role, each in entries.items():
+        elsewhere = sum(entry.count for entry in each if entry.kind == REMOTE)
+        workers = (*assigned[role], *[Assigned(REMOTE, "")] * elsewhere)
+        pools[role] = {f"{role}{index}": worker for index, worker in enumerate(workers)}
+    return pools
 
 
 def _where(config: EngineConfig) -> Where:

@@ -86,7 +86,7 @@ class Cluster:
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
     epoch: Epoch = FIRST
     kv_cache_dtype: KvCacheDType = "auto"
-    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
 
     @property

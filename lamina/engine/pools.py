@@ -163,8 +163,9 @@ class Pools:
         awaited = self._awaited.get(role, 0.0) > self._control.liveness.awake_s
         return awaited or self._joins.count(role) > 0 or any(one == role for _, one, _ in self._due)
 
-    def lose(self, lost: Mapping[str, LaminaError], topology: Topology) -> None:
-        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them."""
+    def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
+        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
+        ``free``, at once, and not counted: a request is being looked for that makes workers die."""
         members = {member.name: member for member in self.topology.members}
         self._fabric.forget(topology.names)
         self.topology = topology
@@ -174,17 +175,19 @@ class Pools:
                 self._leaves.lose(name)
                 self._note(name)
             else:
-                self._replace(members[name].role, members[name].kind, reason)
+                self._replace(members[name].role, members[name].kind, reason, free)
         for name in self._leaves.apply(topology):  # they have to stay
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, role: Role, kind: str, reason: LaminaError) -> None:
+    def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:
         self._reasons[role] = reason
-        now = self._control.liveness.awake_s
+        now, restarts = self._control.liveness.awake_s, self._restarts[role]
         if kind == REMOTE:
             self._awaited[role] = now + AWAIT_S
             log.warning("%s; another takes its place once it comes", reason)
-        elif (at := self._restarts[role].next(now)) is not None:
+            return
+        at = now if free and restarts.most else restarts.next(now)
+        if at is not None:
             self._due.append((at, role, kind))
 
     def _grant_wishes(self) -> None:

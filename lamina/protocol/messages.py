@@ -7,7 +7,7 @@ from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Logprob, Overlap, StepPlan
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, StepPlan
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
@@ -233,11 +233,11 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence; ``logprobs`` has the drawn token first, empty if none were requested."""
+    """The token drawn for one sequence; ``logprobs`` as ``protocol.logprobs`` packs them, empty without a request."""
 
     sequence: int
     token: int
-    logprobs: list[Logprob] = []
+    logprobs: bytes = b""
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):

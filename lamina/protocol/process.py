@@ -33,14 +33,21 @@ What the worker has to give back at its end goes onto the stack, which is closed
 """
 
 
-def run_worker(build: Build, gpu_bytes: Callable[[str], int] = lambda device: 0) -> None:
-    """Body of a worker process: read the bootstrap from standard input, build the worker, serve.
+def read_bootstrap() -> Bootstrap:
+    """What this process was started with, from its standard input. Once."""
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
+
+
+def run_worker(
+    build: Build, gpu_bytes: Callable[[str], int] = lambda device: 0, bootstrap: Bootstrap | None = None
+) -> None:
+    """Body of a worker process: build the worker that the bootstrap (None: on standard input) describes, and serve.
 
     ``gpu_bytes``: bytes free on a device, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
     """
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
-    bootstrap = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
+    bootstrap = bootstrap or read_bootstrap()
     exit_with(bootstrap.parent_pid)
     with contextlib.ExitStack() as resources:
         control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_bytes))
