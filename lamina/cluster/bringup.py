@@ -21,6 +21,7 @@ from lamina.cluster.joining import Fabric
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU, Assigned
 from lamina.errors import ConfigError
+from lamina.heads import WHOLE, HeadShards
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Choice, Transport, candidates
 from lamina.protocol.control import ControlServer
@@ -77,6 +78,7 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
     fabric: Fabric | None = None  # without it, no worker can join
+    shards: HeadShards = WHOLE
 
     @property
     def topology(self) -> Topology:
@@ -100,10 +102,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     plan = _with_turns(plan, len(loaded.attentions) + 1)
+    shards = _shards(plan, loaded)
     capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in plan.memories})
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
-        loaded.attentions, loaded.dtype, most, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
+        loaded.attentions, loaded.dtype, most, plan.memory_threads, asked.overlap, asked.trace, kv_dtype, shards.count
     )
     for name, capacity in capacities.items():
         control.send([name], msgspec.structs.replace(setup, capacity=capacity))
@@ -125,7 +128,20 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         {name: assigned.kind for name, assigned in plan.memories.items()},
         fabric,
+        shards,
     )
+
+
+def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
+    """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
+    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers)
+    if plan.compute_setup.head_workers > 1 and shards.count == 1:
+        counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
+        raise ConfigError(
+            f"the attentions of this model have {counts} KV heads, which memory workers cannot share evenly; give "
+            "--partition token, request or auto"
+        )
+    return shards
 
 
 def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:

@@ -23,6 +23,7 @@ from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.heads import HeadShards
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.protocol.control import ControlClient, expect
@@ -140,6 +141,7 @@ class ComputeWorker:
         self._links = links
         self._newcomers = Newcomers(control, links)
         self._threads, self._overlap = setup.threads, setup.overlap
+        self._shards = HeadShards.over(replica.runner.attentions, setup.head_workers)
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
@@ -333,7 +335,7 @@ class ComputeWorker:
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
-        check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
+        check_placements(plan, self._shards)
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
@@ -354,7 +356,7 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan, self._segments, self._mail, self._runner.dtype, self._overlap, self._threads, rows
+            plan, self._segments, self._mail, self._runner.dtype, self._overlap, self._threads, rows, self._shards
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
