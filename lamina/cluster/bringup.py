@@ -21,7 +21,7 @@ from lamina.cluster.joining import Fabric
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU, Assigned
 from lamina.errors import ConfigError
-from lamina.heads import WHOLE, HeadShards
+from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Choice, Transport, candidates
 from lamina.protocol.control import ControlServer
@@ -78,7 +78,12 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
     fabric: Fabric | None = None  # without it, no worker can join
-    shards: HeadShards = WHOLE
+    head_shards: int = 1
+
+    @property
+    def shards(self) -> HeadShards:
+        """How the heads of the model are cut."""
+        return HeadShards(max(spec.kv_heads for spec in self.attentions), self.head_shards)
 
     @property
     def topology(self) -> Topology:
@@ -128,7 +133,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         {name: assigned.kind for name, assigned in plan.memories.items()},
         fabric,
-        shards,
+        shards.count,
     )
 
 
