@@ -91,7 +91,8 @@ class Relocations:
 
     def settle(self, group: Group) -> None:
         """A request has been placed on its workers, or on more of them."""
-        workers = self._workers[group] = self._workers.get(group, set()) | group.workers
+        before = self._workers.get(group, set()) & self._residents.keys()  # it may have had KV on one that has left
+        workers = self._workers[group] = before | group.workers
         for worker in workers:
             self._residents[worker][group] = None
 
