@@ -1,5 +1,6 @@
 """Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -7,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lamina.compute.device.base import Attend, Floats, Partial
 from lamina.compute.links import Letter, Mail
+from lamina.compute.runner import attend_natively
 from lamina.heads import WHOLE, HeadShards
-from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
@@ -26,9 +28,6 @@ from lamina.protocol.wire import (
 )
 from lamina.splitter import SliceOutput, as_numpy
 from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
-
-Floats = npt.NDArray[np.float32]
-Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,14 @@ class StepExchange:
         overlap: Overlap,
         threads: int,
         rows: int,
+        attend: Attend | None = None,
         shards: HeadShards = WHOLE,
     ) -> None:
+        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``."""
         self.rows = rows
         self._shards = shards
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
+        self._attend = attend or functools.partial(attend_natively, threads=threads)
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
         self._dtype = dtype
@@ -220,10 +222,7 @@ class StepExchange:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        q, k, v = output.arrays
-        rows = self._local.rows
-        q = q[: self._total] if len(rows) == self._total else q[rows]
-        return partial(q, k, v, self._local.segments, spec, self._threads)
+        return self._attend(output, self._local.rows, self._local.segments, spec)
 
     @property
     def peers(self) -> list[str]:

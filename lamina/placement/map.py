@@ -278,6 +278,10 @@ class Placement:
         if self.excess(worker) > 0:
             self.crowded.add(worker)
 
+    def fits(self, change: Mapping[str, int]) -> bool:
+        """True if so many tokens more, or less, fit on each worker."""
+        return all(tokens <= self.left(worker) for worker, tokens in change.items())
+
     def grow(self, rows: Mapping[str, int]) -> bool:
         """Reserve a step's new tokens, by worker; False, and nothing is reserved, if they do not all fit."""
         reserved, capacities = self.reserved, self.capacities

@@ -223,9 +223,14 @@ class StripedPlacement(Placement):
 
     # -- slots that are taken and come back ---------------------------------------------------------------------
 
+    def fits(self, change: Mapping[str, int]) -> bool:
+        """See ``Placement``."""
+        taken = {place: self.reserved[place] + change.get(place, 0) for place in self._parts}
+        return min(self._free(taken).values()) >= 0
+
     def grow(self, rows: Mapping[str, int]) -> bool:
         """See ``Placement``."""
-        if min(self._free({place: self.reserved[place] + rows.get(place, 0) for place in self._parts}).values()) < 0:
+        if not self.fits(rows):
             return False
         for place, tokens in rows.items():
             self.reserved[place] += tokens

@@ -2,14 +2,12 @@
 
 import collections
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.placement import prefix_cache
 from lamina.schedule.limits import Limits
 from lamina.types import StepPlan
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
@@ -17,14 +15,6 @@ from tests.schedule.test_epochs import Losing
 from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
-
-
-@pytest.fixture(scope="module")
-def short_prefixes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_cache, "SHORTEST", 1)
-        patch.setattr(prefix_cache, "GRAIN", 1)
-        yield
 
 
 class Caching(Losing):
@@ -75,12 +65,16 @@ class Caching(Losing):
 
     def _attend(self, name: str, slots: list[int], sequence: int, first: int, old: int) -> None:
         """A sequence's next tokens attend to those before, whoever computed them: ``old`` ones of a segment."""
-        index, completion = self._owners[sequence]
-        tokens = (*self.prompt(index), *(100 * completion + number for number in range(40)))
-        keys = [tokens[: position + 1] for position in range(first, first + len(slots))]
+        tokens = self.tokens_of(sequence)
+        keys = [tuple(tokens[: position + 1]) for position in range(first, first + len(slots))]
         contents = self.contents[name]
         assert [contents[slot] for slot in slots[:old]] == keys[:old]
         contents |= zip(slots[old:], keys[old:], strict=True)
+
+    def tokens_of(self, sequence: int) -> list[int]:
+        """The first tokens of a sequence, drawn already or not."""
+        index, completion = self._owners[sequence]
+        return [*self.prompt(index), *(100 * completion + number for number in range(40))]
 
     def check_kept(self, sequence: int, tokens: int) -> None:
         """A cached prefix is kept too: ``_attend`` and ``check_rest`` compare what it holds."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.errors import RequestError
-from lamina.groups import Group
+from lamina.groups import Completion, Group
 from lamina.memory.slab import Slab
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
@@ -192,13 +192,17 @@ class Cluster:
         for sequence, (group, completion) in self.scheduler.complete(lane).items():
             assert sequence == completion.sequence
             assert stops[sequence] == group.prompt_length + len(completion.generated)  # each token is drawn once
-            token = 100 * completion.index + len(completion.generated)
-            completion.generated.append(token)
-            self._drawn.setdefault((int(group.request.request_id), completion.index), []).append(token)
-            name = group.request.request_id
-            if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
-                self.lengths.setdefault(name, []).append(len(completion.generated))
-                self.scheduler.finish(group, completion)
+            self.take(group, completion)
+
+    def take(self, group: Group, completion: Completion) -> None:
+        """A completion has drawn a token."""
+        token = 100 * completion.index + len(completion.generated)
+        completion.generated.append(token)
+        self._drawn.setdefault((int(group.request.request_id), completion.index), []).append(token)
+        name = group.request.request_id
+        if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
+            self.lengths.setdefault(name, []).append(len(completion.generated))
+            self.scheduler.finish(group, completion)
 
     def plan(self, lane: int) -> None:
         """All the steps a lane may have in flight begin."""
@@ -209,9 +213,9 @@ class Cluster:
             assert sum(len(step.draws) for step in plan.sequences) <= self.limits.max_sequences
             earlier = {draw for other in self._in_flight[lane] for step in other.sequences for draw in step.draws}
             for admission in plan.admitted:
-                (index,) = (i for i, group in self.groups.items() if self._admits(group, admission))
-                for place, completion in enumerate(admission.indices):
-                    self._owners[admission.sequence + place] = index, completion
+                for index in (i for i, group in self.groups.items() if self._admits(group, admission)):
+                    for place, completion in enumerate(admission.indices):
+                        self._owners[admission.sequence + place] = index, completion
             for step in plan.sequences:
                 assert (step.tokens == [LAST_DRAWN]) == (step.sequence in earlier)
                 if step.tokens != [LAST_DRAWN]:
@@ -235,9 +239,8 @@ class Cluster:
             self._in_flight[lane].append(plan)
 
     def _admits(self, group: Group, admission: Admission) -> bool:
-        return (
-            self.scheduler._requests.get(group.request.request_id, group).completions[0].sequence == admission.sequence
-        )
+        current = self.scheduler._requests.get(group.request.request_id, group)
+        return admission.sequence in [one.sequence for one in current.completions]
 
     @property
     def busy(self) -> bool:
