@@ -76,7 +76,7 @@ class Sequences:
     def attend(self, plan: StepPlan, steps: list[SequenceStep]) -> None:
         rows = sum(len(step.tokens) for step in steps)
         exchange = StepExchange(
-            plan, self.segments, self.cluster.mail, DType.FLOAT32, self.overlap, 1, rows, self.cluster.shards
+            plan, self.segments, self.cluster.mail, DType.FLOAT32, self.overlap, 1, rows, shards=self.cluster.shards
         )
         for layer, spec in enumerate(self.specs):
             shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
