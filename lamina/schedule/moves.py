@@ -140,7 +140,9 @@ class Moves:
 
         Returns how many move; 0 if the bound, the request or the target refuses: try again later.
         """
-        if source == target or target in self._placement.closed or not self.may_begin(source):
+        if not self._placement.moves or source == target or target in self._placement.closed:
+            return 0
+        if not self.may_begin(source):
             return 0
         part = self.movable(group, source)
         if part is None:
