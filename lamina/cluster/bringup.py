@@ -20,6 +20,7 @@ from lamina.cluster.joining import Fabric, boot, check_same_model, check_version
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
+from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Choice, Transport, candidates
 from lamina.protocol.control import ControlServer
@@ -89,6 +90,12 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
+    head_shards: int = 1
+
+    @property
+    def shards(self) -> HeadShards:
+        """How the heads of the model are cut."""
+        return HeadShards(max(spec.kv_heads for spec in self.attentions), self.head_shards)
 
     @property
     def topology(self) -> Topology:
@@ -123,10 +130,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = _with_turns(plan, len(loaded.attentions) + 1)
+    shards = _shards(plan, loaded)
     control.send(plan.memories, Inspect())  # not before: weights may be loaded where they are
     capacities = _capacities(plan, loaded, gather.all(Resources, plan.memories, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
-    setup = MemorySetup(loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype)
+    setup = MemorySetup(loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype, shards.count)
     for name, capacity in capacities.items():
         threads = plan.threads("memory", plan.greetings[name])
         control.send([name], msgspec.structs.replace(setup, capacity=capacity, threads=threads))
@@ -147,7 +155,20 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         plan.kinds,
         fabric,
+        shards.count,
     )
+
+
+def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
+    """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
+    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers)
+    if plan.compute_setup.head_workers > 1 and shards.count == 1:
+        counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
+        raise ConfigError(
+            f"the attentions of this model have {counts} KV heads, which memory workers cannot share evenly; give "
+            "--partition token, request or auto"
+        )
+    return shards
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:

@@ -9,6 +9,7 @@ from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
+from lamina.placement.partition import head_workers
 from lamina.protocol.messages import ComputeSetup, Hello
 from lamina.schedule.limits import Limits
 from lamina.topology import Role
@@ -209,6 +210,7 @@ def cluster_plan(
         Overlap(config.q_first, config.mini_batches),
         sorted(eos_token_ids),
         trace,
+        head_workers(config.partition, len(kinds["memory"])),
     )
     return ClusterPlan(
         computes=tuple(kinds["compute"]),

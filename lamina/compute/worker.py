@@ -24,6 +24,7 @@ from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import ConfigError, DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.heads import HeadShards
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.models.digest import checkpoint_digest
@@ -142,6 +143,7 @@ class ComputeWorker:
         self._links = links
         self._newcomers = Newcomers(control, links)
         self._threads, self._overlap = setup.threads, setup.overlap
+        self._shards = HeadShards.over(replica.runner.attentions, setup.head_workers)
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
@@ -335,7 +337,7 @@ class ComputeWorker:
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
-        check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
+        check_placements(plan, self._shards)
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
@@ -364,6 +366,7 @@ class ComputeWorker:
             self._threads,
             rows,
             self._runner.attend,
+            self._shards,
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)

@@ -115,7 +115,7 @@ class Migrations:
 
     def _begin(self, migration: Migration) -> None:
         self._moving.add(migration.sequence)
-        slots = self._store.slab.slots((migration.sequence, 0))[migration.start : migration.stop].copy()
+        slots = self._store.slab.slots((migration.sequence, 0, 0))[migration.start : migration.stop].copy()
         specs = self._store.attentions
         pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
         if migration.source == self._own:

@@ -407,7 +407,7 @@ class MemoryWorker:
         emptied = self._usage.sequences > 0 and self._store.sequences == 0
         if not emptied and now - self._usage_sent < USAGE_S:
             return
-        usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
+        usage = SlabUsage(self._store.used_tokens, self._store.sequences, self._busy_s)
         repeats = usage == self._usage
         if not (repeats and self._usage_repeated):
             self._control.send(usage)
@@ -429,6 +429,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
         setup.overlap,
         setup.kv_cache_dtype,
         control.device,
+        setup.head_shards,
     )
     control.send(SlabReady())
     links, connect = set_up_links(control, resources)

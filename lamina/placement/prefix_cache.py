@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 
 from lamina.groups import Completion, Group, Ids, ids_of
 from lamina.placement.map import Found, Placement
-from lamina.topology import Topology
 from lamina.types import Fork
 
 SHORTEST = 16  # tokens: a shorter prefix, as the first words of every chat, is not worth a fork
@@ -209,10 +208,10 @@ class PrefixCache:
         self._forks: list[Fork] = []
         self._released: list[int] = []
 
-    def apply(self, topology: Topology) -> None:
-        """The memory workers of ``topology`` keep KV; no request may share any of another."""
+    def follow(self) -> None:
+        """The places of the placement have changed, and no request may share any KV of another one."""
         if self._enabled:
-            self._trees = {worker: self._trees.get(worker) or PrefixTree() for worker in topology.capacities}
+            self._trees = {worker: self._trees.get(worker) or PrefixTree() for worker in self._placement.capacities}
 
     def idle(self, worker: str) -> tuple[int, int]:
         """Tokens that a worker keeps although no request uses them, and the sequences that hold what it keeps."""
@@ -232,7 +231,7 @@ class PrefixCache:
         placement = self._placement
         while placement.crowded:
             worker = placement.crowded.pop()
-            self._evict(worker, placement.reserved[worker] + placement.idle[worker] - placement.capacities[worker])
+            self._evict(worker, placement.excess(worker))
         for worker in placement.closed:
             self._evict(worker, placement.idle[worker])
         forks, released = self._forks, self._released

@@ -11,7 +11,10 @@ from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``."""
+    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
+
+    The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
+    """
 
     model: str
     dtype: DType | None
@@ -22,12 +25,14 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     eos_token_ids: list[int]
     trace: bool
+    head_workers: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
-    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds.
+    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. The heads of every
+    attention are cut into ``head_shards`` (``lamina.heads``).
     """
 
     attentions: list[AttentionSpec]
@@ -37,6 +42,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
+    head_shards: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):

@@ -137,7 +137,8 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
         completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
         most = self.limits.most_tokens(length, request.params, self.placement)
-        group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
+        heads, expand = (0, self._kv_heads), self.placement.expand
+        group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
         self._admissions.add(group)
         return group
@@ -179,7 +180,7 @@ class Scheduler:
             own.withdraw()
             self._retire(own)
         self._relocations.cancel()
-        lost = self.placement.capacities.keys() - topology.names
+        lost = self.placement.lost(topology)
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
@@ -192,12 +193,16 @@ class Scheduler:
             own.ending = [owner for owner in own.ending if owner not in gone]
             for group, completion in gone:
                 self._give_back(group, completion)
-        self.prefixes.apply(topology)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
+        self._follow(topology)
         self._move()
-        return Remains(kept(self._lanes, self.prefixes, self.placement.capacities), len(dropped), recomputed)
+        remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
+        return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
+
+    def _follow(self, topology: Topology) -> None:
+        self.placement.apply(topology)
+        self.prefixes.follow()
+        self._relocations.follow()
+        self._admissions.follow()
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -230,10 +235,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
-        self.prefixes.apply(topology)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
+        self._follow(topology)
         more = topology.pipeline.lanes - len(self._lanes)
         self._lanes += [self._new_lane() for _ in range(more)]
         self._ready.extend(len(self._lanes))
@@ -292,7 +294,7 @@ class Scheduler:
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
-        grown_here, own.grown = own.grown, []
+        grown_here, own.grown = self.placement.expand(own.grown), []
         if not (forks or released or moved or migrations or admitted or chunks or rows.sequences or grown_here):
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
             # KV of its own has been dropped.

@@ -6,6 +6,7 @@ control plane has no latency. All slowness of workers and all messages between t
 """
 
 import bisect
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,17 +65,17 @@ def _requests(drawn: Mapping[int, Owner]) -> list[int]:
 
 
 class _Drawn(list[int]):
-    """Generated tokens without values: as many as the log has of a request."""
+    """Generated tokens that all have one value: as many as the log has of a request."""
 
-    def __init__(self, log: RequestLog, index: int) -> None:
-        super().__init__([0])  # for plans that must name the last one
-        self._log, self._index = log, index
+    def __init__(self, log: RequestLog, index: int, value: int = 0) -> None:
+        super().__init__([value])  # for plans that must name the last one
+        self._log, self._index, self._value = log, index, value
 
     def __len__(self) -> int:
         return int(self._log.drawn[self._index])
 
     def __getitem__(self, place: Any) -> Any:
-        return [0] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else 0
+        return [self._value] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else self._value
 
 
 class Simulation:
@@ -85,6 +86,7 @@ class Simulation:
         self._deployment = deployment
         self._arrivals = arrivals
         self._asked = arrivals.asked
+        self._shares = deployment.prefix_cache and len(arrivals.contents) > 0
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
@@ -129,12 +131,13 @@ class Simulation:
         sequences = sizing.most_sequences(self._config, self._pipeline)
         return Turn(
             Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
-            Placement(dict.fromkeys(self._memories, capacity)),
+            Placement(dict.fromkeys(self._memories, capacity), deployment.kv_tokens_per_worker),
             self._pipeline,
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
             policy=POLICIES[deployment.victim],
+            prefix_cache=self._shares,
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
@@ -202,13 +205,22 @@ class Simulation:
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
-        request = Request(str(index), None, [0] * prompt, params)
+        request = Request(str(index), None, self._prompt(index, prompt), params)
         begun = self._clock()
         group = self._scheduler.add(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
-        completion.generated = _Drawn(self._log, index)
+        completion.generated = _Drawn(self._log, index, self._answer(index))
         self._live.add(index)
+
+    def _prompt(self, index: int, tokens: int) -> list[int]:
+        """Token ids: equal where the contents of prompts are, unlike all others where a request has none."""
+        content = self._arrivals.contents[index] if self._shares else ()
+        return list(itertools.chain.from_iterable([one] * run for one, run in content)) or [-2 * index - 1] * tokens
+
+    def _answer(self, index: int) -> int:
+        named = self._arrivals.answers[index] if self._shares else None
+        return -2 * index - 2 if named is None else named
 
     def _homes_of(self, sequences: list[int]) -> list[int]:
         return [self._homes[sequence] for sequence in sequences]
@@ -274,8 +286,9 @@ class Simulation:
 
     def _submit(self, plan: StepPlan, now: float) -> None:
         for sequence in plan.released:
-            del self._segments[sequence], self._homes[sequence]
-            self._split.pop(sequence, None)
+            if self._homes.pop(sequence, None) is not None:  # else it only held a cached prefix
+                del self._segments[sequence]
+                self._split.pop(sequence, None)
         for segment in plan.moved:
             self._place(segment.sequence, [segment])
         for migration in plan.migrations:  # one at a time; the one before may have been cancelled
@@ -319,6 +332,8 @@ class Simulation:
             refused=self._refused_s / now if now else 0.0,
             steps=self._steps,
             preempted=self._scheduler.dropped,
+            prefix_queried=self._scheduler.prefixes.queried,
+            prefix_hit=self._scheduler.prefixes.hit,
             decisions=self._decisions,
             spans=self._spans(),
         )

@@ -120,7 +120,7 @@ class Pool:
 
     def write(self, sequence: int, worker: str, start: int, stop: int) -> None:
         store = self.workers[worker].store
-        slots = store.slab.slots((sequence, 0))[start:stop]
+        slots = store.slab.slots((sequence, 0, 0))[start:stop]
         for layer in range(len(SPECS)):
             store.device.keep(layer, *self.content(sequence, layer, start, stop), slots)
 
@@ -135,7 +135,7 @@ class Pool:
     def check(self, sequence: int, worker: str, tokens: int) -> None:
         """All of a sequence is there."""
         store = self.workers[worker].store
-        slots = store.slab.slots((sequence, 0))
+        slots = store.slab.slots((sequence, 0, 0))
         assert len(slots) == tokens
         wanted = make("cpu", SPECS, store.element, tokens, threads=1)
         order = np.arange(tokens, dtype=np.int32)
@@ -209,7 +209,7 @@ def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
     written = False
     for name, reads in after:
         pool.workers[name].read() if reads else pool.workers[name].gap()
-        if reuses and not written and (2, 0) in pool.workers["memory1"].store.slab:
+        if reuses and not written and (2, 0, 0) in pool.workers["memory1"].store.slab:
             pool.write(2, "memory1", 0, 12)
             written = True
     if not written:
