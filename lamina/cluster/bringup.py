@@ -50,7 +50,8 @@ class ClusterPlan:
         kinds: of devices, by worker. greetings: by worker.
         threads: of a worker of a role, given its greeting. spins_s: see ``Fabric``.
         kv_bytes: of each of so many memory workers of a machine with so many bytes free.
-        kv_bytes_on_gpu: given those free on it. kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
+        kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
+            ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
         is_open: workers on other machines may join.
     """
@@ -63,7 +64,7 @@ class ClusterPlan:
     spins_s: Mapping[str, float]
     compute_setup: ComputeSetup
     kv_bytes: Callable[[int, int], int]
-    kv_bytes_on_gpu: Callable[[int], int]
+    kv_bytes_on_gpu: Callable[[int, int], int]
     kv_bytes_of_joiner: Callable[[int, int, int], int]
     limits: Limits
     pipeline: Pipeline
@@ -202,10 +203,13 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
     """
     per_token = _bytes_per_token(plan, loaded)
     most = plan.limits.max_sequences * plan.limits.max_model_len
-    hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_bytes}
+    hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_total}
     capacities = {}
     for name, each in found.items():
-        nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes) if each.gpu_bytes else plan.kv_bytes(*_share(name, hosts, found))
+        if each.gpu_total:
+            nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
+        else:
+            nbytes = plan.kv_bytes(*_share(name, hosts, found))
         capacities[name] = min(most, nbytes // per_token)
         if capacities[name] < 2:
             raise ConfigError(
@@ -238,8 +242,8 @@ def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: Me
     context_nbytes = loaded.context_nbytes if may_move else 0
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
-        if found.gpu_bytes:
-            return plan.kv_bytes_on_gpu(found.gpu_bytes)
+        if found.gpu_total:
+            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total)
         return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
 
     fabric = Fabric(

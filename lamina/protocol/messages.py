@@ -179,7 +179,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes: free on its GPU; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
     """
 
     sent_ns: int
@@ -187,6 +187,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     free_bytes: int
     machine_bytes: int
     gpu_bytes: int = 0
+    gpu_total: int = 0
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
