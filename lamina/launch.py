@@ -44,14 +44,25 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    computes, memories = tuple(_assigned(config.compute, "compute")), _assigned(config.memory, "memory")
+    computes = tuple(_assigned("compute", pool.parse(config.compute)))
+    memory = pool.memory_pool(config.memory, len(computes), config.memory_cores is not None)
+    memories, local = _assigned("memory", memory), pool.LOCAL in (entry.kind for entry in memory)
+    config = dataclasses.replace(config, memory=",".join(map(str, memory)))
     tokenizer = Tokenizer(model)
     available = frozenset(os.sched_getaffinity(0))
     receivers = [] if on_trace is None else [on_trace]
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
     plan = sizing.cluster_plan(
-        config, model, [*tokenizer.eos_token_ids], computes, memories, available, free_memory, trace=bool(receivers)
+        config,
+        model,
+        [*tokenizer.eos_token_ids],
+        computes,
+        memories,
+        available,
+        free_memory,
+        trace=bool(receivers),
+        local=local,
     )
     secret = None if config.secret_file is None else from_file(config.secret_file)
     control = ControlServer([*computes, *memories], secret=secret, host=host)
@@ -74,7 +85,7 @@ def launch(
     return Engine(config, model, tokenizer, limits, control, workers, cluster, receivers)
 
 
-def _assigned(text: str, role: Role) -> dict[str, pool.Assigned]:
+def _assigned(role: Role, entries: tuple[pool.PoolEntry, ...]) -> dict[str, pool.Assigned]:
     """The workers of a pool, by name, with their devices."""
-    workers = pool.assign(role, pool.parse(text), find_devices())
+    workers = pool.assign(role, entries, find_devices())
     return {f"{role}{index}": assigned for index, assigned in enumerate(workers)}

@@ -17,7 +17,7 @@ from lamina.cluster.gather import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric
+from lamina.cluster.joining import Fabric, local_setup
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU, Assigned
 from lamina.errors import ConfigError
@@ -66,7 +66,7 @@ class Cluster:
     """What the engine needs to know about a running cluster."""
 
     computes: tuple[str, ...]
-    capacities: Mapping[str, int]  # token slots by memory worker
+    capacities: Mapping[str, int]  # token slots by worker that holds KV
     attentions: tuple[AttentionSpec, ...]
     dtype: DType
     parameters: int
@@ -86,7 +86,8 @@ class Cluster:
             return Member(name, role, self.kinds.get(name, CPU), self.hosts.get(name, ""), self.capacities.get(name, 0))
 
         computes = [member(name, "compute") for name in self.computes]
-        return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
+        memories = [member(name, "memory") for name in self.capacities if name not in self.computes]
+        return Topology(self.epoch, (*computes, *memories), self.pipeline)
 
 
 def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
@@ -100,15 +101,17 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
     plan = _with_turns(plan, len(loaded.attentions) + 1)
-    capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in plan.memories})
+    local = plan.computes if plan.compute_setup.local else ()
+    capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in (*local, *plan.memories)})
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
         loaded.attentions, loaded.dtype, most, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
     )
     for name, capacity in capacities.items():
-        control.send([name], msgspec.structs.replace(setup, capacity=capacity))
+        own = local_setup(setup, asked) if name in local else setup
+        control.send([name], msgspec.structs.replace(own, capacity=capacity))
     fabric = _fabric(workers, plan, loaded, setup, {hello.host for hello in greetings.values()})
-    gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
+    gather.all(SlabReady, list(capacities), LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
@@ -193,7 +196,8 @@ def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: 
     everyone = [*computes, *memories]
     roles: dict[str, Role] = {name: "compute" for name in computes}
     roles |= {name: "memory" for name in memories}
-    for group, role in ((computes, roles[computes[0]]), (memories, roles[memories[0]])):
+    both: tuple[tuple[list[str], Role], ...] = ((computes, "compute"), (memories, "memory"))
+    for group, role in both:
         control.send(group, fabric.register(role, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})

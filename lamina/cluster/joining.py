@@ -24,7 +24,7 @@ from lamina.protocol.messages import (
     SlabReady,
 )
 from lamina.topology import Member, Role, Topology
-from lamina.types import TransportName
+from lamina.types import Overlap, TransportName
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Fabric:
     Attributes:
         start: see ``Launcher``.
         compute_setup, memory_setup: of every worker; capacities may differ.
-        bytes_per_token: of KV on a memory worker.
-        kv_bytes: of another memory worker, given those that the largest has, and those promised to all and not used.
+        bytes_per_token: of KV in a slab.
+        kv_bytes: of another slab, given those that the largest has, and those promised to all and not used.
         sizes: of messages. spare: links that every arena has room for besides those at the start.
         transports: that workers offer; wanted: as configured.
         offers, links: of the workers so far, by name and by pair.
@@ -88,27 +88,49 @@ def prepare_memory(
     Raises ConfigError if there is too little memory.
     """
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
-    most = fabric.memory_setup.capacity
+    capacity = yield from _make_slab(control, fabric, name, fabric.memory_setup, promised)
+    return Member(name, "memory", CPU, hello[name].host, capacity)
+
+
+def _make_slab(
+    control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: Callable[[], int]
+) -> Conversation[int]:
+    """Have a worker make its slab; the result is its capacity. Raises ConfigError if there is too little memory."""
+    most = setup.capacity
     nbytes = fabric.kv_bytes(most * fabric.bytes_per_token, promised())
     capacity = min(most, nbytes // fabric.bytes_per_token)
     if capacity < 2:
         raise ConfigError(
             f"{nbytes} bytes are free for the KV of {name}, and a token takes {fabric.bytes_per_token}; free memory"
         )
-    control.send([name], msgspec.structs.replace(fabric.memory_setup, capacity=capacity))
+    control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
-    return Member(name, "memory", CPU, hello[name].host, capacity)
+    return capacity
 
 
-def prepare_compute(control: ControlServer, fabric: Fabric, name: str) -> Conversation[Member]:
-    """Wait for a compute worker that was started and have it load the model. Raises ConfigError for another model."""
+def local_setup(setup: MemorySetup, compute: ComputeSetup) -> MemorySetup:
+    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap."""
+    return msgspec.structs.replace(setup, threads=compute.threads, overlap=Overlap())
+
+
+def prepare_compute(
+    control: ControlServer, fabric: Fabric, name: str, promised: Callable[[], int]
+) -> Conversation[Member]:
+    """Wait for a compute worker that was started and have it load the model, and make its slab if it is to have one.
+
+    Raises ConfigError for another model, or for too little memory.
+    """
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
     control.send([name], fabric.compute_setup)
     loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
     ours = fabric.memory_setup
     if loaded[name].attentions != ours.attentions or loaded[name].dtype != ours.dtype:
         raise ConfigError(f"{name} has loaded another model than the others: {fabric.compute_setup.model} has changed")
-    return Member(name, "compute", CPU, hello[name].host)
+    capacity = 0
+    if fabric.compute_setup.local:
+        setup = local_setup(ours, fabric.compute_setup)
+        capacity = yield from _make_slab(control, fabric, name, setup, promised)
+    return Member(name, "compute", CPU, hello[name].host, capacity)
 
 
 def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Member) -> Conversation[None]:
@@ -117,7 +139,7 @@ def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Me
     Raises TransportError if it cannot be linked with one of them.
     """
     name, roles = joiner.name, {member.name: member.role for member in topology.members}
-    computes, memories = list(topology.computes), list(topology.capacities)
+    computes, memories = list(topology.computes), list(topology.memories)
     control.send([name], fabric.register(joiner.role, len(computes), len(memories)))
     registered: dict[str, Registered] = yield Ask(Registered, [name], CONNECT_TIMEOUT_S)
     offers = {**fabric.offers, name: registered[name].offer}

@@ -3,9 +3,10 @@
 ::
 
     pool  = entry ("," entry)*
-    entry = kind [":" count]          # count defaults to 1
+    entry = kind [":" count] | "local"          # count defaults to 1
     kind  = "cpu" | "cuda" | "a100" | "rtx3090" | ...
 
+``local``, in a memory pool, is the spare memory of the compute worker itself, which then runs attention too.
 ``cuda`` is any NVIDIA GPU. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
 tests.
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from lamina.errors import ConfigError
 from lamina.topology import Role
 
-CPU, CUDA, EMULATED = "cpu", "cuda", "emulated"
+CPU, CUDA, EMULATED, LOCAL = "cpu", "cuda", "emulated", "local"
 GPUS = {
     "p100": "NVIDIA P100",
     "v100": "NVIDIA V100",
@@ -71,7 +72,7 @@ class PoolEntry:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.count}"
+        return self.kind if self.kind == LOCAL else f"{self.kind}:{self.count}"
 
 
 class Assigned(NamedTuple):
@@ -107,11 +108,13 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED] if known is None else list(known)
+    known = [CPU, LOCAL, CUDA, *GPUS, *PLANNED, EMULATED] if known is None else list(known)
     entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:
         if kinds.count(kind) > 1:
+            if kind == LOCAL:
+                raise ConfigError(f"pool {text!r} names {kind} {kinds.count(kind)} times; write it once")
             total = sum(entry.count for entry in entries if entry.kind == kind)
             raise ConfigError(f"pool {text!r} names {kind} {kinds.count(kind)} times; write {kind}:{total} once")
     return entries
@@ -135,8 +138,28 @@ def parse_change(role: str, text: str) -> int:
     return int(match["count"])
 
 
+def memory_pool(text: str | None, computes: int, has_cores: bool) -> tuple[PoolEntry, ...]:
+    """The memory pool beside ``computes`` compute workers. None: ``local``, unless there are several compute workers or
+    memory workers were given cores of their own (``has_cores``).
+
+    Raises ConfigError for a pool that cannot be.
+    """
+    if text is None:
+        text = CPU if computes > 1 or has_cores else LOCAL
+    pool = parse(text)
+    if LOCAL in (entry.kind for entry in pool):
+        if computes > 1:
+            raise ConfigError(
+                f"--memory {text}: local memory works with one compute worker so far, not {computes}. "
+                f"Use --memory cpu:{computes}"
+            )
+        if len(pool) == 1 and has_cores:
+            raise ConfigError(f"memory_cores is for memory workers, and --memory {text} starts none. Leave one out")
+    return pool
+
+
 def assign(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> tuple[Assigned, ...]:
-    """A device of this machine for each worker of a pool; no two share a GPU.
+    """A device of this machine for each worker of a pool; no two share a GPU. ``local`` starts no worker.
 
     Compute workers run on CPUs only so far.
 
@@ -147,6 +170,10 @@ def assign(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> tuple[A
     assigned: list[Assigned] = []
     free = dict(enumerate(devices.gpus))
     for entry in sorted(pool, key=lambda entry: entry.kind == CUDA):  # those that take any GPU come last
+        if entry.kind == LOCAL:
+            if role == "compute":
+                raise ConfigError(f"local is memory of the compute workers; it cannot compute. {remedy}")
+            continue
         if entry.kind in (CPU, EMULATED):
             if entry.count > (most := MOST_PER_CORE * devices.cores):
                 raise ConfigError(
@@ -185,6 +212,8 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
     if kind not in known:
         names = ", ".join(name for name in known if name != EMULATED)
         raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{_near(kind, known)} Known: {names}")
+    if kind == LOCAL and match["count"]:
+        raise ConfigError(f"pool {text!r} gives local a count; it is the compute worker's own memory: write local")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
         raise ConfigError(
             f"pool {text!r} has an invalid count {count!r} for {kind}; give a whole number from 1 to {MAX_COUNT}"

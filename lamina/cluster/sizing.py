@@ -116,7 +116,7 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
     in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
-    nothing can overlap, so each worker gets one lane. Raises ConfigError.
+    nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
     """
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
@@ -140,12 +140,15 @@ def cluster_plan(
     available: Cores,
     free_bytes: Callable[[], int],
     trace: bool,
+    local: bool = False,
 ) -> ClusterPlan:
-    """How to bring up these workers. ``free_bytes`` is called once the weights are loaded; ``trace``: record spans."""
+    """How to bring up these workers. ``free_bytes`` is called once the weights are loaded; ``trace``: record spans;
+    ``local``: compute workers hold KV too, and need no memory workers."""
     compute_cores = worker_cores(config.compute_cores, len(computes), available)
-    memory_cores = worker_cores(config.memory_cores, len(memories), available)
-    shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
-    order = pipeline(config, len(computes), shared)
+    memory_cores = worker_cores(config.memory_cores, len(memories), available) if memories else []
+    shared = not frozenset.union(*compute_cores).isdisjoint(frozenset().union(*memory_cores))
+    order = pipeline(config, len(computes), shared or not memories)
+    holders = len(memories) + (len(computes) if local else 0)
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),
@@ -157,6 +160,7 @@ def cluster_plan(
         Overlap(config.q_first, config.mini_batches),
         sorted(eos_token_ids),
         trace,
+        local,
     )
     return ClusterPlan(
         computes=computes,
@@ -164,8 +168,8 @@ def cluster_plan(
         kv_bytes_on_gpu=lambda free: kv_bytes_on_gpu(config, free),
         cores=dict(zip((*computes, *memories), (*compute_cores, *memory_cores), strict=True)),
         compute_setup=setup,
-        memory_threads=_threads(config, memory_cores),
-        kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
+        memory_threads=_threads(config, memory_cores or compute_cores),
+        kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, holders, free_bytes()),
         kv_bytes_of_joiner=lambda largest, promised: kv_bytes_of_joiner(config, free_bytes(), largest, promised),
         limits=bounds,
         pipeline=order,

@@ -1,4 +1,8 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
+"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+
+Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+attended here while memory workers attend to theirs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.links import Letter, Mail
+from lamina.compute.local import LocalShare
 from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
@@ -98,7 +103,9 @@ class StepExchange:
         overlap: Overlap,
         threads: int,
         rows: int,
+        share: LocalShare | None = None,
     ) -> None:
+        """``share``: of the step in this worker's own memory."""
         self.rows = rows
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
@@ -107,7 +114,11 @@ class StepExchange:
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._parts = np.zeros(self._total, np.int64)  # partials each row has so far
         self._local = self._plan_local(plan)
+        self._share = share
+        self._share_source = self._source(share.queries) if share is not None else None
+        self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
+        named = [worker for worker in named if share is None or worker != share.worker]
         shares = {worker: message_rows(plan, segments, worker) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
@@ -203,6 +214,16 @@ class StepExchange:
         q, k, v = output.arrays
         return partial(self._take(q, self._local.source.rows), k, v, self._local.segments, spec, self._threads)
 
+    def attend_here(self, index: int, output: SliceOutput) -> bool:
+        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        step has nothing there."""
+        if self._share is None:
+            return False
+        q, k, v = output.arrays
+        total = self._total
+        self._partial_here = self._share.attend(index, q[:total], k[:total], v[:total])
+        return True
+
     @property
     def peers(self) -> list[str]:
         """The memory workers that reply to every attention."""
@@ -216,6 +237,8 @@ class StepExchange:
         gathering = self._gathering(spec)
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
         partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
+        if self._share_source is not None and self._partial_here is not None:
+            partials.append((self._share_source, *self._partial_here))
         partials += self._read(spec, letters)
         if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they arrived
             outs, lses = [partials[0][1]], [partials[0][2]]

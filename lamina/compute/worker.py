@@ -17,6 +17,7 @@ import torch
 
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
+from lamina.compute.local import LocalMemory
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.runner import SliceRunner, padded
@@ -127,8 +128,9 @@ class ComputeWorker:
         mail: Mail,
         wait: Wait,
         epoch: Epoch,
+        memory: LocalMemory | None = None,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``."""
+        """``wait`` waits for what ``mail`` awaits, over ``links``. ``memory``: its own part of the memory pool."""
         self._control = control
         self._fence = Fence(control, links, epoch)
         self._replica = replica
@@ -139,6 +141,7 @@ class ComputeWorker:
         self._wait = wait
         self._links = links
         self._newcomers = Newcomers(control, links)
+        self._memory = memory
         self._threads, self._overlap = setup.threads, setup.overlap
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
@@ -156,6 +159,8 @@ class ComputeWorker:
                 self._newcomers.look()
             except PeerLostError as error:
                 self._fence.lose(error)
+            if self._memory is not None:
+                self._memory.report()
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -182,7 +187,8 @@ class ComputeWorker:
             self._answer()
 
     def _end_epoch(self, message: EndEpoch) -> None:
-        """Drop every step, and forget every request: plans tell again of those that go on."""
+        """Drop every step, and forget every request: plans tell again of those that go on. KV stays as far as it is
+        complete."""
         topology = message.topology
         for lane in self._lanes:
             lane.drop()
@@ -191,6 +197,8 @@ class ComputeWorker:
         self._drawn.clear()
         self._segments.clear()
         self._sequences.clear()
+        if self._memory is not None:
+            self._memory.truncate(message.kept)
         names = topology.computes
         number = names.index(self._replica.names[self._replica.number])
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
@@ -322,6 +330,8 @@ class ComputeWorker:
             self._newcomers.take(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
+            if self._memory is not None:
+                self._memory.release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
 
@@ -334,6 +344,7 @@ class ComputeWorker:
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
+        share = None if self._memory is None else self._memory.apply(plan)
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
@@ -354,7 +365,7 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan, self._segments, self._mail, self._runner.dtype, self._overlap, self._threads, rows
+            plan, self._segments, self._mail, self._runner.dtype, self._overlap, self._threads, rows, share
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -409,13 +420,15 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     runner = _load(control, setup)
+    memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
     channels = {name: links.channel(name) for name in (*connect.memories, *names) if links.has(name)}
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
-    worker = ComputeWorker(control, setup, replica, links, connect.pipeline.lanes, mail, links.settle(), connect.epoch)
+    lanes, wait = connect.pipeline.lanes, links.settle()
+    worker = ComputeWorker(control, setup, replica, links, lanes, mail, wait, connect.epoch, memory)
     control.send(Connected())
     once_set_up()
     return worker

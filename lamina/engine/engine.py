@@ -82,12 +82,13 @@ class Engine:
         self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
         self._turn = Turn(
             limits,
-            Placement(cluster.capacities, config.kv_tokens_per_worker),
+            Placement(cluster.capacities, config.kv_tokens_per_worker, cluster.topology.local),
             cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=self._kv_heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace

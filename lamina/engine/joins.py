@@ -69,7 +69,7 @@ class Joins:
         self._joiners: dict[str, Joiner] = {}
         self._numbers = {
             "compute": itertools.count(len(topology.computes)),
-            "memory": itertools.count(len(topology.capacities)),
+            "memory": itertools.count(len(topology.memories)),
         }
         self._members = topology.names
         self._stale: tuple[type[ToEngine], set[str]] | None = None  # answers to a conversation that was given up
@@ -95,7 +95,7 @@ class Joins:
         if role == "memory":
             conversation = prepare_memory(self._control, self._fabric, name, self._promised)
         else:
-            conversation = prepare_compute(self._control, self._fabric, name)
+            conversation = prepare_compute(self._control, self._fabric, name, self._promised)
         joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
         self._joiners[name] = joiner
         self._advance(joiner, None)

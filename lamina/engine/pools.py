@@ -100,6 +100,10 @@ class Pools:
         assign(role, (PoolEntry(CPU, present + count),), find_devices())
         if role == "memory":
             return
+        if self._fabric.compute_setup.local:
+            raise ConfigError(
+                "local memory works with one compute worker so far; start with --memory cpu:1 to add compute workers"
+            )
         replicas = len(self.topology.computes) + self._joins.count("compute") + count
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:
@@ -115,7 +119,7 @@ class Pools:
             for member in self.topology.members
             if member.role == role and member.name not in self._leaves.names
         ]
-        if count >= len(staying):
+        if count >= len(staying) + (role == "memory" and bool(self.topology.local)):
             raise ConfigError(
                 f"the {role} pool has {len(staying)}, of which one must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
@@ -152,8 +156,9 @@ class Pools:
         return self._restarts[role].most > 0
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way."""
-        return self._joins.count(role) > 0 or any(one == role for _, one in self._due)
+        """True if another worker of this role is on its way; a compute worker may bring memory too."""
+        roles: set[Role] = {role, "compute"} if self._fabric.compute_setup.local else {role}
+        return any(self._joins.count(one) for one in roles) or any(one in roles for _, one in self._due)
 
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them."""

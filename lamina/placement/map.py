@@ -35,12 +35,16 @@ class Placement:
         reserved: slots by worker. returning: those of them that will be released without another decision.
         sequences: sequences on each worker that may grow there. closed: workers that take no more requests.
         idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
+        local: compute workers' own memory: what is there does not move, and nothing moves there.
         crowded: workers with more slots reserved and idle than they have: what is idle must make way.
     """
 
-    def __init__(self, capacities: Mapping[str, int], longest: int | None = None) -> None:
+    def __init__(
+        self, capacities: Mapping[str, int], longest: int | None = None, local: Collection[str] = NOWHERE
+    ) -> None:
         """``capacities``: token slots by memory worker."""
         self.longest = longest
+        self.local = frozenset(local)
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -68,6 +72,7 @@ class Placement:
                 self.reserved[worker] = self.returning[worker] = self.sequences[worker] = self.idle[worker] = 0
                 self._watermarks[worker] = int(WATERMARK * capacity)
         self.closed &= topology.names
+        self.local = topology.local
         self._note_open()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
         self._roomiest.clear()

@@ -220,10 +220,13 @@ class Links:
         return Linked(failures)
 
     def settle(self) -> Wait:
-        """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``."""
+        """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``.
+
+        Without a link, the most preferred one stays open for workers that join."""
         self._members = set(self._links)
+        used = [link.endpoint for link in self._links.values()] or list(self._endpoints.values())[:1]
         for transport, endpoint in list(self._endpoints.items()):
-            if all(link.endpoint is not endpoint for link in self._links.values()):
+            if all(one is not endpoint for one in used):
                 endpoint.close()
                 del self._endpoints[transport]
         if len(self._endpoints) == 1:  # a wait on one of several must leave time for the others

@@ -40,7 +40,8 @@ class _Decoding:
 
     Attributes:
         sequences: the plan's own list, which is the same object until one joins or leaves.
-        replicas: that run them. shares: by memory worker, its sequences and their places in the list.
+        replicas: that run them. shares: by memory worker, but for the replicas, its sequences and their places in the
+            list.
     """
 
     sequences: list[int]
@@ -59,7 +60,8 @@ class Recipients:
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
         self._segments: dict[int, list[Segment]] = {}
         self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
-        self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
+        self._knowing: dict[int, set[str]] = {}  # the compute workers that must be told of its release
+        self._holding: dict[int, set[str]] = {}  # the memory workers that must, those that it moves to included
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
 
@@ -74,13 +76,15 @@ class Recipients:
         self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
         self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
         self._segments = {one: self._segments[one] for one in self._homes}
-        self._knowing = {one: set(homes) for one, homes in self._homes.items()}
+        self._knowing = {one: set() for one in self._homes}
+        self._holding = {one: set(homes) for one, homes in self._homes.items()}
 
     def change(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch. Those that left hold no KV any more."""
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._untold = {worker: untold for worker, untold in self._untold.items() if worker in topology.names}
         self._knowing = {one: workers & topology.names for one, workers in self._knowing.items()}
+        self._holding = {one: workers & topology.names for one, workers in self._holding.items()}
 
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
         """The workers to send something to, and what: the next plan, whole or the part that concerns them.
@@ -102,7 +106,7 @@ class Recipients:
             self._place(segment.sequence, [segment], replicas, now)
         for migration in plan.migrations:
             add((migration.source, migration.target), "migrations", migration)
-            self._knowing[migration.sequence].add(migration.target)
+            self._holding[migration.sequence].add(migration.target)
         for admission in plan.admitted:
             add(self._admit(admission, replicas), "admitted", admission)
         for segment in plan.grown:
@@ -122,6 +126,8 @@ class Recipients:
             parts.setdefault(worker, {})["decoding"] = rows
         for chunk in plan.chunks:
             add(self._homes[chunk.sequence], "chunks", chunk)
+        for worker in parts.keys() & replicas:  # compute workers with local memory get the whole plan
+            del parts[worker]
         for worker, part in parts.items():
             if worker in self._untold:
                 part["released"] = self._untold.pop(worker)[1]
@@ -141,7 +147,8 @@ class Recipients:
         for sequence in plan.released:
             self._admissions.pop(sequence, None)  # a cached prefix has none
             del self._homes[sequence], self._segments[sequence]
-            for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
+            knowing = self._knowing.pop(sequence) | self._holding.pop(sequence)
+            for worker in knowing.difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
     def _forget(self, worker: str, sequence: int, now: float) -> None:
@@ -153,9 +160,10 @@ class Recipients:
         if segments == self._segments[sequence]:
             return
         homes = list(dict.fromkeys(segment.worker for segment in segments))
-        for worker in self._knowing[sequence].difference(replicas, self._homes[sequence], homes):
+        knowing = self._knowing[sequence]
+        for worker in (knowing | self._holding[sequence]).difference(replicas, self._homes[sequence], homes):
             self._forget(worker, sequence, now)
-        self._knowing[sequence] = {*homes, *self._knowing[sequence].intersection(replicas)}
+        self._knowing[sequence], self._holding[sequence] = knowing.intersection(replicas), set(homes)
         self._segments[sequence], self._homes[sequence] = segments, homes
 
     def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> list[str]:
@@ -179,7 +187,8 @@ class Recipients:
     def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
         """A sequence that no worker knows has these segments. Returns the memory workers with them, which are told."""
         homes = list(dict.fromkeys(segment.worker for segment in segments))
-        self._segments[sequence], self._homes[sequence], self._knowing[sequence] = segments, homes, set(homes)
+        self._segments[sequence], self._homes[sequence] = segments, homes
+        self._knowing[sequence], self._holding[sequence] = set(), set(homes)
         return homes
 
     def _present(self, admission: Admission) -> Admission:
@@ -204,6 +213,8 @@ class Recipients:
         shares: dict[str, tuple[list[int], list[int]]] = {}
         for place, sequence in enumerate(sequences):
             for worker in self._homes[sequence]:
+                if worker in replicas:
+                    continue  # it gets the whole plan
                 share = shares.setdefault(worker, ([], []))
                 share[0].append(sequence)
                 share[1].append(place)

@@ -34,6 +34,7 @@ from lamina.schedule.admission import Admissions
 from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
+from lamina.schedule.pace import Pace
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
@@ -56,10 +57,11 @@ class Scheduler:
         kv_heads: int,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens."""
+        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -67,7 +69,8 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._lanes = [self._new_lane() for _ in range(lanes)]
+        self._pace = pace
+        self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
         self._moving = False
@@ -82,8 +85,8 @@ class Scheduler:
         )
         self._steps = itertools.count(1)
 
-    def _new_lane(self) -> Lane:
-        return Lane(self.placement.longest, allowance=self.limits.max_num_batched_tokens)
+    def _new_lane(self, number: int) -> Lane:
+        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
 
     @property
     def waiting(self) -> int:
@@ -205,8 +208,7 @@ class Scheduler:
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
-        more = topology.pipeline.lanes - len(self._lanes)
-        self._lanes += [self._new_lane() for _ in range(more)]
+        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
 
     def _move(self) -> None:
