@@ -159,8 +159,6 @@ class ComputeWorker:
                 self._newcomers.look()
             except PeerLostError as error:
                 self._fence.lose(error)
-            if self._memory is not None:
-                self._memory.report()
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -181,10 +179,19 @@ class ComputeWorker:
             self._idle(active)
             return
         unsent = len(self._done)
+        step = ready.steps[0]
         self._run_slice(ready)
         self._mail.flush()
         if unsent:  # there was no pause to send it in: what was finished a slice ago must not wait longer
             self._answer()
+        while len(active) == 1 and self._goes_on(ready, step):
+            self._run_slice(ready)
+            self._mail.flush()
+
+    def _goes_on(self, lane: Lane, step: StepRun) -> bool:
+        """True if the next slice of a lane's step waits for nobody, and nobody else for this worker."""
+        same = bool(lane.steps) and lane.steps[0] is step
+        return same and not self._mail.missing[lane.number] and self._fence.open and not self._newcomers.pending
 
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, and forget every request: plans tell again of those that go on. KV stays as far as it is
@@ -298,6 +305,8 @@ class ComputeWorker:
     def _idle(self, active: list[Lane]) -> None:
         """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
+        if self._memory is not None:
+            self._memory.report()
         self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
