@@ -160,10 +160,22 @@ class EngineConfig:
             "new secret, kept in memory."
         ),
     ] = None
+    listen: Annotated[
+        str | None,
+        Meaning(
+            "HOST:PORT at which workers of other machines may join (`lamina worker`), with the cluster's secret. "
+            "Default: all workers are on this machine."
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
+    ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
-            "CPU list of the compute workers, as 0-3,8, divided evenly among them. Default: all cores for every worker."
+            "CPU list of this machine's compute workers, as 0-3,8, divided evenly among them. Default: all cores for "
+            "every worker."
         ),
     ] = None
     memory_cores: Annotated[str | None, Meaning("CPU list of the memory workers, as for the compute workers.")] = None

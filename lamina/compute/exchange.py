@@ -4,6 +4,7 @@ Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks
 attended here while memory workers attend to theirs.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lamina.compute.device.base import Attend, Floats, Partial
 from lamina.compute.links import Letter, Mail
 from lamina.compute.local import LocalShare
-from lamina.kernels.attention import partial
+from lamina.compute.runner import attend_natively
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
@@ -30,9 +32,6 @@ from lamina.protocol.wire import (
 )
 from lamina.splitter import SliceOutput, as_numpy
 from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
-
-Floats = npt.NDArray[np.float32]
-Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,13 @@ class StepExchange:
         overlap: Overlap,
         threads: int,
         rows: int,
+        attend: Attend | None = None,
         share: LocalShare | None = None,
     ) -> None:
-        """``share``: of the step in this worker's own memory."""
+        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``. ``share``: of the step
+        in this worker's own memory."""
         self.rows = rows
+        self._attend = attend or functools.partial(attend_natively, threads=threads)
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
         self._dtype = dtype
@@ -211,8 +213,7 @@ class StepExchange:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        q, k, v = output.arrays
-        return partial(self._take(q, self._local.source.rows), k, v, self._local.segments, spec, self._threads)
+        return self._attend(output, self._local.source.rows, self._local.segments, spec)
 
     def attend_here(self, index: int, output: SliceOutput) -> bool:
         """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the

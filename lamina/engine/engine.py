@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
-from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
 from lamina.engine.members import Members
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
@@ -24,19 +24,15 @@ from lamina.engine.updates import OnTokens, OnUpdate
 from lamina.engine.watch import POLL_S
 from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.frontend.prompts import check_tokens, encode_prompt
-from lamina.groups import Group
+from lamina.groups import Completion, Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import (
-    Release,
-    Step,
-    StepDone,
-    ToEngine,
-)
+from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
+from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
@@ -46,6 +42,7 @@ from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
 class Engine:
@@ -149,6 +146,7 @@ class Engine:
     ) -> Request:
         self._scheduler.check(len(tokens), params)
         check_tokens(tokens, self.vocab_size)
+        check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         return Request(request_id, text, tokens, params, seed, client)
 
@@ -315,9 +313,13 @@ class Engine:
             if owner is None:  # aborted while the step ran
                 continue
             group, completion = owner
-            completion.generated.append(draw.token)
             request_id = group.request.request_id
-            self._touched[request_id] = tracked = self._tracked[request_id]
+            tracked = self._tracked[request_id]
+            if group.searches:
+                self._compare(tracked, group, completion, draw)
+                continue
+            completion.generated.append(draw.token)
+            self._touched[request_id] = tracked
             tracked.group = group
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)
@@ -325,6 +327,16 @@ class Engine:
             if sequence in drawn:
                 group, _ = drawn[sequence]
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
+
+    def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
+        """A beam's continuations are known: once those of all beams are, they go on, or the search has ended."""
+        choice = tracked.compare(group, beam, draw)
+        if choice is not None:
+            self._scheduler.beams.choose(group, choice)
+        if tracked.finished:
+            self._touched[group.request.request_id] = tracked
+            for one in group.completions:
+                self._scheduler.finish(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
@@ -334,8 +346,10 @@ class Engine:
             self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
-        while self._commands:
+        for _ in range(min(len(self._commands), MOST_COMMANDS)):
             self._commands.popleft()()
+        if self._commands:
+            self._control.wake()
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:
@@ -386,7 +400,8 @@ class Engine:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
         if lost := members.lost():
-            members.lose(lost)
+            if (poison := members.lose(lost)) is not None:
+                self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
             if not members.memory_grows:
                 self._end_stranded()
         members.watch.check()

@@ -43,11 +43,15 @@ def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) 
 def again(group: Group, sequences: Iterator[int]) -> Group:
     """A request's completions that go on, under new sequence numbers: what they have generated is computed again.
 
-    They share the lists of generated tokens with ``group``, which must not add to them any more.
+    They share the lists of generated tokens with ``group``, which must not add to them any more. Beams begin with the
+    tokens chosen last.
     """
+    generated = [one.generated for one in group.alive]
+    if group.choice is not None:
+        generated = [[*generated[parent], token] for parent, token in group.choice]
     completions = [
-        Completion(next(sequences), one.index, one.generated, known=len(one.generated), own=len(one.generated))
-        for one in group.alive
+        Completion(next(sequences), one.index, tokens, known=len(tokens), own=len(tokens))
+        for one, tokens in zip(group.alive, generated, strict=True)
     ]
     return Group(
         group.request,

@@ -22,6 +22,13 @@ class Planned:
     decoding: Mapping[int, Owner]
     prompted: dict[int, Owner]
 
+    def drawn(self, members: Mapping[int, Owner]) -> Mapping[int, Owner]:
+        """Those that draw a token and go on, by sequence. ``members``: the sequences that decode in the lane now."""
+        if not self.prompted and self.decoding is members:
+            return self.decoding
+        drawn = {**self.decoding, **self.prompted}
+        return {sequence: owner for sequence, owner in drawn.items() if not owner[1].finished}
+
 
 @dataclass(eq=False, slots=True)
 class Lane:
@@ -47,13 +54,27 @@ class Lane:
     turn: int = 0
     histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
     grown: list[Segment] = field(default_factory=list)  # the same
+    chosen: dict[Group, None] = field(default_factory=dict)  # beam searches whose choice no plan has followed yet
+    due: dict[Completion, Group] = field(default_factory=dict)  # beams that know their next token and have not run it
+    stepping: list[int] = field(default_factory=list)  # beams that the last plan let decode
 
     def __post_init__(self) -> None:
         self.decoding = DecodeBatch(self.longest)
 
+    def take(self, step: int | None) -> Planned:
+        """Remove a step that has completed from those in flight. None: the oldest."""
+        planned = self.in_flight[0]
+        if step is not None and planned.plan.step != step:
+            planned = next(one for one in self.in_flight if one.plan.step == step)
+            if planned.plan.runs and planned is not next(one for one in self.in_flight if one.plan.runs):
+                raise AssertionError(f"step {step} of lane {planned.plan.lane} was completed before an earlier one")
+        self.in_flight.remove(planned)
+        return planned
+
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
         rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
+        self.due.clear()
         budget = most - len(rows.sequences)
         if self.pace is not None and self.prompts and budget > 0:
             budget = self.pace.budget(self.number, bool(rows.sequences), self.prompts, budget)
@@ -75,7 +96,7 @@ class Lane:
                     continue
                 if completion.left:
                     self.prompts.add(group, completion)
-                else:
+                elif not group.searches:
                     self.decoding.join(group, completion, completion.goal)
         self.prompted.clear()
         return forks
@@ -119,6 +140,19 @@ class Lane:
             return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
+    def is_settled(self, group: Group) -> bool:
+        """True if the prompt of a request has been computed and given to its completions, and to the prefix cache."""
+        return (
+            group.forked and self.completed >= group.until and group not in self.dealt and group not in self.prompts_run
+        )
+
+    def exist(self, group: Group, completion: Completion) -> int:
+        """Tokens of a completion that decodes whose KV exists; 0 if it does not decode."""
+        if completion.sequence not in self.decoding:
+            return 0
+        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
+        return max(self.decoding.position(completion.sequence) - planned, completion.goal)
+
     def computed(self, group: Group) -> int | None:
         """Tokens of a request whose steps have completed; None if it cannot move now.
 
@@ -128,11 +162,39 @@ class Lane:
         several = others or len(first.segments) > 1
         if several or first.sequence not in self.decoding or self.completed < group.until:
             return None
-        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
-        return max(self.decoding.position(first.sequence) - planned, first.goal)
+        return self.exist(group, first)
+
+    def retire(self) -> list[Group]:
+        """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
+        retired = [owner for owner in self.finished if self.completed >= max(owner[0].until, owner[1].until)]
+        for group, completion in retired:
+            completion.retired = True
+            group.seats -= 1
+            if not group.seats:
+                del self.running[group]
+        self.ending += retired
+        self.finished = [owner for owner in self.finished if not owner[1].retired]
+        return [group for group, _ in retired]
+
+    def end(self, group: Group, completion: Completion) -> None:
+        """A completion has ended: no step that is planned from now on runs it."""
+        self.decoding.leave(completion.sequence)
+        self.prompts.discard(completion)
+        self.histories.pop(completion.sequence, None)
+        self.due.pop(completion, None)
+        self.chosen.pop(group, None)
+        self.finished.append((group, completion))
+
+    def rest(self) -> None:
+        """Beams that the last plan let decode pause: their next tokens are not known yet."""
+        for sequence in self.stepping:
+            if sequence in self.decoding:
+                self.decoding.pause(sequence)
+        self.stepping.clear()
 
     def clear(self) -> None:
         """Give up all requests, to be dealt out again. No step is in flight."""
+        self.rest()
         for content in (
             self.dealt,
             self.running,
@@ -141,14 +203,20 @@ class Lane:
             self.prompts_run,
             self.ending,
             self.histories,
+            self.chosen,
+            self.due,
         ):
             content.clear()
         self.decoding, self.completed = DecodeBatch(self.longest), 0
 
-    def take_over(self, group: Group, dealt: bool, paused: bool) -> None:
+    def take_over(self, group: Group, dealt: bool, paused: bool, held: bool) -> None:
         """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``paused``: it is on
-        its way to another memory worker."""
+        its way to another memory worker; ``held``: it may not run before requests are dealt out again."""
         self.running[group] = None
+        if held:
+            for completion in group.completions:
+                completion.until = 0
+            return
         self.histories |= group.histories
         if dealt:
             self.dealt[group] = None
@@ -156,10 +224,15 @@ class Lane:
         if paused:
             group.completions[0].until = 0
             return
+        if group.choice is not None:
+            self.chosen[group] = None
         for completion in group.alive if group.forked else group.completions[:1]:
             completion.until = 0
             if completion.left:
                 self.prompts.add(group, completion)
+            elif group.forked and group.searches:
+                if group.choice is None and not completion.answered:
+                    self.due[completion] = group
             elif group.forked:
                 self.decoding.join(group, completion, group.kept(completion))
             else:
@@ -173,6 +246,7 @@ class Lane:
             group.withdraw(completion, chunk.start)
         self.in_flight.clear()
         self.completed = self.decoding.steps
+        self.rest()
 
     def shrink(self, placement: Placement) -> None:
         """Release the slots that steps in flight would have filled."""
@@ -186,9 +260,11 @@ class Lane:
                     placement.release(worker, tokens - kept.get(worker, 0))
 
 
-def deal_again(lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group], bool]) -> None:
+def deal_again(
+    lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group], bool], may_run: Callable[[Group], bool]
+) -> None:
     """Deal all requests out to the lanes of ``seats``, which are empty: those with most sequences first. No step is in
-    flight."""
+    flight. Those that may not run keep their KV."""
     groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
     dealt = {group for own in lanes for group in own.dealt}
     ending = [owner for own in lanes for owner in own.ending]
@@ -199,7 +275,7 @@ def deal_again(lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group],
         group.lane, group.until = seats.emptiest, 0
         seats.change(group.lane, group.seats, group.request.client)
         own = lanes[group.lane]
-        own.take_over(group, group in dealt, is_paused(group))
+        own.take_over(group, group in dealt, is_paused(group), not may_run(group))
         if group in prompts_run:
             own.prompts_run.append(group)
     for owner in ending:  # a request's lane releases the sequence that it may still fork from
