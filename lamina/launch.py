@@ -71,7 +71,7 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    memory = pool.memory_pool(config.memory, pool.parse(config.compute), config.memory_cores is not None)
+    memory = _memory_pool(config)
     config = dataclasses.replace(config, memory=",".join(map(str, memory)))
     pools = _assigned(config, memory)
     where = _where(config) if config.listen is not None else Where(host)
@@ -106,6 +106,18 @@ def launch(
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
         limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, sum(cluster.capacities.values())))
     return Engine(config, model, tokenizer, limits, control, launcher, cluster, receivers)
+
+
+def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
+    """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    by_heads = config.partition == "head"
+    memory = pool.memory_pool(config.memory, pool.parse(config.compute), config.memory_cores is not None or by_heads)
+    if LOCAL in (entry.kind for entry in memory):
+        if by_heads:
+            raise ConfigError("partition head divides heads among memory workers, and local memory has all of them")
+        if config.memory_cores is not None and len(memory) == 1:
+            raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
+    return memory
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:

@@ -141,24 +141,21 @@ def parse_change(role: str, text: str) -> int:
     return int(match["count"])
 
 
-def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], has_cores: bool) -> tuple[PoolEntry, ...]:
-    """The memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless memory
-    workers were given cores of their own (``has_cores``).
+def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:
+    """The memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless other
+    settings are about memory workers (``apart``).
 
     Raises ConfigError for a pool that is impossible.
     """
     alone = compute == (PoolEntry(CPU, 1),)
     if text is None:
-        text = LOCAL if alone and not has_cores else CPU
+        text = LOCAL if alone and not apart else CPU
     pool = parse(text)
-    if LOCAL in (entry.kind for entry in pool):
-        if not alone:
-            raise ConfigError(
-                f"--memory {text}: local memory works with one compute worker on a CPU so far, not with "
-                f"{','.join(map(str, compute))}. Use --memory cpu:{sum(entry.count for entry in compute)}"
-            )
-        if len(pool) == 1 and has_cores:
-            raise ConfigError(f"memory_cores is for memory workers, and --memory {text} starts none. Leave one out")
+    if LOCAL in (entry.kind for entry in pool) and not alone:
+        raise ConfigError(
+            f"--memory {text}: local memory works with one compute worker on a CPU so far, not with "
+            f"{','.join(map(str, compute))}. Use --memory cpu:{sum(entry.count for entry in compute)}"
+        )
     return pool
 
 

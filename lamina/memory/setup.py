@@ -19,6 +19,7 @@ def make_store(control: ControlClient) -> tuple[KvStore, MemorySetup]:
         setup.overlap,
         setup.kv_cache_dtype,
         control.device,
+        setup.head_shards,
     )
     control.send(SlabReady())
     return store, setup
@@ -39,7 +40,7 @@ class UsageReports:
         emptied = self._last.sequences > 0 and self._store.sequences == 0
         if not emptied and now - self._sent_at < USAGE_S:
             return
-        usage = SlabUsage(self._store.slab.used, self._store.sequences, busy_s)
+        usage = SlabUsage(self._store.used_tokens, self._store.sequences, busy_s)
         repeats = usage == self._last
         if not (repeats and self._repeated):
             self._control.send(usage)

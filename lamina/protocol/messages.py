@@ -13,6 +13,7 @@ from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
 
+    The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
     """
 
@@ -25,6 +26,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     eos_token_ids: list[int]
     trace: bool
+    head_workers: int = 1
     local: bool = False
 
 
@@ -32,7 +34,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
-    says what the slab holds.
+    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
     """
 
     attentions: list[AttentionSpec]
@@ -42,6 +44,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
+    head_shards: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -153,12 +156,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         host: see ``transport.shm``. machine: its name for people.
         version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+        rdma: the machine has an RDMA device.
     """
 
     host: str
     version: str = ""
     machine: str = ""
     cores: list[int] = []
+    rdma: bool = False
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
@@ -176,7 +181,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes: free on its GPU; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
     """
 
     sent_ns: int
@@ -184,6 +189,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     free_bytes: int
     machine_bytes: int
     gpu_bytes: int = 0
+    gpu_total: int = 0
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

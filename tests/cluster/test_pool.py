@@ -78,15 +78,13 @@ def test_cpus_are_always_available() -> None:
 
 def test_one_compute_worker_keeps_kv_itself_unless_told_otherwise() -> None:
     one, two, gpu = parse("cpu:1"), parse("cpu:2"), parse("cuda:1")
-    assert memory_pool(None, one, has_cores=False) == (PoolEntry("local", 1),)
-    assert memory_pool(None, one, has_cores=True) == (PoolEntry("cpu", 1),)
-    assert memory_pool(None, two, has_cores=False) == memory_pool(None, gpu, has_cores=False) == (PoolEntry("cpu", 1),)
-    assert memory_pool("local,cpu:2", one, has_cores=True) == (PoolEntry("local", 1), PoolEntry("cpu", 2))
+    assert memory_pool(None, one, apart=False) == (PoolEntry("local", 1),)
+    assert memory_pool(None, one, apart=True) == (PoolEntry("cpu", 1),)
+    assert memory_pool(None, two, apart=False) == memory_pool(None, gpu, apart=False) == (PoolEntry("cpu", 1),)
+    assert memory_pool("local,cpu:2", one, apart=True) == (PoolEntry("local", 1), PoolEntry("cpu", 2))
     assert assign("memory", parse("local,cpu:2"), NO_GPU) == (Assigned("cpu", "cpu"),) * 2
     with pytest.raises(ConfigError, match="works with one compute worker on a CPU so far, not with cpu:2"):
-        memory_pool("local", two, has_cores=False)
-    with pytest.raises(ConfigError, match="memory_cores is for memory workers, and --memory local starts none"):
-        memory_pool("local", one, has_cores=True)
+        memory_pool("local", two, apart=False)
     with pytest.raises(ConfigError, match="local is memory of the compute workers; it cannot compute"):
         assign("compute", parse("local"), NO_GPU)
 
