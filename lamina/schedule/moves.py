@@ -146,8 +146,6 @@ class Moves:
         apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
         if not apart or not self.may_begin(source):
             return 0
-        if not placement.local.isdisjoint((source, target)):
-            return 0  # a compute worker's own memory takes no part in moves
         part = self.movable(group, source)
         if part is None:
             return 0
