@@ -37,7 +37,13 @@ class EngineConfig:
     ] = None
     _: KW_ONLY
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
-    memory: Annotated[str, Meaning("Memory workers, kind:count joined by commas.")] = "cpu:1"
+    memory: Annotated[
+        str | None,
+        Meaning(
+            "Memory workers, kind:count joined by commas; local is the compute worker's own spare memory, which costs "
+            "no message. Default: local with one compute worker, else cpu:1."
+        ),
+    ] = None
     load_format: Annotated[
         LoadFormat,
         Meaning("auto reads safetensors; dummy makes seeded random weights of the right shapes, for benchmarks."),
@@ -76,6 +82,15 @@ class EngineConfig:
         int,
         Meaning("Size of one step: a row for every sequence that decodes, the others for prompts.", "token rows", ge=1),
     ] = 2048
+    slo_tbt_ms: Annotated[
+        int | None,
+        Meaning(
+            "Target of the time between tokens: prompts that arrive are computed in chunks so small that a step is "
+            "predicted to take no longer while others decode. Default: chunks fill max_num_batched_tokens.",
+            unit="milliseconds",
+            ge=1,
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
         Meaning(

@@ -16,7 +16,7 @@ from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress
 from lamina.cluster.launchers.local import MODULES, LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
 from lamina.cluster.launchers.several import LocalAndRemote
-from lamina.cluster.pool import REMOTE, Assigned
+from lamina.cluster.pool import LOCAL, REMOTE, Assigned
 from lamina.config import EngineConfig, check_writable
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
@@ -71,7 +71,9 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    pools = _assigned(config)
+    memory = _memory_pool(config)
+    config = dataclasses.replace(config, memory=",".join(map(str, memory)))
+    pools = _assigned(config, memory)
     where = _where(config) if config.listen is not None else Where(host)
     secret = configured(config.secret_file)
     if where.port is not None and secret is None:
@@ -106,11 +108,23 @@ def launch(
     return Engine(config, model, tokenizer, limits, control, launcher, cluster, receivers)
 
 
-def _assigned(config: EngineConfig) -> Pools:
+def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
+    """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    by_heads = config.partition == "head"
+    memory = pool.memory_pool(config.memory, pool.parse(config.compute), config.memory_cores is not None or by_heads)
+    if LOCAL in (entry.kind for entry in memory):
+        if by_heads:
+            raise ConfigError("partition head divides heads among memory workers, and local memory has all of them")
+        if config.memory_cores is not None and len(memory) == 1:
+            raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
+    return memory
+
+
+def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
     """The workers of both pools, by name, with their devices. Those of other machines come last."""
     entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
         "compute": pool.parse(config.compute),
-        "memory": pool.parse(config.memory),
+        "memory": memory,
     }
     here = {role: tuple(entry for entry in each if entry.kind != REMOTE) for role, each in entries.items()}
     assigned = pool.assign_pools(here, find_devices())
@@ -182,4 +196,5 @@ def _plan(
     }
     is_open = config.listen is not None
     eos = [*tokenizer.eos_token_ids]
-    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace)
+    local = LOCAL in (config.memory or "").split(",")
+    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)

@@ -68,7 +68,7 @@ def _ready(engine: "Engine", url: str) -> None:
         f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
-        f"  network  {', '.join(summary(engine.cluster.links))}\n\n"
+        f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
     )

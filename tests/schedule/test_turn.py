@@ -37,9 +37,17 @@ ENOUGH = 2000
 class Driver:
     """Workers that answer in any order, and callers that come and go, around one turn; checks what it plans."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        depth: int,
+        chance: random.Random,
+        longest: int | None = None,
+        memories: tuple[str, str] = ("memory0", "memory1"),
+    ) -> None:
         self.depth, self.chance = depth, chance
-        placement = Placement({"memory0": 60, "memory1": 40}, longest)
+        local = [name for name in memories if name.startswith("compute")]
+        placement = Placement(dict(zip(memories, (60, 40), strict=True)), longest, local=local)
         self.turn = Turn(LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=2, plan_ahead=depth > 1)
         self.unanswered: dict[int, StepPlan] = {}
         self.planned: dict[int, list[int]] = {}  # by lane: steps that run
