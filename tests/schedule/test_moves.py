@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lamina.schedule import moves
 from lamina.schedule.limits import Limits
 from lamina.types import StepPlan
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.schedule.schedules import LIMITS
 from tests.schedule.test_prefixes import Caching, requests, short_prefixes
 from tests.schedule.test_scheduler import MANY
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.heads import HeadShards
 from lamina.memory.store import KvStore, StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
@@ -28,17 +29,21 @@ from lamina.types import (
     StepPlan,
 )
 from tests.schedule.schedules import request
-from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, Driver
+from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
-SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=1, v_dim=1, scale=1.0)
+SHARDED = HeadShards(3, 3)
 CAPACITIES = {"memory0": 60, "memory1": 40}
 REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True)))
 
 
-def stores() -> dict[str, KvStore]:
-    return {name: KvStore(name, [SPEC], DType.FLOAT32, room, 1, Overlap()) for name, room in CAPACITIES.items()}
+def stores(shards: HeadShards) -> dict[str, KvStore]:
+    spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
+    return {
+        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        for name, room in CAPACITIES.items()
+    }
 
 
 def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, Sequence[Segment]]) -> bool:
@@ -119,12 +124,15 @@ class Told(Driver):
     """Every plan goes to workers that are told of everything, and its parts to workers that are told what concerns
     them: with equal slabs, these must do the same."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None) -> None:
-        super().__init__(pipeline, depth, chance, longest)
+    def __init__(
+        self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None, shards: HeadShards
+    ) -> None:
+        super().__init__(pipeline, depth, chance, longest, shards)
+        self.shards = shards
         self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
         self.pipeline = pipeline
         self.recipients = Recipients(self.computes, pipeline)
-        self.everything, self.theirs = stores(), stores()
+        self.everything, self.theirs = stores(shards), stores(shards)
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
@@ -167,7 +175,7 @@ class Told(Driver):
                     for sequence in (step.sequence, *step.draws):
                         assert knows[sequence] == known[sequence]
                 for worker in CAPACITIES:  # both ends derive the same message
-                    assert message_rows(part, knows, worker).kept == tables[worker].rows.kept
+                    assert message_rows(part, knows, worker, self.shards).kept == tables[worker].rows.kept
         self.late |= dict.fromkeys(plan.released, self.now)
 
     def tell_overdue(self, now: float) -> None:
@@ -202,13 +210,14 @@ class Told(Driver):
     requests=st.integers(1, 25),
     leaving=st.sampled_from([0.0, 0.1]),
     longest=st.sampled_from([None, 6]),
+    shards=st.sampled_from([WHOLE, SHARDED]),
     seed=st.integers(0, 2**32),
 )
 def test_those_concerned_and_nobody_else_are_told_what_they_need(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, seed: int
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, shards: HeadShards, seed: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Told(pipeline, depth, chance, longest)
+    driver = Told(pipeline, depth, chance, longest, shards)
     driver.pause_s = RELEASE_S
     for number in range(requests):
         driver.come(str(number))
