@@ -84,6 +84,15 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meaning(
+            "Share of a GPU's memory that may be in use once memory workers have taken theirs; weights and other "
+            "programs count.",
+            ge=0.1,
+            le=1.0,
+        ),
+    ] = 0.9
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(

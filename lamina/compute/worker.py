@@ -23,7 +23,7 @@ from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
-from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.errors import ConfigError, DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.heads import HeadShards
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
@@ -446,16 +446,23 @@ def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner
     place = directory.find(setup.model, weights=setup.load_format != "dummy")
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target)
     tell("splitting", 1, 1)
-    loaded = tensors.load(
-        place,
-        prepared.lowered.weights,
-        prepared.weights,
-        setup.load_format,
-        setup.seed,
-        lambda done, of: tell("weights", done, of),
-        device.place,
-    )
-    runner = device.runner(prepared.lowered, loaded)
+    try:
+        loaded = tensors.load(
+            place,
+            prepared.lowered.weights,
+            prepared.weights,
+            setup.load_format,
+            setup.seed,
+            lambda done, of: tell("weights", done, of),
+            device.place,
+        )
+        runner = device.runner(prepared.lowered, loaded)
+        runner.reserve(setup.rows)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows: {error}. Lower "
+            "max_num_batched_tokens, or use a GPU with more memory"
+        ) from error
     control.send(
         ModelLoaded(
             list(runner.attentions),

@@ -16,7 +16,7 @@ import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.device.base import Floats
-from lamina.memory.device.select import free_bytes
+from lamina.memory.device.select import gpu_memory
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import KvStore, StepTables
@@ -440,7 +440,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
 
 def main() -> None:
     """Body of the process."""
-    run_worker(build, free_bytes)
+    run_worker(build, gpu_memory)
 
 
 if __name__ == "__main__":

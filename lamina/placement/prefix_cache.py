@@ -246,7 +246,7 @@ class PrefixCache:
         return groups, {leaf.any_sequence: stop if stop < leaf.stop else None for leaf, stop in ends.items()}
 
     def relocate(self, node: Node, start: int, worker: str) -> None:
-        """The tokens from ``start`` on that end with ``node`` are on another worker now. Reservations are the caller's."""
+        """The tokens from ``start`` on that end with ``node`` are on another worker now; the caller reserves there."""
         for one in node.path():
             if one.start >= start:
                 one.worker = worker

@@ -63,9 +63,9 @@ class Relocations:
         self._numbers = numbers
 
     @property
-    def migrating(self) -> int | None:
+    def migrating(self) -> list[int]:
         """Number of the copy in progress, if any."""
-        return None if self._current is None or self._current.arrived else self._current.number
+        return [] if self._current is None or self._current.arrived else [self._current.number]
 
     def holders(self, worker: str) -> dict[Group, int]:
         """Live requests with KV on ``worker``, one that moves there included, and the tokens that each would free."""
@@ -116,6 +116,7 @@ class Relocations:
     def follow(self) -> None:
         """The places of the placement have changed. No live request may be on another one."""
         self._residents = {worker: self._residents.get(worker, {}) for worker in self._placement.capacities}
+        self._workers = {group: workers & self._residents.keys() for group, workers in self._workers.items()}
 
     def ended(self, group: Group) -> None:
         """A request has ended, and ``leave`` will be called once no step runs it."""

@@ -154,12 +154,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         host: see ``transport.shm``. machine: its name for people.
         version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+        rdma: the machine has an RDMA device.
     """
 
     host: str
     version: str = ""
     machine: str = ""
     cores: list[int] = []
+    rdma: bool = False
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
@@ -177,7 +179,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes: free on its GPU; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
     """
 
     sent_ns: int
@@ -185,6 +187,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     free_bytes: int
     machine_bytes: int
     gpu_bytes: int = 0
+    gpu_total: int = 0
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

@@ -141,7 +141,7 @@ def check_placements(plan: StepPlan, shards: HeadShards) -> None:
         start, stop = segment.tokens
         if start < 0 or (stop is not None and stop <= start) or not shards.allows(segment.heads):
             raise PlacementError(
-                f"tokens {segment.tokens} heads {segment.heads} of sequence {segment.sequence} go to {segment.worker}",
+                f"sequence {segment.sequence} moves to {segment.worker}: heads {segment.heads} tokens {segment.tokens}",
                 f"a range that moves must have tokens; {_heads_rule(shards)}",
             )
     for segment in plan.grown:

@@ -15,10 +15,8 @@ that is still being drawn. If a sequence has ended, its row is discarded.
 ``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
 and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
 
-If no memory worker has had room for a request for long, although all together have, sequences move, one at a time
-(``lamina.placement.relocation``). A sequence that moves keeps decoding while its KV is copied. Then it pauses: once its
-steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it. Ranges
-that do not grow any more move without a pause (``lamina.schedule.moves``).
+If no memory worker has had room for a request for long, although all together have, sequences move, one at a time,
+with a short pause (``lamina.placement.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
 """
 
 import itertools
@@ -95,6 +93,7 @@ class Scheduler:
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
         self._holding = Holding(self._admissions, self.drop)
+        self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
     def _new_lane(self) -> Lane:
@@ -124,8 +123,7 @@ class Scheduler:
     @property
     def migrating(self) -> list[int]:
         """Numbers of the migrations in progress."""
-        relocation = self._relocations.migrating
-        return self.moves.numbers if relocation is None else [*self.moves.numbers, relocation]
+        return [*self.moves.numbers, *self._relocations.migrating]
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -298,11 +296,8 @@ class Scheduler:
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
         more_forks, more_released = self.prefixes.changes()
-        carriers = self.moves.released()
-        if carriers:
-            self._admissions.given_back()
         forks += beams.forks + more_forks
-        released += [*beams.released, *more_released, *carriers]
+        released += [*beams.released, *more_released, *self.moves.released()]
         migrations += self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
@@ -395,8 +390,7 @@ class Scheduler:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
         if self.moves.arrive(number):
             self._ready.wake()
-        relocation = self._relocations.expected(number)
-        if relocation is None:
+        if (relocation := self._relocations.expected(number)) is None:
             return
         group = relocation.group
         (completion,) = group.completions
