@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.heads import HeadShards
 from lamina.memory.store import KvStore, StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
@@ -28,18 +29,21 @@ from lamina.types import (
     StepPlan,
 )
 from tests.schedule.schedules import request
-from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, Driver
+from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
-SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=1, v_dim=1, scale=1.0)
+SHARDED = HeadShards(3, 3)
 APART, LOCAL = ("memory0", "memory1"), ("compute0", "memory1")
 REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True)))
 
 
-def stores(memories: tuple[str, str]) -> dict[str, KvStore]:
-    rooms = zip(memories, (60, 40), strict=True)
-    return {name: KvStore(name, [SPEC], DType.FLOAT32, room, 1, Overlap()) for name, room in rooms}
+def stores(memories: tuple[str, str], shards: HeadShards) -> dict[str, KvStore]:
+    spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
+    return {
+        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        for name, room in zip(memories, (60, 40), strict=True)
+    }
 
 
 def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, Sequence[Segment]]) -> bool:
@@ -121,13 +125,20 @@ class Told(Driver):
     them: with equal slabs, these must do the same."""
 
     def __init__(
-        self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None, memories: tuple[str, str]
+        self,
+        pipeline: Pipeline,
+        depth: int,
+        chance: random.Random,
+        longest: int | None,
+        memories: tuple[str, str],
+        shards: HeadShards,
     ) -> None:
-        super().__init__(pipeline, depth, chance, longest, memories)
+        super().__init__(pipeline, depth, chance, longest, memories, shards)
+        self.shards = shards
         self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
         self.pipeline = pipeline
         self.recipients = Recipients(self.computes, pipeline)
-        self.everything, self.theirs = stores(memories), stores(memories)
+        self.everything, self.theirs = stores(memories, shards), stores(memories, shards)
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
@@ -170,7 +181,7 @@ class Told(Driver):
                     for sequence in (step.sequence, *step.draws):
                         assert knows[sequence] == known[sequence]
                 for worker in self.theirs:  # both ends derive the same message
-                    assert message_rows(part, knows, worker).kept == tables[worker].rows.kept
+                    assert message_rows(part, knows, worker, self.shards).kept == tables[worker].rows.kept
         self.late |= dict.fromkeys(plan.released, self.now)
 
     def tell_overdue(self, now: float) -> None:
@@ -205,14 +216,15 @@ class Told(Driver):
     requests=st.integers(1, 25),
     leaving=st.sampled_from([0.0, 0.1]),
     longest=st.sampled_from([None, 6]),
-    local=st.booleans(),
+    kind=st.sampled_from(["apart", "local", "striped"]),
     seed=st.integers(0, 2**32),
 )
 def test_those_concerned_and_nobody_else_are_told_what_they_need(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, local: bool, seed: int
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, kind: str, seed: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Told(pipeline, depth, chance, longest, LOCAL if local and pipeline.replicas == 1 else APART)
+    memories = LOCAL if kind == "local" and pipeline.replicas == 1 else APART
+    driver = Told(pipeline, depth, chance, longest, memories, SHARDED if kind == "striped" else WHOLE)
     driver.pause_s = RELEASE_S
     for number in range(requests):
         driver.come(str(number))
