@@ -11,7 +11,16 @@ from typing import Annotated
 
 from lamina.errors import ConfigError
 from lamina.settings import Meaning, settings
-from lamina.types import MOST_MINI_BATCHES, DType, DTypeName, KvCacheDType, LoadFormat, Pipelining, TransportName
+from lamina.types import (
+    MOST_MINI_BATCHES,
+    DType,
+    DTypeName,
+    KvCacheDType,
+    LoadFormat,
+    Partition,
+    Pipelining,
+    TransportName,
+)
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -75,6 +84,15 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meaning(
+            "Share of a GPU's memory that may be in use once memory workers have taken theirs; weights and other "
+            "programs count.",
+            ge=0.1,
+            le=1.0,
+        ),
+    ] = 0.9
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(
@@ -84,6 +102,13 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    partition: Annotated[
+        Partition,
+        Meaning(
+            "What of a request's KV is on one memory worker: all of it (request), some of its heads (head) or an equal "
+            "part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one."
+        ),
+    ] = "auto"
     threads: Annotated[
         int | None,
         Meaning(
@@ -179,6 +204,11 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs {self.max_num_seqs}; "
                 "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
+            )
+        if self.partition == "request" and self.kv_tokens_per_worker is not None:
+            raise ConfigError(
+                "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
+                "on one: leave out one of them"
             )
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")

@@ -23,7 +23,8 @@ from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
-from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.errors import ConfigError, DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.heads import HeadShards
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.models.digest import checkpoint_digest
@@ -142,6 +143,7 @@ class ComputeWorker:
         self._links = links
         self._newcomers = Newcomers(control, links)
         self._threads, self._overlap = setup.threads, setup.overlap
+        self._shards = HeadShards.over(replica.runner.attentions, setup.head_workers)
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
@@ -335,7 +337,7 @@ class ComputeWorker:
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
-        check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
+        check_placements(plan, self._shards)
         for segment in (segment for switch in plan.switches for segment in switch.segments):
             if segment.sequence in self._segments:  # else an admission tells of it, or it is a cached prefix
                 self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)
@@ -367,6 +369,7 @@ class ComputeWorker:
             self._threads,
             rows,
             self._runner.attend,
+            self._shards,
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -443,16 +446,23 @@ def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner
     place = directory.find(setup.model, weights=setup.load_format != "dummy")
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target)
     tell("splitting", 1, 1)
-    loaded = tensors.load(
-        place,
-        prepared.lowered.weights,
-        prepared.weights,
-        setup.load_format,
-        setup.seed,
-        lambda done, of: tell("weights", done, of),
-        device.place,
-    )
-    runner = device.runner(prepared.lowered, loaded)
+    try:
+        loaded = tensors.load(
+            place,
+            prepared.lowered.weights,
+            prepared.weights,
+            setup.load_format,
+            setup.seed,
+            lambda done, of: tell("weights", done, of),
+            device.place,
+        )
+        runner = device.runner(prepared.lowered, loaded)
+        runner.reserve(setup.rows)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows: {error}. Lower "
+            "max_num_batched_tokens, or use a GPU with more memory"
+        ) from error
     control.send(
         ModelLoaded(
             list(runner.attentions),

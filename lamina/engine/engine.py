@@ -27,7 +27,7 @@ from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.groups import Completion, Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
-from lamina.placement.map import Placement
+from lamina.placement.partition import placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
 from lamina.protocol.timeline import Timeline
@@ -76,13 +76,12 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
-        self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
         self._turn = Turn(
             limits,
-            Placement(cluster.capacities, config.kv_tokens_per_worker),
+            placement(config.partition, cluster.capacities, cluster.shards, config.kv_tokens_per_worker),
             cluster.pipeline,
             attentions=len(cluster.attentions),
-            kv_heads=self._kv_heads,
+            kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
         )
@@ -338,7 +337,7 @@ class Engine:
                 self._scheduler.finish(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
-        check_placements(plan, self._kv_heads)
+        check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
         self._moved += len(plan.moved)
         for workers, part in self._members.recipients.of(plan, now):

@@ -127,8 +127,8 @@ class Pools:
             )
         if role == "compute":
             return staying[-count:]
-        reserved = self._turn.scheduler.placement.reserved
-        return sorted(staying, key=lambda name: reserved[name])[:count]
+        placement = self._turn.scheduler.placement
+        return sorted(staying, key=lambda name: placement.held([name]))[:count]
 
     def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
         """Start another worker, on behalf of ``resize`` or as a replacement."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.device.base import Floats
-from lamina.memory.device.select import free_bytes
+from lamina.memory.device.select import gpu_memory
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.store import KvStore, StepTables
@@ -407,7 +407,7 @@ class MemoryWorker:
         emptied = self._usage.sequences > 0 and self._store.sequences == 0
         if not emptied and now - self._usage_sent < USAGE_S:
             return
-        usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
+        usage = SlabUsage(self._store.used_tokens, self._store.sequences, self._busy_s)
         repeats = usage == self._usage
         if not (repeats and self._usage_repeated):
             self._control.send(usage)
@@ -429,6 +429,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
         setup.overlap,
         setup.kv_cache_dtype,
         control.device,
+        setup.head_shards,
     )
     control.send(SlabReady())
     links, connect = set_up_links(control, resources)
@@ -439,7 +440,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
 
 def main() -> None:
     """Body of the process."""
-    run_worker(build, free_bytes)
+    run_worker(build, gpu_memory)
 
 
 if __name__ == "__main__":

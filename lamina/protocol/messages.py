@@ -11,7 +11,10 @@ from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``."""
+    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
+
+    The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
+    """
 
     model: str
     dtype: DType | None
@@ -22,12 +25,14 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     eos_token_ids: list[int]
     trace: bool
+    head_workers: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
-    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds.
+    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. The heads of every
+    attention are cut into ``head_shards`` (``lamina.heads``).
     """
 
     attentions: list[AttentionSpec]
@@ -37,6 +42,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
+    head_shards: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -148,12 +154,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         host: see ``transport.shm``. machine: its name for people.
         version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+        rdma: the machine has an RDMA device.
     """
 
     host: str
     version: str = ""
     machine: str = ""
     cores: list[int] = []
+    rdma: bool = False
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
@@ -171,7 +179,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes: free on its GPU; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
     """
 
     sent_ns: int
@@ -179,6 +187,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     free_bytes: int
     machine_bytes: int
     gpu_bytes: int = 0
+    gpu_total: int = 0
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

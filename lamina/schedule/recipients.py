@@ -9,7 +9,7 @@ a sequence with the first plan in which it runs it, which may be long after the 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -110,6 +110,27 @@ class Recipients:
             for worker in workers:
                 parts.setdefault(worker, {}).setdefault(name, []).append(item)
 
+        self._place_all(plan, replicas, now, add)
+        decoding = self._decoding.get(plan.lane)
+        strange = self._strange(plan, replicas, decoding)
+        if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
+            decoding = self._decoding[plan.lane] = self._share(plan.decoding.sequences, replicas)
+        starts = plan.decoding.starts
+        for worker, (sequences, places) in decoding.shares.items():
+            rows = DecodeRows(sequences, [starts[place] for place in places], [])
+            parts.setdefault(worker, {})["decoding"] = rows
+        for chunk in plan.chunks:
+            add(self._homes[chunk.sequence], "chunks", chunk)
+        for worker, part in parts.items():
+            if worker in self._untold:
+                part["released"] = self._untold.pop(worker)[1]
+        addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
+        return addressed + self._whole(plan, replicas, strange, now)
+
+    def _place_all(
+        self, plan: StepPlan, replicas: tuple[str, ...], now: float, add: Callable[[Iterable[str], str, object], None]
+    ) -> None:
+        """Follow what a plan says of places, in the order in which workers apply it, and ``add`` it to their parts."""
         for switch in plan.switches:
             for worker, segments in self._switch(switch, replicas).items():
                 add([worker], "switches", Switch(switch.carrier, segments))
@@ -136,21 +157,6 @@ class Recipients:
             self._decoding.pop(plan.lane, None)
         if plan.switches:
             self._decoding.clear()
-        decoding = self._decoding.get(plan.lane)
-        strange = self._strange(plan, replicas, decoding)
-        if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
-            decoding = self._decoding[plan.lane] = self._share(plan.decoding.sequences, replicas)
-        starts = plan.decoding.starts
-        for worker, (sequences, places) in decoding.shares.items():
-            rows = DecodeRows(sequences, [starts[place] for place in places], [])
-            parts.setdefault(worker, {})["decoding"] = rows
-        for chunk in plan.chunks:
-            add(self._homes[chunk.sequence], "chunks", chunk)
-        for worker, part in parts.items():
-            if worker in self._untold:
-                part["released"] = self._untold.pop(worker)[1]
-        addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
-        return addressed + self._whole(plan, replicas, strange, now)
 
     def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
         """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""
@@ -184,8 +190,8 @@ class Recipients:
         self._segments[sequence], self._homes[sequence] = segments, homes
 
     def _switch(self, switch: Switch, replicas: tuple[str, ...]) -> dict[str, list[Segment]]:
-        """Returns what has moved, by worker that is told: those of the replicas excepted, all that know the sequence and
-        run it, have lost some of it, or hold more of it now."""
+        """Returns what has moved, by worker that is told: all that run the sequence, except these replicas, have lost
+        some of it, or hold more of it now."""
         told: dict[str, list[Segment]] = {}
         for new in switch.segments:
             before = self._segments[new.sequence]
