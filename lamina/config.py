@@ -156,6 +156,17 @@ class EngineConfig:
         str | None,
         Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
     ] = None
+    ray: Annotated[
+        str | None,
+        Meaning(
+            "Ray cluster that places and starts all workers: auto for the one that this machine is part of, or the "
+            "HOST:PORT of its head. Default: no Ray."
+        ),
+    ] = None
+    kind: Annotated[
+        str | None,
+        Meaning("With ray: resources that kinds of workers need, name=resource joined by commas: rtx3090=my_gpu."),
+    ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
@@ -180,6 +191,8 @@ class EngineConfig:
                 "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
             )
+        if self.kind is not None and self.ray is None:
+            raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
 
