@@ -196,6 +196,17 @@ class EngineConfig:
         str | None,
         Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
     ] = None
+    ray: Annotated[
+        str | None,
+        Meaning(
+            "Ray cluster that places and starts all workers: auto for the one that this machine is part of, or the "
+            "HOST:PORT of its head. Default: no Ray."
+        ),
+    ] = None
+    kind: Annotated[
+        str | None,
+        Meaning("With ray: resources that kinds of workers need, name=resource joined by commas: rtx3090=my_gpu."),
+    ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
@@ -225,6 +236,8 @@ class EngineConfig:
                 "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
                 "on one: leave out one of them"
             )
+        if self.kind is not None and self.ray is None:
+            raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
 
