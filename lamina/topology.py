@@ -65,6 +65,11 @@ class Topology(msgspec.Struct, frozen=True):
         """Token slots by memory worker."""
         return {member.name: member.capacity for member in self.members if member.role == "memory"}
 
+    @property
+    def sizes(self) -> dict[Role, int]:
+        """How many members each role has."""
+        return {"compute": len(self.computes), "memory": len(self.capacities)}
+
     def lacks(self, lost: Collection[str]) -> Role | None:
         """The role that has no member once these are lost; None if both have."""
         left = {member.role for member in self.members if member.name not in lost}

@@ -77,6 +77,7 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
     fabric: Fabric | None = None  # without it, no worker can join
+    wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
 
     @property
     def topology(self) -> Topology:
@@ -99,7 +100,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     greetings = gather.all(Hello, everyone, START_TIMEOUT_S)
     control.send(plan.computes, plan.compute_setup)
     loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
-    plan = _with_turns(plan, len(loaded.attentions) + 1)
+    plan = with_turns(plan, len(loaded.attentions) + 1)
     capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in plan.memories})
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
@@ -107,7 +108,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     )
     for name, capacity in capacities.items():
         control.send([name], msgspec.structs.replace(setup, capacity=capacity))
-    fabric = _fabric(workers, plan, loaded, setup, {hello.host for hello in greetings.values()})
+    fabric = fabric_of(workers, plan, loaded, setup, {hello.host for hello in greetings.values()})
     gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
     hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
@@ -128,7 +129,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     )
 
 
-def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     """``plan`` without arrangements that a model of so many slices cannot run.
 
     Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
@@ -169,7 +170,8 @@ def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
+def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
+    """How to link the workers of these hosts; none is known yet."""
     transports = candidates(plan.transport, hosts)
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0
@@ -177,6 +179,7 @@ def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: Me
         start=workers.start,
         compute_setup=plan.compute_setup,
         memory_setup=setup,
+        loaded=loaded,
         bytes_per_token=_bytes_per_token(plan, loaded),
         kv_bytes=plan.kv_bytes_of_joiner,
         sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),

@@ -33,7 +33,7 @@ class Fabric:
 
     Attributes:
         start: see ``Launcher``.
-        compute_setup, memory_setup: of every worker; capacities may differ.
+        compute_setup, memory_setup: of every worker; capacities may differ. loaded: what compute workers have loaded.
         bytes_per_token: of KV on a memory worker.
         kv_bytes: of another memory worker, given those that the largest has, and those promised to all and not used.
         sizes: of messages. spare: links that every arena has room for besides those at the start.
@@ -44,6 +44,7 @@ class Fabric:
     start: Callable[[str, Role, Bootstrap], None]
     compute_setup: ComputeSetup
     memory_setup: MemorySetup
+    loaded: ModelLoaded
     bytes_per_token: int
     kv_bytes: Callable[[int, int], int]
     sizes: Messages

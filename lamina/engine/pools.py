@@ -65,9 +65,12 @@ class Pools:
         adopt: Adopt,
         unused: Callable[[], int],
         max_restarts: int,
+        wanted: Mapping[Role, int],
     ) -> None:
-        """``unused``: token slots of memory workers that hold nothing. ``max_restarts``: see ``EngineConfig``."""
+        """``unused``: token slots of memory workers that hold nothing. ``max_restarts``: see ``EngineConfig``.
+        ``wanted``: how many workers the pools are to have; those that are missing are started."""
         self.topology = topology
+        self.wanted = dict(wanted)
         self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
         self._joins = Joins(control, workers, fabric, topology, lambda: unused() * fabric.bytes_per_token)
@@ -76,6 +79,9 @@ class Pools:
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Role]] = []  # replacements, and when to start them
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
+        for role, count in topology.sizes.items():
+            for _ in range(wanted[role] - count):
+                self._replace(role, WorkerError(role, "it was lost with an earlier engine"))
 
     # -- what callers ask for
 
@@ -88,6 +94,8 @@ class Pools:
                 self._check_growth(role, change)
         self._leaves.check(leavers, self.topology)
         resize.left = sum(map(abs, changes.values()))
+        for role, change in changes.items():
+            self.wanted[role] += change
         for name in leavers:
             self._resizes[name] = resize
             self._leaves.begin(name, self.topology)
@@ -133,6 +141,7 @@ class Pools:
                 self._start(role, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", role, error)
+                self.wanted[role] -= 1
                 resize.fail(error)
             else:
                 self._replace(role, error)
@@ -169,6 +178,7 @@ class Pools:
             else:
                 self._replace(roles[name], reason, free)
         for name in self._leaves.apply(topology):  # they have to stay
+            self.wanted[roles[name]] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, role: Role, reason: LaminaError, free: bool = False) -> None:

@@ -40,15 +40,17 @@ def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) 
     return chosen
 
 
+def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
+    """A completion that has drawn these tokens, of which no worker has KV. It adds to the list."""
+    return Completion(sequence, index, generated, known=len(generated), own=len(generated))
+
+
 def again(group: Group, sequences: Iterator[int]) -> Group:
     """A request's completions that go on, under new sequence numbers: what they have generated is computed again.
 
     They share the lists of generated tokens with ``group``, which must not add to them any more.
     """
-    completions = [
-        Completion(next(sequences), one.index, one.generated, known=len(one.generated), own=len(one.generated))
-        for one in group.alive
-    ]
+    completions = [resumed(next(sequences), one.index, one.generated) for one in group.alive]
     return Group(
         group.request,
         group.max_tokens,
