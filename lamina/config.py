@@ -118,8 +118,8 @@ class EngineConfig:
     max_restarts: Annotated[
         int,
         Meaning(
-            "Lost workers of each pool that are replaced within ten minutes. Beyond that the others go on alone, as "
-            "long as each pool has one.",
+            "Lost workers of each pool that are replaced within ten minutes, and engines of a server that are started "
+            "again. Beyond that the others go on alone, as long as each pool has one.",
             unit="workers",
             ge=0,
         ),
@@ -145,10 +145,22 @@ class EngineConfig:
             "new secret, kept in memory."
         ),
     ] = None
+    listen: Annotated[
+        str | None,
+        Meaning(
+            "HOST:PORT at which workers of other machines may join (`lamina worker`), with the cluster's secret. "
+            "Default: all workers are on this machine."
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
+    ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
-            "CPU list of the compute workers, as 0-3,8, divided evenly among them. Default: all cores for every worker."
+            "CPU list of this machine's compute workers, as 0-3,8, divided evenly among them. Default: all cores for "
+            "every worker."
         ),
     ] = None
     memory_cores: Annotated[str | None, Meaning("CPU list of the memory workers, as for the compute workers.")] = None

@@ -33,6 +33,7 @@ class Completion:
         drawn: how many of the generated tokens it had when it ended; its list may be another's to add to since.
         until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release. released: a plan has released its KV.
+        answered: of a beam search: its last token has run, and its continuations are known, but not chosen from.
     """
 
     sequence: int
@@ -48,6 +49,7 @@ class Completion:
     retired: bool = False
     released: bool = False
     until: int = 0
+    answered: bool = False
 
     @property
     def left(self) -> int:
@@ -78,6 +80,8 @@ class Group:
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
         gave_way: it has been dropped once for a client with fewer seats.
+        choice: of a beam search: by completion, the place of the one that it continues, and the token, which the next
+            plan of its lane runs. ``generated`` has it once that is planned.
     """
 
     request: Request
@@ -96,6 +100,7 @@ class Group:
     suspect: bool = False
     ids: "Ids | None" = None
     gave_way: bool = False
+    choice: list[tuple[int, int]] | None = None
     prompt_length: int = field(init=False)
     own_tokens: int = field(init=False)
     tokens: int = field(init=False)
@@ -107,6 +112,11 @@ class Group:
         self.unshared = self.prompt_length
         first, *others = self.completions
         first.goal = self.prompt_length if others else self.prompt_length + first.known
+
+    @property
+    def searches(self) -> bool:
+        """Whether its completions are beams."""
+        return self.request.params.use_beam_search
 
     @property
     def to_run(self) -> int:
@@ -197,7 +207,8 @@ class Group:
         """The completions that draw a token once this one has run the tokens up to its goal."""
         if self.forked or len(self.completions) == 1:
             return [completion]
-        return [one for one in self.alive if not one.known]
+        drawing = [one for one in self.alive if not one.known]
+        return drawing[:1] if self.searches else drawing  # beams are all the same after the prompt
 
     def known_tokens(self, completion: Completion, start: int, stop: int) -> list[int]:
         """The tokens at positions [start, stop) of a completion, of the prompt and generated."""
@@ -231,7 +242,7 @@ class Group:
         if runs.cached < self.prompt_length + completion.known:
             return runs.cached
         drawn = len(completion.generated) if completion.drawn is None else completion.drawn
-        return self.prompt_length + max(drawn - 1, 0)
+        return self.prompt_length + max(drawn - 1 + completion.answered, 0)
 
 
 def _part(spans: Sequence[tuple[str, int]], begin: int, stop: int) -> Iterator[tuple[str, int]]:

@@ -164,6 +164,12 @@ class SamplingParams:
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
         cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
             out by time what these prompts begin with.
+        use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, the best first. As
+            Hugging Face's ``generate(num_beams=n)``; nothing is drawn at random, so that parameters of sampling,
+            penalties, stop strings and logprobs must be left out. All tokens arrive at the end.
+        length_penalty: in [-10, 10]: a beam's score is the sum of its log-probabilities over its length to this power.
+        early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
+            than these. "never": only once none can.
 
     Raises:
         ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
@@ -186,6 +192,9 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     cache_salt: str = ""
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -224,6 +233,36 @@ class SamplingParams:
         self._require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
         for token in self.stop_token_ids:
             self._require("stop_token_ids", token, 0, 2**31 - 1, integer=True)
+        self._require("length_penalty", self.length_penalty, -10.0, 10.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'early_stopping is {_shown(self.early_stopping)}; give true, false or "never"')
+        if not isinstance(self.use_beam_search, bool):
+            raise ValueError(f"use_beam_search is {_shown(self.use_beam_search)}; give true or false")
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        """Refuse what has no effect beside beam search, or without it."""
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(f"{name} is {_shown(value)}, but use_beam_search is false; set it or leave it out")
+            return
+        if self.n < 2:
+            raise ValueError(f"n is {self.n}, the number of beams; give at least 2, or leave out use_beam_search")
+        unused: dict[str, tuple[Any, ...]] = {
+            "temperature": (1.0, 0.0),
+            "top_p": (1.0,),
+            "top_k": (0, -1),
+            "min_p": (0.0,),
+            "presence_penalty": (0.0,),
+            "frequency_penalty": (0.0,),
+            "repetition_penalty": (1.0,),
+            "stop": ([],),
+            "logprobs": (None,),
+        }
+        for name, neutral in unused.items():
+            if (value := getattr(self, name)) not in neutral:
+                raise ValueError(f"{name} is {_shown(value)}; beam search does not use it, leave it out")
 
     @property
     def penalizes(self) -> bool:
@@ -248,8 +287,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is always taken."""
-        return self.temperature == 0.0
+        """True if nothing is drawn at random."""
+        return self.temperature == 0.0 or self.use_beam_search
 
 
 @dataclass(frozen=True)
@@ -402,6 +441,9 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
 
     It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
+
+    With a ``parent``, ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are those of the
+    parent. At the source it shares the parent's slots, so that they stay valid whatever becomes of the parent.
     """
 
     number: int
@@ -410,12 +452,22 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
     target: str
     start: int
     stop: int
+    parent: int | None = None
+
+
+class Switch(msgspec.Struct, array_like=True, frozen=True):
+    """Each of ``segments``, on one worker, holds these tokens of its sequence from now on, whichever held them before:
+    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token; without
+    an end, they are the last that a cached prefix has."""
+
+    carrier: int
+    segments: list[Segment]
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
-    Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
+    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
     that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown`` segments take over
     from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode, and ``chunks`` of
     prompts. A plan goes to the compute workers that run its slices; a memory worker gets
@@ -439,6 +491,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     rotates: bool = False
     histories: dict[int, list[int]] = {}
     grown: list[Segment] = []
+    switches: list[Switch] = []
 
     @property
     def runs(self) -> bool:

@@ -17,6 +17,7 @@ if not __package__:  # run as a script: import from the repository's root, not f
 
 from bench.cost import published
 from bench.cost.bursts import burst
+from bench.cost.lamina_operators import figure_14, figures_3_to_6
 from bench.cost.lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
 from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shipping
 from bench.cost.mechanisms import mechanisms
@@ -42,9 +43,11 @@ def sections(catalogue: hardware.Catalogue) -> list[Section]:
     first, infinite = papers["lamina"], papers["infinite_llm"]
     return [
         table_1(first, catalogue),
+        figures_3_to_6(first, catalogue),
         figure_1(first, catalogue),
         table_3(first, catalogue),
         figures_12_and_13(first, catalogue),
+        figure_14(first, catalogue),
         figure_17(first, catalogue),
         equal_cost(papers["lamina_second"], catalogue),
         figure_7(infinite, catalogue),

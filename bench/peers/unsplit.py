@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
-from lamina.compute.exchange import Floats
+from lamina.compute.device.base import Floats
 from lamina.compute.runner import Rows, SliceRunner, pad, padded
 from lamina.kernels.attention import append, partial
 from lamina.kernels.memory import allocate

@@ -28,6 +28,8 @@ def launch(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
     from lamina.serve.server import bind, serve, url
 
+    if config.listen is not None:
+        _invite(config)
     with bind(host, port) as listener:
         if frontends == 0:
             from lamina.sdk import Lamina
@@ -46,6 +48,16 @@ def launch(
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
             processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener)))
+
+
+def _invite(config: EngineConfig) -> None:
+    """Say how workers of other machines join: the start may wait for them."""
+    from lamina.cli.console import notes, print_text
+
+    name, _, port = (config.listen or "").rpartition(":")
+    secret = f"--secret-file {config.secret_file}" if config.secret_file is not None else "(with LAMINA_SECRET set)"
+    command = f"lamina worker --engine {config.advertise or name}:{port} --role memory --kind cpu {secret}"
+    print_text(f"Workers of other machines join with\n  {command}\n", console=notes())
 
 
 def _ready(summary: str, url: str) -> None:

@@ -25,6 +25,11 @@ Seed = Annotated[int | None, typer.Option(help="Sampling seed. Default: random."
 Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
 
+WeightDTypeName = Annotated[
+    Literal["auto", "fp8"],
+    typer.Option("--weight-dtype", help="Element type of the layers' weights; auto is the model's own."),
+]
+
 MIN_OPEN_FILES = 64
 """Open-file limit needed to start one compute and one memory worker."""
 

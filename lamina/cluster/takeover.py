@@ -15,7 +15,7 @@ from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.errors import DeadlineError, TransportError, UnreachableError
 from lamina.protocol.choice import Choice, Offer
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import EndEpoch, EpochEnded, MemorySetup, ModelLoaded
+from lamina.protocol.messages import EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
 from lamina.topology import Epoch, Role, Topology
 
 REACH_S = 20.0  # for workers to connect to another engine
@@ -29,6 +29,7 @@ class Saved(msgspec.Struct, frozen=True):
     topology: Topology
     loaded: ModelLoaded
     memory_setup: MemorySetup
+    greetings: dict[str, Hello]
     offers: dict[str, Offer]
     links: list[tuple[str, str, Choice]]
     wanted: dict[Role, int]
@@ -39,7 +40,8 @@ class Saved(msgspec.Struct, frozen=True):
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
         offers = {name: offer for name, offer in fabric.offers.items() if name in names}
-        return cls(topology, fabric.loaded, fabric.memory_setup, offers, links, dict(wanted))
+        greetings = {name: fabric.greetings[name] for name in names}
+        return cls(topology, fabric.loaded, fabric.memory_setup, greetings, offers, links, dict(wanted))
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
@@ -48,7 +50,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
     Raises TransportError if a role has no worker any more, or workers do not answer.
     """
     plan = with_turns(plan, len(saved.loaded.attentions) + 1)
-    fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup, {m.host for m in saved.topology.members})
+    fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
     while True:
@@ -73,7 +75,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         {member.name: member.host for member in before.members},
         before.epoch,
         plan.kv_cache_dtype,
-        {member.name: member.kind for member in before.members if member.role == "memory"},
+        {member.name: member.kind for member in before.members},
         fabric,
         saved.wanted,
     )

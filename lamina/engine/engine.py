@@ -24,19 +24,15 @@ from lamina.engine.updates import OnTokens, OnUpdate
 from lamina.engine.watch import POLL_S
 from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.frontend.prompts import check_tokens, encode_prompt
-from lamina.groups import Drawn, Group
+from lamina.groups import Completion, Drawn, Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import (
-    Release,
-    Step,
-    StepDone,
-    ToEngine,
-)
+from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
+from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
@@ -46,6 +42,7 @@ from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
 class Engine:
@@ -160,6 +157,7 @@ class Engine:
     ) -> Request:
         self._scheduler.check(len(tokens), params)
         check_tokens(tokens, self.vocab_size)
+        check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
     def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None) -> None:
@@ -326,9 +324,13 @@ class Engine:
             if owner is None:  # aborted while the step ran
                 continue
             group, completion = owner
-            completion.generated.append(draw.token)
             request_id = group.request.request_id
-            self._touched[request_id] = tracked = self._tracked[request_id]
+            tracked = self._tracked[request_id]
+            if group.searches:
+                self._compare(tracked, group, completion, draw)
+                continue
+            completion.generated.append(draw.token)
+            self._touched[request_id] = tracked
             tracked.group = group
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)
@@ -336,6 +338,16 @@ class Engine:
             if sequence in drawn:
                 group, _ = drawn[sequence]
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
+
+    def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
+        """A beam's continuations are known: once those of all beams are, they go on, or the search has ended."""
+        choice = tracked.compare(group, beam, draw)
+        if choice is not None:
+            self._scheduler.beams.choose(group, choice)
+        if tracked.finished:
+            self._touched[group.request.request_id] = tracked
+            for one in group.completions:
+                self._scheduler.finish(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self._kv_heads)
@@ -345,8 +357,10 @@ class Engine:
             self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
-        while self._commands:
+        for _ in range(min(len(self._commands), MOST_COMMANDS)):
             self._commands.popleft()()
+        if self._commands:
+            self._control.wake()
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:

@@ -9,6 +9,7 @@ Nothing that a frontend says is heard before its ``Resume``: it may be meant for
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from lamina.types import FinishReason
 log = logging.getLogger(__name__)
 
 MOST_UNSENT = 16384  # messages, one a turn, that a frontend has not taken
+MOST_AT_ONCE = 64  # prompts of one message queued before other messages are looked at: a millisecond or two
 POLL_MS = 100
 WELCOME_MS = 5  # between two attempts to reach a frontend that has yet to connect
 CLOSE_TIMEOUT_S = 5.0
@@ -73,6 +75,25 @@ class _Member:
         return f"{self.name}-{number}"
 
 
+@dataclass(eq=False)
+class _Submission:
+    """A ``Submit`` of which the first ``queued`` prompts are in the engine.
+
+    Attributes:
+        aborted: numbers of requests to end as soon as they are in the engine.
+    """
+
+    member: _Member
+    message: Submit
+    queued: int = 0
+    aborted: set[int] = field(default_factory=set)
+
+    @property
+    def numbers(self) -> range:
+        """Of its requests, in order."""
+        return range(self.message.first, self.message.first + len(self.message.prompts))
+
+
 class Frontends:
     """The frontends that say Hello. ``leave`` may be called by any thread."""
 
@@ -97,6 +118,7 @@ class Frontends:
         self._members: dict[str, _Member] = {name: _Member(name) for name in names}
         self._unwelcomed = set(names)  # not told yet of this engine
         self._supervisor_pid = supervisor_pid
+        self._submissions: deque[_Submission] = deque()  # of the thread that reads
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.ROUTER)
         self._answers = self._context.socket(zmq.ROUTER)
@@ -160,20 +182,27 @@ class Frontends:
                     self._unwelcomed.discard(name)
                 else:
                     self._welcome(waiting)
-            if not self._requests.poll(WELCOME_MS if self._unwelcomed else POLL_MS):
-                continue
-            identity, payload = self._requests.recv_multipart()
-            name = identity.decode()
-            try:
-                message = decoder.decode(payload)
-            except msgspec.DecodeError as error:
-                if (known := self._members.get(name)) is not None:
-                    self._lose(known, f"it sent an invalid message: {error}")
-                continue
-            if isinstance(message, Hello):
-                self._welcome(self._members.setdefault(name, _Member(name)))
-            elif (member := self._members.get(name)) is not None:  # else it has left
-                self._take(member, message)
+            if self._requests.poll(0 if self._submissions else WELCOME_MS if self._unwelcomed else POLL_MS):
+                self._receive(decoder)
+            if self._submissions:
+                # In turns: a message with one prompt must not wait for one with thousands.
+                submission = self._submissions.popleft()
+                if not self._submit(submission):
+                    self._submissions.append(submission)
+
+    def _receive(self, decoder: msgspec.msgpack.Decoder[FromFrontend]) -> None:
+        identity, payload = self._requests.recv_multipart()
+        name = identity.decode()
+        try:
+            message = decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            if (known := self._members.get(name)) is not None:
+                self._lose(known, f"it sent an invalid message: {error}")
+            return
+        if isinstance(message, Hello):
+            self._welcome(self._members.setdefault(name, _Member(name)))
+        elif (member := self._members.get(name)) is not None:  # else it has left
+            self._take(member, message)
 
     def _welcome(self, member: _Member) -> None:
         """Tell a frontend of this engine, once its answers arrive."""
@@ -189,12 +218,12 @@ class Frontends:
         elif not member.resumed:
             return
         elif isinstance(message, Submit):
-            self._send(member, self._submit(member, message))
+            self._submissions.append(_Submission(member, message))
         elif isinstance(message, Finish):
             self._engine.finish(member.request_id(message.request), message.index)
         elif isinstance(message, Abort):
             for number in message.requests:
-                self._engine.abort(member.request_id(number))
+                self._abort(member, number)
         elif isinstance(message, GetStats):
             self._send(member, StatsOf(message.number, self._engine.stats()))
         elif isinstance(message, Scale):
@@ -203,11 +232,18 @@ class Frontends:
     def _resume(self, member: _Member, one: Resumed) -> None:
         """Go on with a request. If that is impossible, it ends with the error."""
         drawn = {index: unpacked(tokens) for index, tokens in one.drawn.items()}
+        begun = any(drawn.values()) or len(drawn) < one.params.n
         member.running.add(one.request)
         receive = self._receiver(member, one.request)
         try:
             self._engine.submit_tokens(
-                member.request_id(one.request), unpacked(one.prompt), one.params, receive, one.client, one.seed, drawn
+                member.request_id(one.request),
+                unpacked(one.prompt),
+                one.params,
+                receive,
+                one.client,
+                one.seed,
+                drawn if begun else None,
             )
         except LaminaError as error:
             member.running.discard(one.request)
@@ -229,25 +265,46 @@ class Frontends:
         else:
             future.add_done_callback(done)
 
-    def _submit(self, member: _Member, message: Submit) -> Submitted:
-        numbers = range(message.first, message.first + len(message.prompts))
+    def _submit(self, submission: _Submission) -> bool:
+        """Queue the next prompts; True once all are queued, or none because one was refused."""
+        member, message = submission.member, submission.message
+        begin, end = submission.queued, min(submission.queued + MOST_AT_ONCE, len(message.prompts))
         try:
-            for place, (number, prompt, seed) in enumerate(zip(numbers, message.prompts, message.seeds, strict=True)):
+            for place in range(begin, end):
+                number = submission.numbers[place]
                 params = message.params[place if len(message.params) > 1 else 0]
                 member.running.add(number)
                 receive = self._receiver(member, number)
                 self._engine.submit_tokens(
-                    member.request_id(number), unpacked(prompt), params, receive, message.client, seed
+                    member.request_id(number),
+                    unpacked(message.prompts[place]),
+                    params,
+                    receive,
+                    message.client,
+                    message.seeds[place],
                 )
+                submission.queued += 1
+                if number in submission.aborted:
+                    self._engine.abort(member.request_id(number))
         except LaminaError as error:
-            for number in numbers:
+            for number in submission.numbers[: submission.queued + 1]:
                 member.running.discard(number)
                 self._engine.abort(member.request_id(number))
-            return Submitted(message.first, type(error).__name__, str(error))
+            self._send(member, Submitted(message.first, type(error).__name__, str(error)))
+            return True
         if member.lost is not None:  # meanwhile
-            for number in numbers:
+            for number in submission.numbers[: submission.queued]:
                 self._engine.abort(member.request_id(number))
-        return Submitted(message.first)
+            return True
+        if end == len(message.prompts):
+            self._send(member, Submitted(message.first))
+        return end == len(message.prompts)
+
+    def _abort(self, member: _Member, number: int) -> None:
+        self._engine.abort(member.request_id(number))
+        for submission in self._submissions:
+            if submission.member is member and number in submission.numbers:
+                submission.aborted.add(number)
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class Members:
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
         deaths = self._deaths(lost)
         for worker in lost:
-            self._workers.end(worker)
+            self._workers.end(worker, cut=True)
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
@@ -167,7 +167,7 @@ class Members:
             remains.dropped,
             remains.recomputed,
         )
-        self.recipients.apply(topology)
+        self.recipients.apply(topology, remains.kept)
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
         self.tell(topology.computes, EndEpoch(topology))
@@ -193,9 +193,10 @@ class Members:
         self.tell(sorted(topology.names), Change(self._changes, topology))
         return self._changes
 
-    def _unused(self) -> int:
-        """Token slots of memory workers that hold nothing."""
-        return sum(usage.capacity - usage.used for usage in self.usage.values())
+    def _unused(self, host: str) -> int:
+        """Token slots of a host's memory workers that hold nothing."""
+        there = [self.usage[member.name] for member in self.topology.members if member.host == host and member.capacity]
+        return sum(usage.capacity - usage.used for usage in there)
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending

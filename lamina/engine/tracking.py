@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 
-from lamina.engine.updates import OnTokens, TokenUpdate, pack
+from lamina.engine.updates import OnTokens, TokenUpdate
 from lamina.groups import Completion, Drawn, Group
 from lamina.protocol.frontends import CompletionTokens
+from lamina.protocol.logprobs import unpack
 from lamina.protocol.messages import Draw
+from lamina.schedule.beam_search import BeamSearch, Choice
 from lamina.schedule.ends import TokenEnds
-from lamina.types import FinishReason, Request
+from lamina.types import FinishReason, Logprob, Request
 
 
 class TrackedRequest:
@@ -37,12 +39,45 @@ class TrackedRequest:
         self._news: dict[int, CompletionTokens] = {}  # what the caller has not been told, by completion
         self._with_logprobs = request.params.logprobs is not None
         self._ends: TokenEnds | None = None
+        self._search: BeamSearch | None = None
+        self._continuations: dict[int, list[Logprob]] = {}  # of the beams that have run their last tokens
         self._error: str | None = None
 
     def start(self, group: Group) -> None:
         """The request has been added to the scheduler; its completions may now draw tokens."""
         self.group, self.drawn = group, None
         self._ends = TokenEnds(self.request.params, group.max_tokens, self._eos_token_ids)
+        if group.searches:
+            self._search = BeamSearch(self.request.params, group.max_tokens, self._ends.tokens)
+
+    def compare(self, group: Group, completion: Completion, draw: Draw) -> Choice | None:
+        """Take the most likely continuations of one beam; once those of all are known, return how they go on.
+
+        All completions have ended if the search is done.
+        """
+        if self.group is not group:
+            self.group = group
+            self._continuations.clear()  # the KV of the others was dropped: their continuations come again
+        search = self._search
+        if search is None or self.finished:
+            return None
+        completion.answered = True
+        self._continuations[group.completions.index(completion)] = unpack(draw.logprobs)
+        if len(self._continuations) < search.places:
+            return None
+        choice = search.advance([self._continuations[place] for place in range(search.places)])
+        self._continuations.clear()
+        if search.done:
+            self._conclude(search)
+        return choice
+
+    def _conclude(self, search: BeamSearch) -> None:
+        """The completions are the best hypotheses, in order."""
+        for index, best in enumerate(search.hypotheses):
+            news = self._news[index] = CompletionTokens(index, best.token_ids)
+            self._finish(index, FinishReason.STOP if best.ended else FinishReason.LENGTH)
+            if best.ended and self._ends is not None:
+                news.stop_token = self._ends.stop_token(best.token_ids[-1])
 
     def append(self, completion: Completion, draw: Draw) -> bool:
         """Add one drawn token; True if the completion has ended. Tokens after its end are discarded."""
@@ -58,7 +93,7 @@ class TrackedRequest:
         else:
             news.token_ids.append(token)
         if self._with_logprobs:
-            news.logprobs.append(pack(draw.logprobs))
+            news.logprobs.append(draw.logprobs)
         reason = ends.at(token, count)
         if reason is None:
             return False

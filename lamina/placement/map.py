@@ -216,10 +216,11 @@ class Placement:
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
-        self._note_crowded(worker)
+        self.note_crowded(worker)
         self._roomiest.clear()
 
-    def _note_crowded(self, worker: str) -> None:
+    def note_crowded(self, worker: str) -> None:
+        """What is reserved or idle on a worker has changed."""
         if self.reserved[worker] + self.idle[worker] > self.capacities[worker]:
             self.crowded.add(worker)
 
@@ -232,7 +233,7 @@ class Placement:
         for worker, tokens in rows.items():
             reserved[worker] += tokens
             self.left_in_all -= tokens
-            self._note_crowded(worker)
+            self.note_crowded(worker)
         self._roomiest.clear()
         return True
 

@@ -48,9 +48,15 @@ def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
 def again(group: Group, sequences: Iterator[int]) -> Group:
     """A request's completions that go on, under new sequence numbers: what they have generated is computed again.
 
-    They share the lists of generated tokens with ``group``, which must not add to them any more.
+    They share the lists of generated tokens with ``group``, which must not add to them any more. Beams begin with the
+    tokens chosen last.
     """
-    completions = [resumed(next(sequences), one.index, one.generated) for one in group.alive]
+    generated = [one.generated for one in group.alive]
+    if group.choice is not None:
+        generated = [[*generated[parent], token] for parent, token in group.choice]
+    completions = [
+        resumed(next(sequences), one.index, tokens) for one, tokens in zip(group.alive, generated, strict=True)
+    ]
     return Group(
         group.request,
         group.max_tokens,

@@ -7,8 +7,7 @@ and reserves slots at the target for each copy. If the target has too few for th
 computed again.
 """
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -47,10 +46,11 @@ class Relocations:
         computed: Callable[[Group], int | None],
         held: Callable[[Group], Mapping[str, int]],
         drop: Callable[[Group], None],
+        numbers: Iterator[int],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: the
         tokens reserved for it, by worker, without those that it shares. ``drop`` gives up the KV of a request for which
-        the target has no room left.
+        the target has no room left. ``numbers``: of migrations.
         """
         self._placement = placement
         self._prefixes = prefixes
@@ -61,7 +61,7 @@ class Relocations:
         self._workers: dict[Group, set[str]] = {}  # with KV of a request, or that have had some
         self._current: Relocation | None = None
         self._begun: list[Migration] = []
-        self._numbers = itertools.count(1)
+        self._numbers = numbers
 
     @property
     def migrating(self) -> int | None:
@@ -78,13 +78,12 @@ class Relocations:
 
     def _holds(self, group: Group, worker: str) -> bool:
         """True if a request goes on and has tokens on a worker, shared ones included."""
-        shared = worker == group.home and self._prefixes.shared(group)
+        shared = any(node.worker == worker for node in self._prefixes.path(group))
         return bool(group.alive and (shared or self._held(group).get(worker)))
 
     def _freed(self, group: Group, worker: str) -> int:
         """Tokens that come back if a request leaves a worker."""
-        exclusive = self._prefixes.exclusive(group) if worker == group.home else 0
-        return self._held(group).get(worker, 0) + exclusive
+        return self._held(group).get(worker, 0) + self._prefixes.exclusive(group, worker)
 
     def _present(self, group: Group) -> int:
         """Tokens of a request on its only worker, with those that it shares."""
@@ -169,7 +168,7 @@ class Relocations:
         """True if nothing is on a worker, or on its way there."""
         current = self._current
         expected = current is not None and current.target == worker
-        cached = any(self._prefixes.idle(worker))
+        cached = self._placement.idle[worker]
         return not (self._residents[worker] or expected or cached or self._placement.reserved[worker])
 
     def _movable(self, worker: str) -> list[Movable]:

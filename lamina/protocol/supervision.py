@@ -79,6 +79,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
     name: str
     role: Role
+    kind: str
     bootstrap: Bootstrap
 
 

@@ -117,6 +117,13 @@ def check_placements(plan: StepPlan, kv_heads: int) -> None:
             check_segments(sequence, segments, kv_heads)
     for segment in plan.moved:
         check_segments(segment.sequence, [segment], kv_heads)
+    for segment in (segment for switch in plan.switches for segment in switch.segments):
+        start, stop = segment.tokens
+        if start < 0 or (stop is not None and stop <= start) or segment.heads != (0, kv_heads):
+            raise PlacementError(
+                f"tokens {segment.tokens} heads {segment.heads} of sequence {segment.sequence} move to {segment.worker}",
+                f"a range that moves must have tokens, and all heads, 0 to {kv_heads}",
+            )
     for segment in plan.grown:
         first, last = segment.tokens
         if first < 1 or last is not None or segment.heads != (0, kv_heads):

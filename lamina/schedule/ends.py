@@ -9,6 +9,9 @@ class TokenEnds:
     """The tokens after which completions of one request end: end of sequence, a stop token, or the last one allowed.
 
     Stop strings are looked for where there is text (``frontend.stop``).
+
+    Attributes:
+        tokens: those that end a completion.
     """
 
     def __init__(self, params: SamplingParams, max_tokens: int | None, eos_token_ids: Collection[int]) -> None:
@@ -16,11 +19,11 @@ class TokenEnds:
         self._max_tokens = max_tokens
         self._min_tokens = params.min_tokens
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._ending = self._eos.union(params.stop_token_ids)
+        self.tokens = self._eos.union(params.stop_token_ids)
 
     def at(self, token: int, count: int) -> FinishReason | None:
         """The finish reason if ``token``, number ``count`` of its completion from 1, ends it."""
-        if token in self._ending and count > self._min_tokens:
+        if token in self.tokens and count > self._min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if count == self._max_tokens else None
 

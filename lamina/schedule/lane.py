@@ -51,6 +51,9 @@ class Lane:
     turn: int = 0
     histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
     grown: list[Segment] = field(default_factory=list)  # the same
+    chosen: dict[Group, None] = field(default_factory=dict)  # beam searches whose choice no plan has followed yet
+    due: dict[Completion, Group] = field(default_factory=dict)  # beams that know their next token and have not run it
+    stepping: list[int] = field(default_factory=list)  # beams that the last plan let decode
 
     def __post_init__(self) -> None:
         self.decoding = DecodeBatch(self.longest)
@@ -68,6 +71,7 @@ class Lane:
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
         rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
+        self.due.clear()
         return rows, *self._chunks(most - len(rows.sequences))
 
     def forks(self) -> list[Fork]:
@@ -86,7 +90,7 @@ class Lane:
                     continue
                 if completion.left:
                     self.prompts.add(group, completion)
-                else:
+                elif not group.searches:
                     self.decoding.join(group, completion, completion.goal)
         self.prompted.clear()
         return forks
@@ -130,6 +134,19 @@ class Lane:
             return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
+    def is_settled(self, group: Group) -> bool:
+        """True if the prompt of a request has been computed and given to its completions, and to the prefix cache."""
+        return (
+            group.forked and self.completed >= group.until and group not in self.dealt and group not in self.prompts_run
+        )
+
+    def exist(self, group: Group, completion: Completion) -> int:
+        """Tokens of a completion that decodes whose KV exists; 0 if it does not decode."""
+        if completion.sequence not in self.decoding:
+            return 0
+        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
+        return max(self.decoding.position(completion.sequence) - planned, completion.goal)
+
     def computed(self, group: Group) -> int | None:
         """Tokens of a request whose steps have completed; None if it cannot move now.
 
@@ -139,8 +156,7 @@ class Lane:
         several = others or len(first.segments) > 1
         if several or first.sequence not in self.decoding or self.completed < group.until:
             return None
-        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
-        return max(self.decoding.position(first.sequence) - planned, first.goal)
+        return self.exist(group, first)
 
     def retire(self) -> list[Group]:
         """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
@@ -154,8 +170,25 @@ class Lane:
         self.finished = [owner for owner in self.finished if not owner[1].retired]
         return [group for group, _ in retired]
 
+    def end(self, group: Group, completion: Completion) -> None:
+        """A completion has ended: no step that is planned from now on runs it."""
+        self.decoding.leave(completion.sequence)
+        self.prompts.discard(completion)
+        self.histories.pop(completion.sequence, None)
+        self.due.pop(completion, None)
+        self.chosen.pop(group, None)
+        self.finished.append((group, completion))
+
+    def rest(self) -> None:
+        """Beams that the last plan let decode pause: their next tokens are not known yet."""
+        for sequence in self.stepping:
+            if sequence in self.decoding:
+                self.decoding.pause(sequence)
+        self.stepping.clear()
+
     def clear(self) -> None:
         """Give up all requests, to be dealt out again. No step is in flight."""
+        self.rest()
         for content in (
             self.dealt,
             self.running,
@@ -164,6 +197,8 @@ class Lane:
             self.prompts_run,
             self.ending,
             self.histories,
+            self.chosen,
+            self.due,
         ):
             content.clear()
         self.decoding, self.completed = DecodeBatch(self.longest), 0
@@ -183,10 +218,15 @@ class Lane:
         if paused:
             group.completions[0].until = 0
             return
+        if group.choice is not None:
+            self.chosen[group] = None
         for completion in group.alive if group.forked else group.completions[:1]:
             completion.until = 0
             if completion.left:
                 self.prompts.add(group, completion)
+            elif group.forked and group.searches:
+                if group.choice is None and not completion.answered:
+                    self.due[completion] = group
             elif group.forked:
                 self.decoding.join(group, completion, group.kept(completion))
             else:
@@ -200,6 +240,7 @@ class Lane:
             group.withdraw(completion, chunk.start)
         self.in_flight.clear()
         self.completed = self.decoding.steps
+        self.rest()
 
     def shrink(self, placement: Placement) -> None:
         """Release the slots that steps in flight would have filled."""

@@ -17,7 +17,8 @@ and without moving what it has, where its segment is as long as one may be or it
 
 If no memory worker has had room for a request for long, although all together have, sequences move, one at a time
 (``lamina.placement.relocation``). A sequence that moves keeps decoding while its KV is copied. Then it pauses: once its
-steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it.
+steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it. Ranges
+that do not grow any more move without a pause (``lamina.schedule.moves``).
 """
 
 import itertools
@@ -30,10 +31,12 @@ from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
+from lamina.schedule.beams import Beams
 from lamina.schedule.growth import Growth
 from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
+from lamina.schedule.moves import Moves
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
@@ -76,14 +79,18 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        numbers = itertools.count(1)
         self._relocations = Relocations(
             placement,
             self.prefixes,
-            lambda group: self._lanes[group.lane].computed(group),
+            lambda group: None if self.moves.touches(group) else self._lanes[group.lane].computed(group),
             lambda group: self._lanes[group.lane].held(group),
             self.drop,
+            numbers,
         )
+        self.moves = Moves(placement, self.prefixes, self._relocations, self._lanes, self._sequences, numbers)
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
+        self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
@@ -115,9 +122,10 @@ class Scheduler:
         return min(self._seats.total + waiting, self.limits.max_sequences)
 
     @property
-    def migrating(self) -> int | None:
-        """Number of the migration in progress, if any."""
-        return self._relocations.migrating
+    def migrating(self) -> list[int]:
+        """Numbers of the migrations in progress."""
+        relocation = self._relocations.migrating
+        return self.moves.numbers if relocation is None else [*self.moves.numbers, relocation]
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -177,6 +185,7 @@ class Scheduler:
         for own in self._lanes:
             own.withdraw()
             self._retire(own)
+        self.moves.cancel()
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
@@ -242,6 +251,7 @@ class Scheduler:
         self._moving = False
         self._seats = Seats(self.active)
         deal_again(self._lanes, self._seats, self._relocations.is_paused, self._holding.may_run)
+        self.moves.restart()
         self._admissions.given_back()
         self._ready.restart()
         for lane, own in enumerate(self._lanes):
@@ -267,12 +277,14 @@ class Scheduler:
                 return None
             self._move()
         own = self._lanes[lane]
+        switches = self.moves.switches()
         forks = own.forks()
         for group in own.prompts_computed():
             self.prefixes.keep_prompt(group)
         released = self._release(own)
         moved = self._relocated(lane)
         own.decoding.let_go()
+        beams = self.beams.begin(own)
         self._growth.turn_over(own)
         self._growth.make_way(own)
         if self.placement.closed:
@@ -280,26 +292,30 @@ class Scheduler:
         self._share_seats()
         self._deal()
         self._holding.make_way(self._all_running)
-        admitted = self._admit(own)
+        admitted = beams.admitted + self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
         more_forks, more_released = self.prefixes.changes()
-        forks += more_forks
-        released += more_released
+        carriers = self.moves.released()
+        if carriers:
+            self._admissions.given_back()
+        forks += beams.forks + more_forks
+        released += [*beams.released, *more_released, *carriers]
+        migrations += self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = own.grown, []
-        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences or grown_here):
+        changes = forks, released, admitted, chunks, rows, moved, migrations
+        if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or switches):
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
             # KV of its own has been dropped.
             if fits and not own.ending:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        changes = forks, released, admitted, chunks, rows, moved, migrations
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here)
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, switches)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -330,6 +346,7 @@ class Scheduler:
         for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
             self.placement.release(worker, tokens)  # the last one releases the prompt, which all share
         completion.released = True
+        self.moves.leave(group, completion)
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
@@ -374,6 +391,8 @@ class Scheduler:
 
     def migrated(self, number: int) -> None:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
+        if self.moves.arrive(number):
+            self._ready.wake()
         relocation = self._relocations.expected(number)
         if relocation is None:
             return
@@ -401,6 +420,7 @@ class Scheduler:
             return {}
         own.completed += 1
         self._admissions.step_completed()
+        self.moves.step_completed()
         if own.finished:
             self._retire(own)
         return planned.drawn(own.decoding.members)
@@ -476,10 +496,7 @@ class Scheduler:
         completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
-            own.decoding.leave(completion.sequence)
-            own.prompts.discard(completion)
-            own.histories.pop(completion.sequence, None)
-            own.finished.append((group, completion))
+            own.end(group, completion)
             self._seats.leaving += 1
             self.placement.leave(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():

@@ -25,8 +25,6 @@ WITHOUT_EFFECT = frozenset(
 _EITHER: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),

@@ -10,7 +10,7 @@ import abc
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SkipValidation, ValidationError, WithJsonSchema
@@ -47,6 +47,9 @@ _SAMPLING = (
     "ignore_eos",
     "min_tokens",
     "cache_salt",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -106,6 +109,9 @@ class GenerationRequest(BaseModel):
     min_tokens: int | None = None
     max_tokens: int | None = None
     cache_salt: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: SkipValidation[bool | Literal["never"] | None] = None  # SamplingParams checks it
 
     @validator(mode="after")
     def _refuse_unsupported(self) -> Self:

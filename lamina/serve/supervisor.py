@@ -27,7 +27,7 @@ from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
 from lamina.engine.restarts import Restarts
 from lamina.errors import EngineDeadError, LaminaError, TransportError, UserError
-from lamina.protocol.secret import Secret, from_file, new
+from lamina.protocol.secret import Secret, configured, new
 from lamina.protocol.supervision import (
     Beat,
     Close,
@@ -74,9 +74,10 @@ class Supervisor:
         self._settings = _settings(config)
         self._folder = folder
         self._frontends = frontends
-        self._secret: Secret = new() if config.secret_file is None else from_file(config.secret_file)
+        self._secret: Secret = configured(config.secret_file) or new()
         self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-        self._restarts = Restarts(config.max_restarts)
+        # Workers of other machines end with the engine that they have joined.
+        self._restarts = Restarts(config.max_restarts if config.listen is None else 0)
         self._workers = LocalWorkers()
         self._told: set[str] = set()  # exits that the engine knows of
         self._saved: bytes | None = None
@@ -248,7 +249,7 @@ class Supervisor:
                 cores = frozenset(message.cores)
                 workers.spawn(message.name, message.module, message.bootstrap, cores, message.shared_cores)
             elif isinstance(message, Start):
-                workers.start(message.name, message.role, message.bootstrap)
+                workers.start(message.name, message.role, message.kind, message.bootstrap)
             elif isinstance(message, End):
                 named, known = set(message.workers), workers.processes.keys()
                 for name in known - named if message.others else known & named:

@@ -22,6 +22,7 @@ class Deployment:
             more than 1 simulates a future version.
         lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
             mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+        kv_tokens_per_worker, prefix_cache: as in ``EngineConfig``; the first has no meaning for other systems.
         victim: the policy, of ``lamina.placement.recovery``, that names the request whose KV is dropped when a memory
             worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
@@ -38,6 +39,8 @@ class Deployment:
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    kv_tokens_per_worker: int | None = None
+    prefix_cache: bool = True
     victim: str = "latest"
     profile: ProfileStore | None = None
     prices: Prices | None = None
@@ -46,6 +49,8 @@ class Deployment:
         for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
+            raise ConfigError(f"kv_tokens_per_worker is {self.kv_tokens_per_worker}; give at least 1")
         if self.compute_workers % self.tensor_parallel:
             raise ConfigError(
                 f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "

@@ -35,6 +35,8 @@ GIVEN: dict[str, Any] = {
     "transport": "tcp",
     "tls": True,
     "secret_file": "s",
+    "listen": "10.0.0.1:7070",
+    "advertise": "10.0.0.2",
     "compute_cores": "0-1",
     "memory_cores": "2",
     "max_num_seqs": 300,

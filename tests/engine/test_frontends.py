@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -16,13 +17,14 @@ from lamina.engine.frontends import Frontends
 from lamina.engine.remote import RemoteEngine
 from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole, pack
+from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole
 from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.groups import Drawn
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.frontends import CompletionTokens, FrontendBootstrap
+from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, SamplingParams
 
 END_S = 20.0
@@ -42,6 +44,9 @@ class ScriptedEngine:
         self.longest = 98
         self.scaling = 0
         self.after_turn: Callable[[], None] = lambda: None
+        self.places = 3
+        self.accepts = threading.Event()
+        self.accepts.set()
         self.dead: str | None = None
         self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
         self.aborted: list[str] = []
@@ -61,7 +66,8 @@ class ScriptedEngine:
         seed: int,
         drawn: Drawn | None = None,
     ) -> None:
-        if len(self.queued) == 3:
+        assert self.accepts.wait(END_S)
+        if len(self.queued) == self.places:
             raise OverloadedError("three are enough")
         if len(tokens) > self.longest:
             raise RequestError(f"{len(tokens)} is too long")
@@ -203,6 +209,24 @@ async def test_of_requests_submitted_together_none_is_left_if_one_is_refused(
         await submit(remote, *submissions("\ud800"))
 
 
+async def test_a_message_with_thousands_of_prompts_delays_no_other(
+    engine: ScriptedEngine, remote: RemoteEngine
+) -> None:
+    engine.places = 10_000
+    many = [Submission(f"many{n}", [5], SamplingParams(), Caller()) for n in range(3_000)]
+    engine.accepts.clear()
+    large = asyncio.create_task(submit(remote, *many))
+    await until(lambda: "many2999" in remote._named)
+    small = asyncio.create_task(submit(remote, Submission("small", [6], SamplingParams(), Caller())))
+    await until(lambda: "small" in remote._named)
+    remote.abort("many2999")  # before it is in the engine
+    engine.accepts.set()
+    await asyncio.gather(large, small)
+    prompts = [tokens for tokens, *_ in engine.queued.values()]
+    assert len(prompts) == 3_001 and prompts.index([6]) <= 3 * frontends.MOST_AT_ONCE
+    await until(lambda: list(engine.queued)[-1] in engine.aborted)
+
+
 async def test_when_the_engine_stops_every_request_ends_once(engine: ScriptedEngine, remote: RemoteEngine) -> None:
     callers = [Caller() for _ in range(3)]
     await submit(remote, *(Submission(str(n), [5], SamplingParams(n=2), each) for n, each in enumerate(callers)))
@@ -295,7 +319,7 @@ async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_th
         await until(lambda: len(other.queued) == 2)
         assert other.queued[first][:2] == ([5, 6], params) and other.begun[first] == (seed, {0: [9, 10], 1: []})
         (new,) = other.queued.keys() - {first}
-        assert other.queued[new][0] == [12] and other.begun[new][1] == {0: []}
+        assert other.queued[new][0] == [12] and other.begun[new][1] is None
         other.tell(first, CompletionTokens(0, [13], [], FinishReason.LENGTH))
         other.tell(first, CompletionTokens(1, [14], [], FinishReason.LENGTH), finished=True)
         await until(lambda: several.finished)

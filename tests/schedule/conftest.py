@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lamina.placement import prefix_cache
 from lamina.schedule import admission
 
 
@@ -13,4 +14,13 @@ def impatient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "PAUSE", 0)
         patch.setattr(admission, "PATIENCE", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def short_prefixes() -> Iterator[None]:
+    """Prefixes of any length are kept and evicted token by token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "SHORTEST", 1)
+        patch.setattr(prefix_cache, "GRAIN", 1)
         yield

@@ -2,14 +2,12 @@
 
 import collections
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.placement import prefix_cache
 from lamina.schedule.limits import Limits
 from lamina.types import StepPlan
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
@@ -17,14 +15,6 @@ from tests.schedule.test_epochs import Losing
 from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
-
-
-@pytest.fixture(scope="module")
-def short_prefixes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_cache, "SHORTEST", 1)
-        patch.setattr(prefix_cache, "GRAIN", 1)
-        yield
 
 
 class Caching(Losing):
@@ -57,8 +47,9 @@ class Caching(Losing):
                 self._computed[fork.child] = fork.tokens
                 self.hits += fork.child in self._owners
         for migration in plan.migrations:
+            part = slice(migration.start, migration.stop) if migration.parent is None else slice(None)
             slots = {
-                memory.name: memory.slab.slots((migration.sequence, 0))[migration.start : migration.stop].tolist()
+                memory.name: memory.slab.slots((migration.sequence, 0))[part].tolist()
                 for memory in self.memories
                 if memory.name in (migration.source, migration.target)
             }
@@ -75,12 +66,16 @@ class Caching(Losing):
 
     def _attend(self, name: str, slots: list[int], sequence: int, first: int, old: int) -> None:
         """A sequence's next tokens attend to those before, whoever computed them: ``old`` ones of a segment."""
-        index, completion = self._owners[sequence]
-        tokens = (*self.prompt(index), *(100 * completion + number for number in range(40)))
-        keys = [tokens[: position + 1] for position in range(first, first + len(slots))]
+        tokens = self.tokens_of(sequence)
+        keys = [tuple(tokens[: position + 1]) for position in range(first, first + len(slots))]
         contents = self.contents[name]
         assert [contents[slot] for slot in slots[:old]] == keys[:old]
         contents |= zip(slots[old:], keys[old:], strict=True)
+
+    def tokens_of(self, sequence: int) -> list[int]:
+        """The first tokens of a sequence, drawn already or not."""
+        index, completion = self._owners[sequence]
+        return [*self.prompt(index), *(100 * completion + number for number in range(40))]
 
     def check_kept(self, sequence: int, tokens: int) -> None:
         """A cached prefix is kept too: ``_attend`` and ``check_rest`` compare what it holds."""
@@ -92,12 +87,15 @@ class Caching(Losing):
         for memory in self.memories:
             assert memory.here.keys() == prefixes.sequences(memory.name).keys()
             assert memory.slab.used == placement.idle[memory.name]
-            for sequence, tokens in prefixes.sequences(memory.name).items():
-                assert memory.here[sequence].keys() == {0}
-                slots = memory.slab.slots((sequence, 0)).tolist()
-                assert len(slots) == tokens
-                path = [self.contents[memory.name][slot] for slot in slots]
-                assert all(path[-1][: len(key)] == key for key in path) and len(path[-1]) == tokens
+        cached = {one: tokens for memory in self.memories for one, tokens in prefixes.sequences(memory.name).items()}
+        for sequence, tokens in cached.items():
+            path: dict[int, tuple[int, ...]] = {}
+            for memory in self.memories:
+                for start in memory.here.get(sequence, ()):
+                    slots = memory.slab.slots((sequence, start)).tolist()
+                    path |= {start + place: self.contents[memory.name][slot] for place, slot in enumerate(slots)}
+            assert sorted(path) == list(range(tokens))
+            assert all(path[tokens - 1][: position + 1] == key for position, key in path.items())
 
 
 requests = st.lists(

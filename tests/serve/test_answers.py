@@ -26,6 +26,14 @@ def test_the_salt_of_the_prefix_cache_reaches_the_engine(server: Running) -> Non
     assert [params.cache_salt for _, params in server.engine.submitted] == ["tenant", "other"]
 
 
+def test_beam_search_reaches_the_engine(server: Running) -> None:
+    beams = {"use_beam_search": True, "n": 3, "length_penalty": 0.5, "early_stopping": "never"}
+    server.completion(prompt="a", **beams)
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **beams, max_tokens=16)
+    expected = SamplingParams(n=3, use_beam_search=True, length_penalty=0.5, early_stopping="never")
+    assert [params for _, params in server.engine.submitted] == [expected, expected]
+
+
 @pytest.mark.parametrize(
     ("prompt", "submitted"),
     [

@@ -1,0 +1,137 @@
+"""Beam search: which continuations of a request's beams go on, and which are the answer. Pure.
+
+The algorithm is Hugging Face's ``generate(num_beams=n)``, with its length penalty and its three ways to stop early.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lamina.errors import RequestError
+from lamina.types import Logprob, SamplingParams
+
+Choice = list[tuple[int, int]]
+"""For every place among a request's beams, the place of the beam that continues there and the token it continues with.
+A beam that goes on does so at its own place."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished answer. ``score``: the sum of its tokens' log-probabilities over its length to the power of the length
+    penalty. ``ended``: by its last token, not by its length."""
+
+    score: float
+    token_ids: list[int]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Beam ``place`` continued with ``token``: ``score`` is the sum of its log-probabilities."""
+
+    score: float
+    place: int
+    token: int
+    hits: bool  # nothing may follow
+
+
+def check_beams(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    """Raises RequestError if a model with so many tokens cannot continue as many beams as a request has."""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    left = vocab_size - len(ends)
+    if params.use_beam_search and params.n > left:
+        raise RequestError(
+            f"n is {params.n} beams, but only {left} of the model's {vocab_size} tokens end no answer; lower n or give "
+            "fewer stop_token_ids"
+        )
+
+
+class BeamSearch:
+    """The beams of one request.
+
+    Attributes:
+        hypotheses: the finished answers, the best first: ``n`` once the search is done.
+        done: no continuation can change the hypotheses.
+    """
+
+    def __init__(self, params: SamplingParams, max_tokens: int, ends: Collection[int]) -> None:
+        """``max_tokens``: of one answer; ``ends``: tokens that end one."""
+        self._beams = params.n
+        self._length_penalty = params.length_penalty
+        self._early_stopping = params.early_stopping
+        self._max_tokens = max_tokens
+        self._ends = frozenset(ends)
+        self._scores = [0.0]  # of the beams, by place; at first all are the same, and one is enough
+        self._tokens: list[list[int]] = [[]]
+        self.hypotheses: list[Hypothesis] = []
+        self.done = False
+
+    @property
+    def places(self) -> int:
+        """The beams of which ``advance`` needs the continuations."""
+        return len(self._scores)
+
+    def advance(self, continuations: Sequence[Sequence[Logprob]]) -> Choice | None:
+        """Continue every beam by a token; None if the search is done.
+
+        ``continuations``: of every place, the ``n`` most likely tokens of all and the ``n`` most likely of those that
+        end nothing, with their log-probabilities.
+        """
+        length = len(self._tokens[0]) + 1
+        last = length == self._max_tokens
+        candidates = [
+            _Candidate(score + one.logprob, place, one.token_id, last or one.token_id in self._ends)
+            for place, (score, its) in enumerate(zip(self._scores, continuations, strict=True))
+            for one in its
+        ]
+        candidates.sort(key=lambda one: -one.score)
+        self._finish([one for one in candidates[: self._beams] if one.hits], length)
+        running = list(itertools.islice((one for one in candidates if not one.hits), self._beams))
+        self.done = last or self._is_done(running[0].score, length)
+        return None if self.done else self._go_on(running)
+
+    def _finish(self, finished: Sequence[_Candidate], length: int) -> None:
+        """Keep the best of the hypotheses and of these candidates, which have ``length`` tokens."""
+        norm = math.pow(length, self._length_penalty)
+        self.hypotheses += [
+            Hypothesis(one.score / norm, [*self._tokens[one.place], one.token], one.token in self._ends)
+            for one in finished
+        ]
+        self.hypotheses = heapq.nlargest(self._beams, self.hypotheses, key=lambda one: one.score)
+
+    def _is_done(self, best: float, length: int) -> bool:
+        """Whether no beam, the best of which has the score ``best``, is worth continuing."""
+        if len(self.hypotheses) < self._beams:
+            return False
+        if self._early_stopping is True:
+            return True
+        longest = self._early_stopping == "never" and self._length_penalty > 0
+        norm = math.pow(self._max_tokens if longest else length, self._length_penalty)
+        return best / norm <= self.hypotheses[-1].score
+
+    def _go_on(self, running: Sequence[_Candidate]) -> Choice:
+        """Give each its place: a beam's best continuation takes the beam's own, so that fewest sequences are forked."""
+        chosen: dict[int, _Candidate] = {}
+        others: list[_Candidate] = []
+        equal = self.places < self._beams  # the beams have the same tokens so far
+        for one in running:
+            if one.place in chosen or equal:
+                others.append(one)
+            else:
+                chosen[one.place] = one
+        free = (place for place in range(self._beams) if place not in chosen)
+        chosen |= zip(free, others, strict=True)
+        order = [chosen[place] for place in range(self._beams)]
+        self._scores = [one.score for one in order]
+        self._tokens = continued(self._tokens, [(one.place, one.token) for one in order])
+        return [(place if equal else one.place, one.token) for place, one in enumerate(order)]
+
+
+def continued(tokens: Sequence[list[int]], choice: Choice) -> list[list[int]]:
+    """The tokens of every place after a choice, given those before; the list of a beam that goes on is extended."""
+    lists = [tokens[parent] if parent == place else list(tokens[parent]) for place, (parent, _) in enumerate(choice)]
+    for own, (_, token) in zip(lists, choice, strict=True):
+        own.append(token)
+    return lists

@@ -1,0 +1,157 @@
+"""Beams in the scheduler: whatever is chosen, dropped, lost or moved meanwhile, they attend to their own tokens."""
+
+import dataclasses
+import itertools
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.groups import Completion, Group
+from lamina.schedule.limits import Limits
+from lamina.types import Request, StepPlan
+from tests.schedule.schedules import LIMITS
+from tests.schedule.test_prefixes import Caching
+from tests.schedule.test_prefixes import requests as mixed
+from tests.schedule.test_scheduler import MANY
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+
+class Searching(Caching):
+    """Requests with several completions search; their beams go on at random.
+
+    Attributes:
+        chosen: choices made so far.
+    """
+
+    def __init__(self, requests: list, prompts: list, random: Random, *settings: Any) -> None:
+        super().__init__(requests, prompts, *settings)
+        self.chosen = 0
+        self._random = random
+        self._texts: dict[int, list[list[int]]] = {}  # by request: what its beams have
+        self._answered: dict[Group, set[Completion]] = {}
+
+    def submit(self, index: int, made: Request) -> None:
+        if made.params.n > 1:
+            made = dataclasses.replace(made, params=dataclasses.replace(made.params, use_beam_search=True))
+            self._texts[index] = [[]] * made.params.n
+        super().submit(index, made)
+
+    def take(self, group: Group, completion: Completion) -> None:
+        index = int(group.request.request_id)
+        if index not in self._texts:
+            super().take(group, completion)
+            return
+        texts = self._texts[index]
+        length = len(texts[0])
+        completion.answered = True
+        answered = self._answered.setdefault(group, set())
+        assert completion not in answered
+        answered.add(completion)
+        if len(answered) < (len(texts) if length else 1):
+            return
+        answered.clear()
+        if length + 1 in (group.max_tokens, self.requests[index][3][0]):
+            for one in group.completions:
+                self.lengths.setdefault(str(index), []).append(length + 1)
+                self.scheduler.finish(group, one)
+            return
+        self.scheduler.beams.choose(group, self._choice(index, texts))
+
+    def _choice(self, index: int, texts: list[list[int]]) -> list[tuple[int, int]]:
+        """Some beams go on, at their own places, and others take the places of those that do not."""
+        self.chosen += 1
+        places = range(len(texts))
+        kept = self._random.sample(places, self._random.randint(1, len(texts))) if texts[0] else places
+        parents = [place if place in kept else self._random.choice(kept) for place in places]
+        choice = [(parent, 1000 * self.chosen + place) for place, parent in enumerate(parents)]
+        self._texts[index] = [[*texts[parent], token] for parent, token in choice]
+        for place, text in enumerate(self._texts[index]):
+            self._drawn[index, place] = text
+        return choice
+
+    def plan(self, lane: int) -> None:
+        super().plan(lane)
+        for memory in self.memories:
+            placement = self.scheduler.placement
+            assert placement.reserved[memory.name] >= 0 and placement.sequences[memory.name] >= 0
+
+    def _check(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            self._computed[fork.child] = max(self._computed.get(fork.child, 0), fork.tokens)
+        super()._check(plan)
+
+    def tokens_of(self, sequence: int) -> list[int]:
+        index, place = self._owners[sequence]
+        if index not in self._texts:
+            return super().tokens_of(sequence)
+        return [*self.prompt(index), *self._texts[index][place]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=mixed,
+    random=st.randoms(use_true_random=False),
+    memories=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    switches=st.dictionaries(st.integers(0, 30), st.integers(1, 3), max_size=4),
+    limits=st.sampled_from([LIMITS, MANY]),
+    capacity=st.sampled_from([60, 60, 27]),
+    longest=st.sampled_from([None, None, 5, 11]),
+    migration_turns=st.integers(1, 6),
+    ends=st.dictionaries(st.integers(0, 40), st.integers(0, 2), max_size=3),
+    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=2),
+    leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=3),
+    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=5),
+)
+def test_beams_attend_to_their_own_tokens_and_every_slot_comes_back(
+    requests: list,
+    random: Random,
+    memories: int,
+    lanes: int,
+    depth: int,
+    switches: dict[int, int],
+    limits: Limits,
+    capacity: int,
+    longest: int | None,
+    migration_turns: int,
+    ends: dict[int, int],
+    joins: dict[int, int],
+    leaves: dict[int, int],
+    drops: dict[int, int],
+) -> None:
+    prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
+    cluster = Searching(others, prompts, random, memories, lanes, depth, limits, capacity, longest)
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        if turn in switches:
+            cluster.scheduler.use_lanes(min(switches[turn], lanes))
+        cluster.arrive(turn)
+        if turn % migration_turns == 0:
+            cluster.migrate()
+        if turn in drops:
+            cluster.drop(drops[turn])
+        if turn in ends:
+            cluster.end_epoch(ends[turn])
+        if turn in joins:
+            cluster.join(joins[turn])
+        if turn in leaves:
+            cluster.drain(leaves[turn])
+        cluster.leave()
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 40 and not cluster.busy:
+            break
+    cluster.leave()
+    cluster.check_rest()
+    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
+        if aborted is None and index not in cluster.unservable:
+            most = cluster.groups[index].max_tokens
+            expected = [stops[0] or most] * n if n > 1 else [stops[0] or most]
+            assert cluster.lengths[str(index)] == [min(stop, most) for stop in expected]
