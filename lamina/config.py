@@ -158,8 +158,8 @@ class EngineConfig:
     max_restarts: Annotated[
         int,
         Meaning(
-            "Lost workers of each pool that are replaced within ten minutes. Beyond that the others go on alone, as "
-            "long as each pool has one.",
+            "Lost workers of each pool that are replaced within ten minutes, and engines of a server that are started "
+            "again. Beyond that the others go on alone, as long as each pool has one.",
             unit="workers",
             ge=0,
         ),

@@ -120,8 +120,8 @@ LITTLE_USED = 0.9  # workers with a smaller share of their slots in use lend (th
 
 
 class ByThroughput:
-    """Infinite-LLM, Algorithm 1: workers with few sequences move their longest request to those with free slots, as many
-    blocks as raise the sum of both workers' tokens a second most.
+    """Infinite-LLM, Algorithm 1: workers with few sequences move their longest request to those with free slots, as
+    many blocks as raise the sum of both workers' tokens a second most.
 
     An instance with b sequences and S tokens to read makes b / (dense(b) + S t) tokens a second (equations 5 to 7). k
     tokens lent lengthen the creditor's time by k t; the debtor's shrinks, and its free slots take more sequences of its

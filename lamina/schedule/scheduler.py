@@ -23,10 +23,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
-from lamina.groups import Completion, Group, Owner
+from lamina.groups import Completion, Drawn, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest
+from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
@@ -136,13 +136,14 @@ class Scheduler:
         """Raises RequestError, with the figures, for a request that can never be served."""
         self.limits.check(prompt_length, params, self.placement)
 
-    def add(self, request: Request) -> Group:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
         self.check(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
