@@ -229,4 +229,4 @@ class Joins:
 
 def _numbers(names: Iterable[str]) -> "itertools.count[int]":
     """Of workers started later: beyond those of these members."""
-    return itertools.count(1 + max(int(name.lstrip(string.ascii_lowercase)) for name in names))
+    return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))
