@@ -1,4 +1,8 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
+"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+
+Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+attended here while memory workers attend to theirs.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,6 +14,7 @@ import torch
 
 from lamina.compute.device.base import Attend, Floats, Partial
 from lamina.compute.links import Letter, Mail
+from lamina.compute.local import LocalShare
 from lamina.compute.runner import attend_natively
 from lamina.heads import WHOLE, HeadShards
 from lamina.kernels.merge import merge
@@ -102,8 +107,10 @@ class StepExchange:
         rows: int,
         attend: Attend | None = None,
         shards: HeadShards = WHOLE,
+        share: LocalShare | None = None,
     ) -> None:
-        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``."""
+        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``. ``share``: of the step
+        in this worker's own memory."""
         self.rows = rows
         self._shards = shards
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
@@ -115,7 +122,11 @@ class StepExchange:
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
+        self._share = share
+        self._share_source = self._source(share.queries) if share is not None else None
+        self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
+        named = [worker for worker in named if share is None or worker != share.worker]
         shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
@@ -224,6 +235,16 @@ class StepExchange:
             return None
         return self._attend(output, self._local.rows, self._local.segments, spec)
 
+    def attend_here(self, index: int, output: SliceOutput) -> bool:
+        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        step has nothing there."""
+        if self._share is None:
+            return False
+        q, k, v = output.arrays
+        total = self._total
+        self._partial_here = self._share.attend(index, q[:total], k[:total], v[:total])
+        return True
+
     @property
     def peers(self) -> list[str]:
         """The memory workers that reply to every attention."""
@@ -237,6 +258,8 @@ class StepExchange:
         gathering = self._gathering(spec)
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
         partials = [] if self._local is None or chunks is None else [(self._local.source, *self._cut(chunks))]
+        if self._share_source is not None and self._partial_here is not None:
+            partials.append((self._share_source, *self._partial_here))
         partials += self._read(self._of_shard(spec), letters)
         if len(partials) == 1 and self._are_all(partials[0][0].rows):  # in order, as they arrived
             outs, lses = [partials[0][1]], [partials[0][2]]

@@ -10,10 +10,8 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from lamina.types import StepPlan
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
-from tests.schedule.test_prefixes import Caching, short_prefixes
+from tests.schedule.test_prefixes import Caching
 from tests.schedule.test_scheduler import MANY
-
-__all__ = ["short_prefixes"]
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

@@ -46,12 +46,16 @@ class Driver:
         depth: int,
         chance: random.Random,
         longest: int | None = None,
+        memories: tuple[str, str] = ("memory0", "memory1"),
         shards: HeadShards = WHOLE,
     ) -> None:
         self.depth, self.chance = depth, chance
-        capacities = {"memory0": 60, "memory1": 40}
+        capacities = dict(zip(memories, (60, 40), strict=True))
+        local = [name for name in memories if name.startswith("compute")]
         striped = shards.count > 1
-        placement = StripedPlacement(capacities, shards, longest) if striped else Placement(capacities, longest)
+        placement = (
+            StripedPlacement(capacities, shards, longest) if striped else Placement(capacities, longest, local=local)
+        )
         self.turn = Turn(
             LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1
         )
