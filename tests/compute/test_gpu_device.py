@@ -16,7 +16,7 @@ from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import ROWS, padded_rows
 from lamina.compute.device.select import make
-from lamina.compute.runner import Rows, pad
+from lamina.compute.rows import Rows, pad
 from lamina.errors import ConfigError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable

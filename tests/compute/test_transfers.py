@@ -26,7 +26,7 @@ def draw_moves(rng: np.random.Generator, total: int, rows: int, shards: int, wor
         parts.append(so_far[chosen].copy())
         so_far[chosen] += 1
     appends = [rng.choice(every, rng.integers(0, 3)) for _ in range(workers)]
-    return Moves(total, rows, shards, picked[1:], appends, parts[1:], picked[0], parts[0])
+    return Moves(total, rows, shards, picked[1:], appends, parts[1:], picked[:1], parts[:1])
 
 
 def reply(rng: np.random.Generator, count: int, shards: int) -> tuple[np.ndarray, np.ndarray, memoryview]:
@@ -86,13 +86,13 @@ def test_lanes_that_take_turns_move_their_own_rows(
             for message, shard_numbers in zip(got, groups, strict=True):
                 np.testing.assert_array_equal(message, source[shard_numbers])
         replies = [reply(rng, len(shard_numbers), shards) for shard_numbers in moves.queries]
-        out, lse, _ = reply(rng, len(moves.local), shards)
+        out, lse, _ = reply(rng, len(moves.here[0]), shards)
         sinks = rng.standard_normal(SPEC.query_heads).astype(np.float32) if has_sinks else None
-        chunks = (torch.from_numpy(out), torch.from_numpy(lse)) if len(moves.local) else None
+        here = [(torch.from_numpy(out), torch.from_numpy(lse))]
         bodies = [(-1, body) for _, _, body in replies]
-        merged = transfer.merged(SPEC, chunks, bodies, sinks)
+        merged = transfer.merged(SPEC, here, bodies, sinks)
         partials = [(numbers, *each[:2]) for numbers, each in zip(moves.queries, replies, strict=True)]
-        wanted = expected(moves, [*partials, (moves.local, out, lse)], sinks)
+        wanted = expected(moves, [*partials, (moves.here[0], out, lse)], sinks)
         np.testing.assert_allclose(merged.numpy(), wanted, atol=1e-5)
 
 
@@ -100,13 +100,12 @@ def test_lanes_that_take_turns_move_their_own_rows(
 def test_a_reply_in_the_same_slot_is_read_again(shards: int) -> None:
     rng = np.random.default_rng(0)
     everything = np.arange(3 * shards)
-    none = np.empty(0, np.int64)
-    moves = Moves(3, 4, shards, [everything], [everything], [np.zeros_like(everything)], none, none)
+    moves = Moves(3, 4, shards, [everything], [everything], [np.zeros_like(everything)], [], [])
     transfer = GpuTransfers(Lines(Emulated(), ROWS[-1]), moves, torch.float32)
     _, _, body = reply(rng, len(everything), shards)
     for _ in range(2):
         out, _, fresh = reply(rng, len(everything), shards)
         body[:] = fresh
-        merged = transfer.merged(SPEC, None, [(1, body)], None).numpy()
+        merged = transfer.merged(SPEC, [], [(1, body)], None).numpy()
         np.testing.assert_array_equal(merged[:3], out.reshape(3, SPEC.query_heads, SPEC.v_dim))
         assert not merged[3:].any()
