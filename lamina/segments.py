@@ -56,6 +56,35 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
     return [*ended, new]
 
 
+def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
+    """The segments of a sequence once ``new`` holds its tokens, whichever held them before.
+
+    Neighbours on one worker become one segment.
+    """
+    first, last = new.tokens
+    parts = [new]
+    for segment in segments:
+        start, stop = segment.tokens
+        if start < first:
+            before = first if stop is None else min(stop, first)
+            parts.append(dataclasses.replace(segment, tokens=(start, before)))
+        if last is not None and (stop is None or stop > last):
+            parts.append(dataclasses.replace(segment, tokens=(max(start, last), stop)))
+    return joined(sorted(parts, key=lambda one: one.tokens[0]))
+
+
+def joined(segments: Iterable[Segment]) -> list[Segment]:
+    """Segments by ascending token, with neighbours on one worker as one."""
+    result: list[Segment] = []
+    for segment in segments:
+        last = result[-1] if result else None
+        if last is not None and (last.worker, last.tokens[1]) == (segment.worker, segment.tokens[0]):
+            result[-1] = dataclasses.replace(last, tokens=(last.tokens[0], segment.tokens[1]))
+        else:
+            result.append(segment)
+    return result
+
+
 def continued(segments: list[Segment], first: Segment, spans: Iterable[tuple[str, int]]) -> list[Segment]:
     """The segments of a sequence once it continues with so many tokens on each worker, in this order, from the first
     token of ``first`` on, which names its sequence and heads."""

@@ -445,6 +445,9 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
 
     It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
+
+    With a ``parent``, ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are the
+    parent's. At the source it shares the parent's slots, so that they stay valid whatever becomes of the parent.
     """
 
     number: int
@@ -453,16 +456,26 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
     target: str
     start: int
     stop: int
+    parent: int | None = None
+
+
+class Switch(msgspec.Struct, array_like=True, frozen=True):
+    """Each of ``segments``, on one worker, holds these tokens of its sequence from now on, whichever held them before:
+    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token;
+    without an end, they are the last that a cached prefix has."""
+
+    carrier: int
+    segments: list[Segment]
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
-    Workers apply it in this order: ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
-    that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown`` segments take over
-    from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode, and ``chunks`` of
-    prompts. A plan goes to the compute workers that run its slices; a memory worker gets
-    the part about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
+    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments
+    replace those that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown``
+    segments take over from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode,
+    and ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets the part
+    about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
     the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
     attention a message belongs to and which compute worker runs which slice. ``histories`` are the tokens generated so
     far by sequences with penalties, if the lane's replicas may have missed some because these ran in other lanes or
@@ -482,6 +495,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     rotates: bool = False
     histories: dict[int, list[int]] = {}
     grown: list[Segment] = []
+    switches: list[Switch] = []
 
     @property
     def runs(self) -> bool:

@@ -22,9 +22,9 @@ from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Choice, Transport, candidates
+from lamina.protocol.choice import Choice, candidates
 from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import SPARE_LINKS, messages
+from lamina.protocol.leases import messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -246,7 +246,7 @@ def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: Me
             return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total)
         return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
 
-    return Fabric(
+    fabric = Fabric(
         launcher=workers,
         compute_setup=plan.compute_setup,
         memory_setup=setup,
@@ -256,13 +256,15 @@ def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: Me
         bytes_per_token=_bytes_per_token(plan, loaded),
         kv_bytes=kv_bytes,
         sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),
-        spare=0 if Transport.RDMA in transports else SPARE_LINKS,
         transports=transports,
         wanted=plan.transport,
         spins_s=plan.spins_s,
         tls=plan.tls,
         is_open=plan.is_open,
     )
+    for name, hello in plan.greetings.items():
+        fabric.note(name, hello)
+    return fabric
 
 
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
@@ -272,8 +274,8 @@ def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: 
     roles |= {name: "memory" for name in memories}
     for group in (computes, memories):
         for name in group:
-            host = plan.greetings[name].host
-            control.send([name], fabric.register(roles[name], host, len(computes), len(memories)))
+            member = Member(name, roles[name], plan.kinds[name], plan.greetings[name].host)
+            control.send([name], fabric.register(member, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
     pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}

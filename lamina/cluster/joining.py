@@ -10,7 +10,7 @@ from lamina.cluster.linking import Pair, link
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
 from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import Messages
+from lamina.protocol.leases import SPARE_LINKS, Messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -42,10 +42,11 @@ class Fabric:
         bytes_per_token: of KV on a memory worker.
         kv_bytes: of another memory worker, given what its machine has, the bytes that the largest has, and those
             promised to the others on its machine and not used.
-        sizes: of messages. spare: links that every arena has room for besides those at the start.
+        sizes: of messages.
         transports: that workers offer; wanted: as configured. is_open: workers on other machines may join.
         spins_s: seconds for which waits busy-wait, by machine (``boot``).
         offers, links: of the workers so far, by name and by pair.
+        pinned: workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
     """
 
     launcher: Launcher
@@ -57,7 +58,6 @@ class Fabric:
     bytes_per_token: int
     kv_bytes: Callable[[Resources, int, int], int]
     sizes: Messages
-    spare: int
     transports: tuple[Transport, ...]
     wanted: TransportName
     spins_s: Mapping[str, float]
@@ -65,12 +65,18 @@ class Fabric:
     is_open: bool
     offers: dict[str, Offer] = field(default_factory=dict)
     links: dict[Pair, Choice] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
 
-    def register(self, role: Role, host: str, computes: int, memories: int) -> Register:
+    def note(self, name: str, hello: Hello) -> None:
+        """A worker has greeted."""
+        if hello.rdma and Transport.RDMA in self.transports and not self.tls:
+            self.pinned.add(name)
+
+    def register(self, member: Member, computes: int, memories: int) -> Register:
         """The arena of a worker of a cluster with so many of each role, itself included."""
-        arena = self.sizes.compute_arena if role == "compute" else self.sizes.memory_arena
-        spin_s = self.spins_s.get(boot(host), SPIN_S)
-        plan = arena(computes, memories, self.spare)
+        arena = self.sizes.compute_arena if member.role == "compute" else self.sizes.memory_arena
+        plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS)
+        spin_s = self.spins_s.get(boot(member.host), SPIN_S)
         return Register(plan, list(self.transports), spin_s, self.tls, self.is_open)
 
     def forget(self, members: Collection[str]) -> None:
@@ -129,6 +135,7 @@ def prepare_memory(
     """
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
     check_version(name, hello[name])
+    fabric.note(name, hello[name])
     host = hello[name].host
     control.send([name], Inspect())
     found: dict[str, Resources] = yield Ask(Resources, [name], START_TIMEOUT_S)
@@ -149,6 +156,7 @@ def prepare_compute(control: ControlServer, fabric: Fabric, name: str, kind: str
     """Wait for a compute worker that was started and have it load the model. Raises ConfigError for another model."""
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
     check_version(name, hello[name])
+    fabric.note(name, hello[name])
     threads = fabric.threads("compute", hello[name])
     control.send([name], msgspec.structs.replace(fabric.compute_setup, threads=threads))
     loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
@@ -164,7 +172,7 @@ def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Me
     """
     name, roles = joiner.name, {member.name: member.role for member in topology.members}
     computes, memories = list(topology.computes), list(topology.capacities)
-    control.send([name], fabric.register(joiner.role, joiner.host, len(computes), len(memories)))
+    control.send([name], fabric.register(joiner, len(computes), len(memories)))
     registered: dict[str, Registered] = yield Ask(Registered, [name], CONNECT_TIMEOUT_S)
     offers = {**fabric.offers, name: registered[name].offer}
     sizes = {(other, name): fabric.slots(roles, other, name) for other in roles if other != name}

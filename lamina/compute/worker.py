@@ -56,7 +56,7 @@ from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
-from lamina.segments import by_sequence, for_sequence, forked, grown
+from lamina.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.topology import Epoch
 from lamina.types import Admission, Segment, StepPlan
 
@@ -336,6 +336,9 @@ class ComputeWorker:
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self._segments:  # else an admission tells of it, or it is a cached prefix
+                self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)

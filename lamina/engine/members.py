@@ -151,7 +151,7 @@ class Members:
             remains.dropped,
             remains.recomputed,
         )
-        self.recipients.apply(topology)
+        self.recipients.apply(topology, remains.kept)
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
         self.tell(topology.computes, EndEpoch(topology))

@@ -26,8 +26,19 @@ from lamina.protocol.wire import (
     read_kept,
     read_queries,
 )
-from lamina.segments import by_sequence, forked, grown, overlaps
-from lamina.types import AttentionSpec, DType, Fork, KvCacheDType, KvElement, Migration, Overlap, Segment, StepPlan
+from lamina.segments import by_sequence, forked, grown, moved, overlaps
+from lamina.types import (
+    AttentionSpec,
+    DType,
+    Fork,
+    KvCacheDType,
+    KvElement,
+    Migration,
+    Overlap,
+    Segment,
+    StepPlan,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,8 @@ class KvStore:
         PlacementError, having changed nothing at all, for segments that cannot be served.
         """
         check_placements(plan, self._shards)
+        for switch in plan.switches:
+            self._switch(switch)
         for fork in plan.forks:
             if fork.parent in self._segments:
                 self._fork(fork)
@@ -140,7 +153,7 @@ class KvStore:
             if migration.target == self.worker:
                 self._make_slots(migration)
             elif migration.source == self.worker:
-                self._check_source(migration)
+                self._hold_source(migration)
         for admission in plan.admitted:
             for sequence, segments in by_sequence(admission.segments).items():
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
@@ -177,7 +190,10 @@ class KvStore:
 
     def _keys(self, segment: Segment) -> list[SegmentKey]:
         """Of its shards."""
-        return [(segment.sequence, segment.tokens[0], shard) for shard in self._shards.of(segment.heads)]
+        return [self._key(segment.sequence, segment.tokens[0], shard) for shard in self._shards.of(segment.heads)]
+
+    def _key(self, sequence: int, first: int, shard: int) -> SegmentKey:
+        return sequence, first * self._shards.count + shard
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""
@@ -188,7 +204,9 @@ class KvStore:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
             for key in self._keys(segment):
-                self.slab.fork(key, (fork.child, *key[1:]), last - start)
+                child = self._key(fork.child, start, key[1] % self._shards.count)
+                if child not in self.slab or len(self.slab.slots(child)) < last - start:
+                    self.slab.fork(key, child, last - start)
 
     def _grow(self, new: Segment) -> None:
         """Let a sequence continue in another segment, here or elsewhere. What it had planned beyond is empty."""
@@ -215,11 +233,11 @@ class KvStore:
 
     def _make_slots(self, migration: Migration) -> None:
         """For tokens that will arrive; nothing attends to them before the plan that moves their segment here."""
-        key = migration.sequence, 0, 0
+        key = migration.sequence, 0
         if key not in self.slab:
             self.slab.open(key)
         held = len(self.slab.slots(key))
-        if held != migration.start:
+        if held != (migration.start if migration.parent is None else 0):
             raise PlacementError(
                 f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} cannot move to "
                 f"{self.worker}",
@@ -227,7 +245,16 @@ class KvStore:
             )
         self.slab.append(key, migration.stop - migration.start)
 
-    def _check_source(self, migration: Migration) -> None:
+    def slots_of(self, migration: Migration) -> npt.NDArray[np.int32]:
+        """The slots that a migration copies from or to here: a copy, int32 [stop - start]."""
+        slots = self.slab.slots((migration.sequence, 0))
+        return (slots if migration.parent is not None else slots[migration.start : migration.stop]).copy()
+
+    def _hold_source(self, migration: Migration) -> None:
+        """Let a carrier share the slots of tokens that will be read, or check that their sequence keeps them."""
+        if migration.parent is not None:
+            self._share_range(migration, migration.parent)
+            return
         segments = self._segments.get(migration.sequence, [])
         if [segment.tokens for segment in segments] != [(0, None)]:
             raise PlacementError(
@@ -235,9 +262,42 @@ class KvStore:
                 "only a sequence that is entirely on the source can move",
             )
 
+    def _share_range(self, migration: Migration, parent: int) -> None:
+        start, stop = migration.start, migration.stop
+        for first in (segment.tokens[0] for segment in self._segments.get(parent, [])):
+            if first <= start and stop <= first + len(self.slab.slots((parent, first))):
+                self.slab.rearrange([], {(migration.sequence, 0): [((parent, first), start - first, stop - first)]})
+                return
+        raise PlacementError(
+            f"tokens {start} to {stop} of sequence {parent} cannot move from {self.worker}",
+            f"of its segments here, {self._segments.get(parent, [])}, none has all of them",
+        )
+
+    def _switch(self, switch: Switch) -> None:
+        """Let sequences hold a range at the target of its move, and no longer at the source. What they share there they
+        share here: the slots of the carrier."""
+        for new in switch.segments:
+            sequence, (first, last) = new.sequence, new.tokens
+            before = self._segments.pop(sequence, [])
+            after = [segment for segment in moved(before, new) if segment.worker == self.worker]
+            held: list[tuple[int, int, SegmentKey, int]] = []
+            if new.worker == self.worker:
+                carried = first + len(self.slab.slots((switch.carrier, 0)))
+                held.append((first, carried if last is None else last, (switch.carrier, 0), first))
+            for segment in before:
+                start = segment.tokens[0]
+                stop = start + len(self.slab.slots((sequence, start)))
+                held.append((start, min(stop, first), (sequence, start), start))
+                if last is not None:
+                    held.append((max(start, last), stop, (sequence, start), start))
+            parts = {(sequence, segment.tokens[0]): _parts(segment, sorted(held)) for segment in after}
+            self.slab.rearrange([(sequence, segment.tokens[0]) for segment in before], parts)
+            if after:
+                self._segments[sequence] = after
+
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker, self._shards)
-        kept = [*rows.kept, *((pulled.key, pulled.rows) for pulled in rows.pulled)]
+        kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
@@ -297,10 +357,10 @@ class KvStore:
         return tuple(tables)
 
     def _table(self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int]) -> SegmentTable:
-        slots = [
-            self.slab.slots(attend.key)[start - attend.kv_start : stop - attend.kv_start]
-            for attend, start, stop in zip(attends, starts, stops, strict=True)
-        ]
+        slots = []
+        for attend, start, stop in zip(attends, starts, stops, strict=True):
+            first, key = attend.kv_start, self._key(attend.sequence, attend.kv_start, attend.shard)
+            slots.append(self.slab.slots(key)[start - first : stop - first])
         return SegmentTable(
             query_offsets=_offsets([attend.rows for attend in attends]),
             query_start=np.array([attend.start for attend in attends], np.int32),
@@ -353,6 +413,18 @@ class KvStore:
         yield from self._attend(layer, further.tables, q[rows], more, sums)
         merge([out[rows], more], [lse[rows], sums], None, more, sums, self.threads)
         out[rows], lse[rows] = more, sums
+
+
+def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
+    """Where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and the
+    first token of that."""
+    low, high = segment.tokens
+    ends = [stop if high is None else min(stop, high) for _, stop, _, _ in held]
+    return [
+        (key, max(start, low) - origin, stop - origin)
+        for (start, _, key, origin), stop in zip(held, ends, strict=True)
+        if max(start, low) < stop
+    ]
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

@@ -263,7 +263,7 @@ class Placement:
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
-        self._note_crowded(worker)
+        self.note_crowded(worker)
         self._roomiest.clear()
 
     def is_empty(self, worker: str) -> bool:
@@ -274,7 +274,8 @@ class Placement:
         """Idle slots of a worker that must make way."""
         return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
 
-    def _note_crowded(self, worker: str) -> None:
+    def note_crowded(self, worker: str) -> None:
+        """What is reserved or idle on a worker has changed."""
         if self.excess(worker) > 0:
             self.crowded.add(worker)
 
@@ -291,7 +292,7 @@ class Placement:
         for worker, tokens in rows.items():
             reserved[worker] += tokens
             self.left_in_all -= tokens
-            self._note_crowded(worker)
+            self.note_crowded(worker)
         self._roomiest.clear()
         return True
 

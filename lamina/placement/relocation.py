@@ -7,8 +7,7 @@ and reserves slots at the target for each copy. If the target has too few for th
 computed again.
 """
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -46,10 +45,11 @@ class Relocations:
         computed: Callable[[Group], int | None],
         held: Callable[[Group], Mapping[str, int]],
         drop: Callable[[Group], None],
+        numbers: Iterator[int],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: the
         tokens reserved for it, by worker, without those that it shares. ``drop`` gives up the KV of a request for which
-        the target has no room left.
+        the target has no room left. ``numbers``: of migrations.
         """
         self._placement = placement
         self._prefixes = prefixes
@@ -60,12 +60,12 @@ class Relocations:
         self._workers: dict[Group, set[str]] = {}  # with KV of a request, or that have had some
         self._current: Relocation | None = None
         self._begun: list[Migration] = []
-        self._numbers = itertools.count(1)
+        self._numbers = numbers
 
     @property
-    def migrating(self) -> int | None:
+    def migrating(self) -> list[int]:
         """Number of the copy in progress, if any."""
-        return None if self._current is None or self._current.arrived else self._current.number
+        return [] if self._current is None or self._current.arrived else [self._current.number]
 
     def holders(self, worker: str) -> dict[Group, int]:
         """Live requests with KV on ``worker``, one that moves there included, and the tokens that each would free."""
@@ -77,13 +77,12 @@ class Relocations:
 
     def _holds(self, group: Group, worker: str) -> bool:
         """True if a request goes on and has tokens on a worker, shared ones included."""
-        shared = worker == group.home and self._prefixes.shared(group)
+        shared = any(node.worker == worker for node in self._prefixes.path(group))
         return bool(group.alive and (shared or self._held(group).get(worker)))
 
     def _freed(self, group: Group, worker: str) -> int:
         """Tokens that come back if a request leaves a worker."""
-        exclusive = self._prefixes.exclusive(group) if worker == group.home else 0
-        return self._held(group).get(worker, 0) + exclusive
+        return self._held(group).get(worker, 0) + self._prefixes.exclusive(group, worker)
 
     def _present(self, group: Group) -> int:
         """Tokens of a request on its only worker, with those that it shares."""
@@ -117,6 +116,7 @@ class Relocations:
     def follow(self) -> None:
         """The places of the placement have changed. No live request may be on another one."""
         self._residents = {worker: self._residents.get(worker, {}) for worker in self._placement.capacities}
+        self._workers = {group: workers & self._residents.keys() for group, workers in self._workers.items()}
 
     def ended(self, group: Group) -> None:
         """A request has ended, and ``leave`` will be called once no step runs it."""
@@ -170,10 +170,9 @@ class Relocations:
         """True if nothing is on a worker, or on its way there."""
         if self._current is not None and self._current.target == worker:
             return False
-        places = self._placement.touching([worker])
         return not any(
-            self._residents[place] or any(self._prefixes.idle(place)) or self._placement.reserved[place]
-            for place in places
+            self._residents[place] or self._placement.idle[place] or self._placement.reserved[place]
+            for place in self._placement.touching([worker])
         )
 
     def _movable(self, worker: str) -> list[Movable]:

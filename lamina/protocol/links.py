@@ -92,8 +92,8 @@ def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
         case Transport.SHM:
             return ShmEndpoint(member.name)
         case Transport.TCP:
-            listen = {"host": member.bind or member.address, "advertised": member.address}
-            return TcpEndpoint(member.name, secret=member.secret, tls=tls, **listen)
+            own = member.bind or member.address
+            return TcpEndpoint(member.name, secret=member.secret, host=own, advertised=member.address, tls=tls)
         case Transport.RDMA if tls:
             raise TransportError("rdma cannot be encrypted, which --tls requires")
         case Transport.RDMA:

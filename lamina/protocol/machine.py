@@ -12,6 +12,7 @@ from lamina.protocol.messages import Hello, Resources
 from lamina.transport.shm import host
 from lamina.version import __version__
 
+RDMA_DEVICES = Path("/sys/class/infiniband")
 CGROUP = Path("/sys/fs/cgroup")  # inside a container, its own control group
 
 
@@ -32,7 +33,8 @@ def free_memory() -> int:
 
 def greeting() -> Hello:
     """The first message of this process to the engine."""
-    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)))
+    rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
 
 
 def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:

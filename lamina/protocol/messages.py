@@ -154,12 +154,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         host: see ``transport.shm``. machine: its name for people.
         version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+        rdma: the machine has an RDMA device.
     """
 
     host: str
     version: str = ""
     machine: str = ""
     cores: list[int] = []
+    rdma: bool = False
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):

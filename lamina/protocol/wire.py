@@ -37,8 +37,8 @@ NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
 }
 
 
-SegmentKey = tuple[int, int, int]
-"""What a memory worker calls one shard of one of its segments: the sequence, its first token, the shard."""
+SegmentKey = tuple[int, int]
+"""What a memory worker calls one shard of one of its segments: the sequence, and first token * shards + shard."""
 
 
 class SegmentRows(msgspec.Struct, frozen=True, gc=False):
@@ -52,11 +52,6 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     kv_stop: int
     shard: int = 0
 
-    @property
-    def key(self) -> SegmentKey:
-        """Of the segment that the tokens belong to."""
-        return self.sequence, self.kv_start, self.shard
-
 
 class PulledRows(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of a step: tokens whose k and v are fetched, for the segment from ``kv_start`` on."""
@@ -66,11 +61,6 @@ class PulledRows(msgspec.Struct, frozen=True, gc=False):
     rows: int
     kv_start: int
     shard: int = 0
-
-    @property
-    def key(self) -> SegmentKey:
-        """Of the segment that keeps the tokens."""
-        return self.sequence, self.kv_start, self.shard
 
 
 @dataclass(frozen=True)
@@ -147,6 +137,13 @@ def check_placements(plan: StepPlan, shards: HeadShards) -> None:
             check_segments(sequence, segments, shards)
     for segment in plan.moved:
         check_segments(segment.sequence, [segment], shards)
+    for segment in (segment for switch in plan.switches for segment in switch.segments):
+        start, stop = segment.tokens
+        if start < 0 or (stop is not None and stop <= start) or not shards.allows(segment.heads):
+            raise PlacementError(
+                f"sequence {segment.sequence} moves to {segment.worker}: heads {segment.heads} tokens {segment.tokens}",
+                f"a range that moves must have tokens; {_heads_rule(shards)}",
+            )
     for segment in plan.grown:
         first, last = segment.tokens
         if first < 1 or last is not None or not shards.allows(segment.heads):
@@ -189,7 +186,7 @@ def message_rows(
                     pulled.append(PulledRows(sequence, row + low - start, high - low, first, shard))
                 elif low < high:
                     adding.append((row + low - start, high - low))
-                    kept.append(((sequence, first, shard), high - low))
+                    kept.append(((sequence, first * shards.count + shard), high - low))
                 seen = min(visible, last)
                 if first < seen:
                     attend = SegmentRows(

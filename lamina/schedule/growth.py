@@ -60,7 +60,7 @@ class Growth:
             lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
             if lacking <= 0:
                 continue
-            holders = self._relocations.holders(worker)
+            holders = {group: freed for group, freed in self._relocations.holders(worker).items() if freed}
             if len(holders) > 1:
                 for group in victims(holders, lacking, self._policy):
                     self._drop(group)

@@ -134,6 +134,19 @@ class Lane:
             return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
+    def is_settled(self, group: Group) -> bool:
+        """True if the prompt of a request has been computed and given to its completions, and to the prefix cache."""
+        return (
+            group.forked and self.completed >= group.until and group not in self.dealt and group not in self.prompts_run
+        )
+
+    def exist(self, group: Group, completion: Completion) -> int:
+        """Tokens of a completion that decodes whose KV exists; 0 if it does not decode."""
+        if completion.sequence not in self.decoding:
+            return 0
+        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
+        return max(self.decoding.position(completion.sequence) - planned, completion.goal)
+
     def computed(self, group: Group) -> int | None:
         """Tokens of a request whose steps have completed; None if it cannot move now.
 
@@ -143,8 +156,7 @@ class Lane:
         several = others or len(first.segments) > 1
         if several or first.sequence not in self.decoding or self.completed < group.until:
             return None
-        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
-        return max(self.decoding.position(first.sequence) - planned, first.goal)
+        return self.exist(group, first)
 
     def retire(self) -> list[Group]:
         """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""

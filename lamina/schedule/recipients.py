@@ -9,16 +9,17 @@ a sequence with the first plan in which it runs it, which may be long after the 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from lamina.pipeline import Pipeline
-from lamina.segments import for_sequence, forked, grown
+from lamina.segments import for_sequence, forked, grown, moved
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Fork, Segment, StepPlan
+from lamina.types import Admission, DecodeRows, Fork, Segment, StepPlan, Switch
 
+NOTHING_KEPT: Mapping[str, Mapping[int, int]] = {}
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
 
 _NOTHING: dict[str, Any] = {
@@ -31,6 +32,7 @@ _NOTHING: dict[str, Any] = {
     "migrations": [],
     "histories": {},
     "grown": [],
+    "switches": [],
 }
 
 
@@ -62,19 +64,33 @@ class Recipients:
         self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
+        self._carriers = set[int]()  # of moves in progress
 
-    def apply(self, topology: Topology) -> None:
-        """A new epoch: compute workers know of no sequence any more, and those of lost memory workers are forgotten."""
+    def apply(self, topology: Topology, kept: Mapping[str, Mapping[int, int]] = NOTHING_KEPT) -> None:
+        """A new epoch: compute workers know of no sequence any more, and those of lost memory workers are forgotten.
+
+        Of cached prefixes, what is ``kept`` on workers that are left stays: tokens by worker and sequence.
+        """
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
         self._untold.clear()
-        lost = {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)}
+        self._shorten(topology, kept)
+        lost = {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)} | self._carriers
+        self._carriers.clear()
         struck = {self._admissions[one].sequence for one in lost if one in self._admissions}  # else a cached prefix
         lost |= {one for one, told in self._admissions.items() if told.sequence in struck}
         self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
         self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
         self._segments = {one: self._segments[one] for one in self._homes}
         self._knowing = {one: set(homes) for one, homes in self._homes.items()}
+
+    def _shorten(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
+        """Cached prefixes end where the first of their workers that was lost held tokens."""
+        lengths = {one: tokens for sequences in kept.values() for one, tokens in sequences.items()}
+        for one, homes in self._homes.items():
+            if one in lengths and one not in self._admissions and not topology.names.issuperset(homes):
+                self._segments[one] = forked(self._segments[one], one, lengths[one])
+                self._homes[one] = list(dict.fromkeys(segment.worker for segment in self._segments[one]))
 
     def change(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch. Those that left hold no KV any more."""
@@ -94,24 +110,7 @@ class Recipients:
             for worker in workers:
                 parts.setdefault(worker, {}).setdefault(name, []).append(item)
 
-        for fork in plan.forks:
-            add(self._fork(fork, replicas, now), "forks", fork)
-        self._release(plan, replicas, now)
-        for segment in plan.moved:
-            add([*self._homes[segment.sequence], segment.worker], "moved", segment)
-            self._place(segment.sequence, [segment], replicas, now)
-        for migration in plan.migrations:
-            add((migration.source, migration.target), "migrations", migration)
-            self._knowing[migration.sequence].add(migration.target)
-        for admission in plan.admitted:
-            add(self._admit(admission, replicas), "admitted", admission)
-        for segment in plan.grown:
-            before, (first, _) = self._segments[segment.sequence], segment.tokens
-            ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
-            add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
-            self._place(segment.sequence, grown(before, segment), replicas, now)
-        if plan.grown:
-            self._decoding.pop(plan.lane, None)
+        self._place_all(plan, replicas, now, add)
         decoding = self._decoding.get(plan.lane)
         strange = self._strange(plan, replicas, decoding)
         if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
@@ -128,6 +127,37 @@ class Recipients:
         addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
         return addressed + self._whole(plan, replicas, strange, now)
 
+    def _place_all(
+        self, plan: StepPlan, replicas: tuple[str, ...], now: float, add: Callable[[Iterable[str], str, object], None]
+    ) -> None:
+        """Follow what a plan says of places, in the order in which workers apply it, and ``add`` it to their parts."""
+        for switch in plan.switches:
+            for worker, segments in self._switch(switch, replicas).items():
+                add([worker], "switches", Switch(switch.carrier, segments))
+        for fork in plan.forks:
+            add(self._fork(fork, replicas, now), "forks", fork)
+        self._release(plan, replicas, now)
+        for segment in plan.moved:
+            add([*self._homes[segment.sequence], segment.worker], "moved", segment)
+            self._place(segment.sequence, [segment], replicas, now)
+        for migration in plan.migrations:
+            add((migration.source, migration.target), "migrations", migration)
+            if migration.parent is not None:
+                self._begin(migration.sequence, [])
+                self._carriers.add(migration.sequence)
+            self._knowing[migration.sequence] |= {migration.source, migration.target}
+        for admission in plan.admitted:
+            add(self._admit(admission, replicas), "admitted", admission)
+        for segment in plan.grown:
+            before, (first, _) = self._segments[segment.sequence], segment.tokens
+            ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
+            add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
+            self._place(segment.sequence, grown(before, segment), replicas, now)
+        if plan.grown:
+            self._decoding.pop(plan.lane, None)
+        if plan.switches:
+            self._decoding.clear()
+
     def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
         """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""
         while self._untold:
@@ -140,6 +170,7 @@ class Recipients:
     def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
         for sequence in plan.released:
             self._admissions.pop(sequence, None)  # a cached prefix has none
+            self._carriers.discard(sequence)
             del self._homes[sequence], self._segments[sequence]
             for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
@@ -157,6 +188,23 @@ class Recipients:
             self._forget(worker, sequence, now)
         self._knowing[sequence] = {*homes, *self._knowing[sequence].intersection(replicas)}
         self._segments[sequence], self._homes[sequence] = segments, homes
+
+    def _switch(self, switch: Switch, replicas: tuple[str, ...]) -> dict[str, list[Segment]]:
+        """Returns what has moved, by worker that is told: all that run the sequence, except these replicas, have lost
+        some of it, or hold more of it now."""
+        told: dict[str, list[Segment]] = {}
+        for new in switch.segments:
+            before = self._segments[new.sequence]
+            after = moved(before, new)
+            sources = [one.worker for one in before if one not in after]
+            knowing = self._knowing[new.sequence]
+            runs = [worker for worker in self._computes if worker in knowing and worker not in replicas]
+            for worker in dict.fromkeys([*sources, new.worker, *runs]):
+                told.setdefault(worker, []).append(new)
+            homes = list(dict.fromkeys(segment.worker for segment in after))
+            self._knowing[new.sequence] = knowing.difference(self._homes[new.sequence]).union(homes)
+            self._segments[new.sequence], self._homes[new.sequence] = after, homes
+        return told
 
     def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> list[str]:
         """Returns the memory workers with shared segments."""

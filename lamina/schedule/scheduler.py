@@ -15,9 +15,8 @@ that is still being drawn. If a sequence has ended, its row is discarded.
 ``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
 and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
 
-If no memory worker has had room for a request for long, although all together have, sequences move, one at a time
-(``lamina.placement.relocation``). A sequence that moves keeps decoding while its KV is copied. Then it pauses: once its
-steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it.
+If no memory worker has had room for a request for long, although all together have, sequences move, one at a time,
+with a short pause (``lamina.placement.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
 """
 
 import itertools
@@ -35,6 +34,7 @@ from lamina.schedule.growth import Growth
 from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
+from lamina.schedule.moves import Moves
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
@@ -77,19 +77,23 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        numbers = itertools.count(1)
         self._relocations = Relocations(
             placement,
             self.prefixes,
-            lambda group: self._lanes[group.lane].computed(group),
+            lambda group: None if self.moves.touches(group) else self._lanes[group.lane].computed(group),
             lambda group: self._lanes[group.lane].held(group),
             self.drop,
+            numbers,
         )
+        self.moves = Moves(placement, self.prefixes, self._relocations, self._lanes, self._sequences, numbers)
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
         self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
         self._holding = Holding(self._admissions, self.drop)
+        self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
     def _new_lane(self) -> Lane:
@@ -117,9 +121,9 @@ class Scheduler:
         return min(self._seats.total + waiting, self.limits.max_sequences)
 
     @property
-    def migrating(self) -> int | None:
-        """Number of the migration in progress, if any."""
-        return self._relocations.migrating
+    def migrating(self) -> list[int]:
+        """Numbers of the migrations in progress."""
+        return [*self.moves.numbers, *self._relocations.migrating]
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -179,6 +183,7 @@ class Scheduler:
         for own in self._lanes:
             own.withdraw()
             self._retire(own)
+        self.moves.cancel()
         self._relocations.cancel()
         lost = self.placement.lost(topology)
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
@@ -199,6 +204,7 @@ class Scheduler:
         return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
 
     def _follow(self, topology: Topology) -> None:
+        self.prefixes.lose(self.placement.lost(topology))
         self.placement.apply(topology)
         self.prefixes.follow()
         self._relocations.follow()
@@ -245,6 +251,7 @@ class Scheduler:
         self._moving = False
         self._seats = Seats(self.active)
         deal_again(self._lanes, self._seats, self._relocations.is_paused, self._holding.may_run)
+        self.moves.restart()
         self._admissions.given_back()
         self._ready.restart()
         for lane, own in enumerate(self._lanes):
@@ -270,6 +277,7 @@ class Scheduler:
                 return None
             self._move()
         own = self._lanes[lane]
+        switches = self.moves.switches()
         forks = own.forks()
         for group in own.prompts_computed():
             self.prefixes.keep_prompt(group)
@@ -289,21 +297,22 @@ class Scheduler:
         fits = self.placement.grow(own.decoding.workers)
         more_forks, more_released = self.prefixes.changes()
         forks += beams.forks + more_forks
-        released += beams.released + more_released
+        released += [*beams.released, *more_released, *self.moves.released()]
+        migrations += self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = self.placement.expand(own.grown), []
-        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences or grown_here):
+        changes = forks, released, admitted, chunks, rows, moved, migrations
+        if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or switches):
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
             # KV of its own has been dropped.
             if fits and not own.ending:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        changes = forks, released, admitted, chunks, rows, moved, migrations
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here)
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, switches)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -334,6 +343,7 @@ class Scheduler:
         for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
             self.placement.release(worker, tokens)  # the last one releases the prompt, which all share
         completion.released = True
+        self.moves.leave(group, completion)
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
@@ -378,8 +388,9 @@ class Scheduler:
 
     def migrated(self, number: int) -> None:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
-        relocation = self._relocations.expected(number)
-        if relocation is None:
+        if self.moves.arrive(number):
+            self._ready.wake()
+        if (relocation := self._relocations.expected(number)) is None:
             return
         group = relocation.group
         (completion,) = group.completions
@@ -405,6 +416,7 @@ class Scheduler:
             return {}
         own.completed += 1
         self._admissions.step_completed()
+        self.moves.step_completed()
         if own.finished:
             self._retire(own)
         return planned.drawn(own.decoding.members)

@@ -6,6 +6,7 @@ control plane has no latency. All slowness of workers and all messages between t
 """
 
 import bisect
+import heapq
 import itertools
 import math
 import time
@@ -26,7 +27,7 @@ from lamina.protocol.timeline import Span
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
-from lamina.segments import grown
+from lamina.segments import grown, moved
 from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
@@ -115,7 +116,8 @@ class Simulation:
         self._requests = [_Numbers(_requests) for _ in lanes]
         self._decoding = [_Numbers(self._homes_of) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
-        self._migration: tuple[float, int] | None = None  # end of the latest, and its number
+        self._migrations: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
+        self._sources: dict[str, float] = {}  # when each worker has sent all that leaves it
         self._steps = 0
         self._queued_s = self._refused_s = 0.0
         self._next = 0  # of the arrivals
@@ -178,7 +180,7 @@ class Simulation:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
-        return min(arrival, fault, math.inf if self._migration is None else self._migration[0])
+        return min(arrival, fault, self._migrations[0][0] if self._migrations else math.inf)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -186,9 +188,8 @@ class Simulation:
         while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
             self._strike(self._faults[self._next_fault], now)
             self._next_fault += 1
-        if self._migration is not None and self._migration[0] <= now:
-            self._scheduler.migrated(self._migration[1])
-            self._migration = None
+        while self._migrations and self._migrations[0][0] <= now:
+            self._scheduler.migrated(heapq.heappop(self._migrations)[1])
         while (
             self._next < len(self._arrival_s)
             and self._arrival_s[self._next] <= now
@@ -228,6 +229,7 @@ class Simulation:
     def _place(self, sequence: int, segments: list[Segment]) -> None:
         self._segments[sequence] = segments
         self._homes[sequence] = self._numbers[segments[-1].worker]
+        self._split.pop(sequence, None)
         if len(segments) > 1:
             self._split[sequence] = [(self._numbers[each.worker], *each.tokens) for each in segments]
 
@@ -285,15 +287,22 @@ class Simulation:
             self._launch(now)
 
     def _submit(self, plan: StepPlan, now: float) -> None:
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self._segments:  # else it only holds a cached prefix
+                self._place(segment.sequence, moved(self._segments[segment.sequence], segment))
+        if plan.switches:
+            for numbers in self._decoding:
+                numbers.forget()
         for sequence in plan.released:
-            if self._homes.pop(sequence, None) is not None:  # else it only held a cached prefix
+            if self._homes.pop(sequence, None) is not None:  # else it only held a cached prefix, or was a carrier
                 del self._segments[sequence]
                 self._split.pop(sequence, None)
         for segment in plan.moved:
             self._place(segment.sequence, [segment])
-        for migration in plan.migrations:  # one at a time; the one before may have been cancelled
+        for migration in plan.migrations:  # a source serves one at a time; it may have been cancelled meanwhile
             seconds = self._model.migration_seconds(migration.stop - migration.start)
-            self._migration = now + seconds, migration.number
+            end = self._sources[migration.source] = max(now, self._sources.get(migration.source, 0.0)) + seconds
+            heapq.heappush(self._migrations, (end, migration.number))
         for admission in plan.admitted:
             self._place(admission.sequence, admission.segments)
         for segment in plan.grown:

@@ -27,7 +27,7 @@ SUSTAINED = 0.94
 """Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
 a few minutes does not show in its percentiles."""
 
-MOST_REPLAYED = 1000
+MOST_REPLAYED = 400
 """Requests of a trace whose prompts have something in common: these are replayed in order, from the first one on."""
 
 WORSE = 3.0

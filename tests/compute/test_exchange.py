@@ -331,7 +331,7 @@ def test_a_prompt_alone_is_answered_too() -> None:
             attend(cluster, exchange, layer, [np.ones((5, *shape), np.float32) for shape in heads], None)
         thread.join(TIMEOUT_S)
         store = cluster.memories["memory0"].store
-        slots = store.slab.slots((0, 0, 0))
+        slots = store.slab.slots((0, 0))
         for layer, spec in enumerate(SPECS):
             held = bytearray(len(slots) * spec.kv_bytes_per_token(store.dtype))
             store.device.read(layer, slots, memoryview(held))

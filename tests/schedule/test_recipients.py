@@ -15,7 +15,7 @@ from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
-from lamina.segments import by_sequence, for_sequence, forked, grown
+from lamina.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.types import (
     Admission,
     AttentionSpec,
@@ -50,7 +50,19 @@ def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, 
         or any(worker in (migration.source, migration.target) for migration in plan.migrations)
         or any(segment.worker == worker for admission in plan.admitted for segment in admission.segments)
         or any(segment.worker == worker or ends(had.get(segment.sequence, ()), segment) for segment in plan.grown)
+        or any(
+            segment.worker == worker or overlaps(had.get(segment.sequence, ()), segment)
+            for switch in plan.switches
+            for segment in switch.segments
+        )
     )
+
+
+def overlaps(had: Sequence[Segment], new: Segment) -> bool:
+    """Whether some of the tokens of ``new`` are in segments that a worker has."""
+    first, last = new.tokens
+    spans = [segment.tokens for segment in had]
+    return any((last is None or start < last) and (stop is None or stop > first) for start, stop in spans)
 
 
 def ends(had: Sequence[Segment], new: Segment) -> bool:
@@ -81,6 +93,9 @@ class Replica:
         self.segments: dict[int, list[Segment]] = {}
 
     def apply(self, plan: StepPlan) -> None:
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self.segments:
+                self.segments[segment.sequence] = moved(self.segments[segment.sequence], segment)
         for fork in plan.forks:
             if fork.parent in self.segments:
                 self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
@@ -113,6 +128,7 @@ class Told(Driver):
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
+        self.moves = 0
         self.late: dict[int, float] = {}  # released sequences that some memory worker still holds
 
     def come(self, name: str) -> None:
@@ -134,10 +150,14 @@ class Told(Driver):
         runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
         expected = {self.computes[number] for number in runs}
         expected |= {name for name in CAPACITIES if concerns(plan, tables[name], name, had[name])}
-        assert by_name.keys() == expected
+        aside = set(self.computes).difference(expected)  # they may run sequences that move, with other plans
+        assert by_name.keys() - aside == expected and (plan.switches or not by_name.keys() & aside)
         for name, part in parts:
             self.told[name] += 1
-            if name in self.theirs:
+            if name in aside:
+                self.replicas[name].apply(part)
+                assert not part.runs and part.switches
+            elif name in self.theirs:
                 same(self.theirs[name].apply(part), tables[name])
             else:
                 self.replicas[name].apply(part)
@@ -166,6 +186,15 @@ class Told(Driver):
     def on_plan(self, plan: StepPlan) -> None:
         self.take(plan)
 
+    def move(self) -> None:
+        """Some tokens of a request go to the other memory worker, if they can."""
+        scheduler = self.turn.scheduler
+        groups = [group for lane in scheduler._lanes for group in lane.running]
+        if groups:
+            source, target = self.chance.sample(list(CAPACITIES), 2)
+            scheduler.moves.try_move(self.chance.choice(groups), source, target, self.chance.randint(1, 20))
+            self.moves = scheduler.moves.counts.moves
+
 
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
@@ -188,10 +217,12 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
         if chance.random() < 0.1:
             one = chance.choice([pipeline.start, *pipeline.choices])
             driver.turn.scheduler.use_lanes(one.lanes, one.rotates)
+        driver.move()
         driver.turn_once()
     for _ in range(ENOUGH):
         if not driver.live and not driver.turn.in_flight:
             break
+        driver.move()
         driver.turn_once()
     assert driver.ended == Counter(map(str, range(requests)))
     driver.tell_overdue(float("inf"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lamina.cluster import sizing
 from lamina.cluster.bringup import Cluster
+from lamina.cluster.gather import Wish
 from lamina.config import EngineConfig
 from lamina.engine import engine
 from lamina.models import directory
@@ -20,12 +21,11 @@ from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.map import Placement
 from lamina.placement.recovery import latest
 from lamina.plan import hardware, models
-from lamina.protocol.control import Bootstrap, ControlServer
+from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import StepDone
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
-from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS, request
 
@@ -167,14 +167,14 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
 
 
 class NoWorkers:
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        raise AssertionError(f"{name} was started")
-
     def ended(self) -> Mapping[str, str]:
         return {}
 
-    def end(self, worker: str) -> None:
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
+
+    def wishes(self) -> list[Wish]:
+        return []
 
     def close(self) -> None:
         pass

@@ -124,7 +124,7 @@ class RemoteWorkers:
             except (zmq.ZMQError, OSError, RuntimeError) as error:
                 raise _cannot_listen(where, port, error) from error
             undo.pop_all()
-        self.port = int(self._socket.last_endpoint.decode().rpartition(":")[2])
+        self.port = int(bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])
         self._lock = threading.Condition()  # of everything below
         self._supervisors: dict[bytes, _Supervisor] = {}
         self._vacancies: list[_Vacancy] = []
@@ -340,9 +340,9 @@ class RemoteWorkers:
                 self._look_for_silence(liveness)
                 leaving, outbox = self._over, list(self._outbox)
                 self._outbox.clear()
-            for identity, message in outbox:
+            for identity, answer in outbox:
                 with contextlib.suppress(zmq.ZMQError):  # it has gone: its silence tells
-                    self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
+                    self._socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
             if leaving:
                 return
 
