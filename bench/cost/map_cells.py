@@ -1,7 +1,7 @@
 """Cells of `lamina plan --map`, simulated: the cheapest ways on one kind and on two, at the highest load that holds.
 
     python -m bench.cost.map_cells                         # the cells below; many minutes
-    python -m bench.cost.map_cells --cell 4096 512 3686    # prompt, output, tokens that all prompts share
+    python -m bench.cost.map_cells --cell 4096 128 3686    # prompt, output, tokens that all prompts share
 
 Llama-3-70B on up to 8 H100 and 8 H20, at the rents of the second Lamina paper. Requests arrive at random.
 """
@@ -16,16 +16,15 @@ from lamina.plan.map import cells
 from lamina.plan.reuse import Sessions
 from lamina.plan.ways import Capacity, Slo
 from lamina.plan.workload import TracedRequest, Workload, of_lengths
-from lamina.simulate.trial import Course, Trial
+from lamina.simulate.trial import MOST, Course, Trial
 
 MODEL, COMPUTE, MEMORY, COUNT = "Llama-3-70B", "h100", "h20", 8
-CELLS = ((4096, 128, 0), (16384, 512, 0), (65536, 512, 0), (256, 2048, 0), (4096, 512, 3686), (4096, 8192, 0))
-REQUESTS = 400
+CELLS = ((4096, 128, 0), (16384, 512, 0), (65536, 512, 0), (256, 2048, 0), (4096, 128, 3686))
 
 
 def trace(workload: Workload, shared: int) -> list[TracedRequest]:
     """Requests of one length, a second apart on average, whose prompts begin alike."""
-    times = np.cumsum(np.random.default_rng(0).exponential(1.0, REQUESTS)).tolist()
+    times = np.cumsum(np.random.default_rng(0).exponential(1.0, MOST)).tolist()
     prompt, output = round(workload.prompt), round(workload.output)
     if not shared:
         return []

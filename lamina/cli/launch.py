@@ -8,6 +8,7 @@ import typer
 
 from lamina.cli import options
 from lamina.config import EngineConfig
+from lamina.errors import ConfigError
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
@@ -26,8 +27,14 @@ def launch(
             help="Processes that speak HTTP, tokenise and detokenise; 0: the engine's own process does it.",
         ),
     ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --ray: print where workers would run, and start nothing.")
+    ] = False,
 ) -> None:
     """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it."""
+    if dry_run:
+        _print_placement(config)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
@@ -45,6 +52,23 @@ def launch(
         model = find(config.model, weights=False)
         with FrontendProcesses(frontends, model.path, listener) as processes, Lamina.from_config(config) as lamina:
             processes.serve(lamina.engine, on_ready=lambda: _ready(lamina.engine, url(listener)))
+
+
+def _print_placement(config: EngineConfig) -> None:
+    """Raises ConfigError if the Ray cluster has too little room."""
+    from rich.table import Table
+
+    from lamina.cli.console import print_table
+    from lamina.launch import join_ray, ray_bundles
+
+    if config.ray is None:
+        raise ConfigError("dry-run prints a placement on a Ray cluster: give --ray auto, or the address of its head")
+    table = Table("worker", "takes", "node")
+    bundles = ray_bundles(config)
+    for worker, node in join_ray(config)[1].items():
+        takes = ", ".join(f"{name} {amount:g}" for name, amount in bundles[worker].items())
+        table.add_row(worker, takes, node)
+    print_table(table)
 
 
 def _invite(config: EngineConfig) -> None:
@@ -68,7 +92,7 @@ def _ready(engine: "Engine", url: str) -> None:
         f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
-        f"  network  {', '.join(summary(engine.cluster.links))}\n\n"
+        f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
     )

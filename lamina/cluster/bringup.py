@@ -16,7 +16,7 @@ from lamina.cluster.gather import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
@@ -79,7 +79,7 @@ class Cluster:
     """What the engine needs to know about a running cluster."""
 
     computes: tuple[str, ...]
-    capacities: Mapping[str, int]  # token slots by memory worker
+    capacities: Mapping[str, int]  # token slots by worker that holds KV
     attentions: tuple[AttentionSpec, ...]
     dtype: DType
     parameters: int
@@ -105,7 +105,8 @@ class Cluster:
             return Member(name, role, self.kinds.get(name, CPU), self.hosts.get(name, ""), self.capacities.get(name, 0))
 
         computes = [member(name, "compute") for name in self.computes]
-        return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
+        memories = [member(name, "memory") for name in self.capacities if name not in self.computes]
+        return Topology(self.epoch, (*computes, *memories), self.pipeline)
 
 
 def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
@@ -131,15 +132,18 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = _with_turns(plan, len(loaded.attentions) + 1)
     shards = _shards(plan, loaded)
-    control.send(plan.memories, Inspect())  # not before: weights may be loaded where they are
-    capacities = _capacities(plan, loaded, gather.all(Resources, plan.memories, CONNECT_TIMEOUT_S))
+    local = plan.computes if plan.compute_setup.local else ()
+    holders = (*local, *plan.memories)
+    control.send(holders, Inspect())  # not before: weights may be loaded where they are
+    capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype, shards.count)
     for name, capacity in capacities.items():
-        threads = plan.threads("memory", plan.greetings[name])
-        control.send([name], msgspec.structs.replace(setup, capacity=capacity, threads=threads))
+        threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
+        own = local_setup(setup) if name in local else setup
+        control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
     fabric = _fabric(workers, plan, loaded, setup)
-    gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
+    gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(

@@ -1,4 +1,8 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
+"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+
+Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+attended here while memory workers attend to theirs.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,6 +15,7 @@ import torch
 from lamina.compute.device.base import Array, Carrier, Floats, Partial
 from lamina.compute.device.moves import Moves
 from lamina.compute.links import Mail
+from lamina.compute.local import LocalShare
 from lamina.heads import WHOLE, HeadShards
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
@@ -88,8 +93,9 @@ class StepExchange:
         carrier: Carrier,
         rows: int,
         shards: HeadShards = WHOLE,
+        share: LocalShare | None = None,
     ) -> None:
-        """``carrier``: of the rows."""
+        """``carrier``: of the rows. ``share``: of the step in this worker's own memory."""
         self.rows = rows
         self._shards = shards
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
@@ -100,7 +106,11 @@ class StepExchange:
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
+        self._share = share
+        self._share_source = self._source(share.queries) if share is not None else None
+        self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
+        named = [worker for worker in named if share is None or worker != share.worker]
         shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
@@ -110,6 +120,8 @@ class StepExchange:
         self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
         here = [] if self._local is None else [self._local.source]
+        if self._share_source is not None and len(self._share_source.rows):
+            here.append(self._share_source)
         self._transfers = carrier.transfers(
             Moves(
                 self._total,
@@ -228,6 +240,17 @@ class StepExchange:
             return None
         return self._carrier.attend(output, self._local.rows, self._local.segments, spec)
 
+    def attend_here(self, index: int, output: SliceOutput) -> bool:
+        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        step has nothing there."""
+        if self._share is None:
+            return False
+        q, k, v = output.arrays
+        total = self._total
+        found = self._share.attend(index, q[:total], k[:total], v[:total])
+        self._partial_here = None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
+        return True
+
     @property
     def peers(self) -> list[str]:
         """The memory workers that reply to every attention."""
@@ -240,6 +263,8 @@ class StepExchange:
         """
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
         here = [] if self._local is None or chunks is None else [chunks]
+        if self._partial_here is not None:
+            here.append(self._partial_here)
         replies = [(letter.slot, letter.body) for letter in letters]
         out = self._transfers.merged(spec, here, replies, sinks)
         for letter in letters:

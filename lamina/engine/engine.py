@@ -76,14 +76,16 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
+        topology, longest = cluster.topology, config.kv_tokens_per_worker
         self._turn = Turn(
             limits,
-            placement(config.partition, cluster.capacities, cluster.shards, config.kv_tokens_per_worker),
+            placement(config.partition, cluster.capacities, cluster.shards, longest, topology.local),
             cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace

@@ -74,7 +74,7 @@ class Joins:
         self._joiners: dict[str, Joiner] = {}
         self._numbers = {
             "compute": itertools.count(len(topology.computes)),
-            "memory": itertools.count(len(topology.capacities)),
+            "memory": itertools.count(len(topology.memories)),
         }
         self._members = topology.names
         self._stale: tuple[type[ToEngine], set[str]] | None = None  # answers to a conversation that was given up
@@ -100,7 +100,7 @@ class Joins:
         if role == "memory":
             conversation = prepare_memory(self._control, self._fabric, name, kind, self._promised)
         else:
-            conversation = prepare_compute(self._control, self._fabric, name, kind)
+            conversation = prepare_compute(self._control, self._fabric, name, kind, self._promised)
         joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
         self._joiners[name] = joiner
         self._advance(joiner, None)

@@ -140,9 +140,11 @@ class Moves:
 
         Returns how many move; 0 if the bound, the request or the target refuses: try again later.
         """
-        if not self._placement.moves or source == target or target in self._placement.closed:
+        placement = self._placement
+        if not placement.moves or source == target or target in placement.closed:
             return 0
-        if not self.may_begin(source):
+        apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
+        if not apart or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
         if part is None:

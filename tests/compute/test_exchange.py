@@ -160,7 +160,7 @@ def connected(
     capacity: int = 200,
     device: str = "cpu",
 ) -> Iterator[Connected]:
-    """Slots hold a few rows; larger messages are fetched."""
+    """Slots hold a few rows; larger messages are fetched. ``device``: of the first memory worker."""
     per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in specs)
     plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, 4 * lease_nbytes(4096), links=4)
     stations = [Station(name, ShmEndpoint(name), plan) for name in ("compute0", *names)]
@@ -169,7 +169,11 @@ def connected(
     compute, *others = stations
     try:
         mail = Mail(compute.hub, compute.channels, compute.fetcher(), 1)
-        memories = {one.name: Memory(one, overlap, specs, shards, capacity, device) for one in others}
+        devices = [device, *["cpu"] * len(others)]  # Triton's interpreter runs in one thread at a time
+        memories = {
+            one.name: Memory(one, overlap, specs, shards, capacity, own)
+            for one, own in zip(others, devices, strict=False)
+        }
         yield Connected(compute, mail, memories, specs, HeadShards(max(spec.kv_heads for spec in specs), shards))
     finally:
         for station in stations:

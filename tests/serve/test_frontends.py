@@ -79,7 +79,7 @@ def values(metrics: str) -> dict[str, float]:
 
 def idle(server: Server) -> bool:
     held = values(httpx.get(f"{server.url}/metrics", timeout=RUN_S).text)
-    return held["lamina_requests_running"] == held['lamina_kv_slots_used{worker="memory0"}'] == 0
+    return held["lamina_requests_running"] == held['lamina_kv_slots_used{worker="compute0"}'] == 0
 
 
 @pytest.mark.parametrize("chat", [False, True])
