@@ -61,6 +61,9 @@ class KvElement(enum.Enum):
         return size + 4 if self.scaled else size * DType(self.value).itemsize
 
 
+Partition = Literal["auto", "request", "head", "token"]
+"""How a user says what of a request's KV goes to one memory worker, see ``lamina.placement.partition``."""
+
 LoadFormat = Literal["auto", "dummy"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
@@ -320,7 +323,8 @@ class CompletionOutput:
 class Segment:
     """(sequence, memory worker, head range, token range): the one unit of KV placement.
 
-    ``tokens`` is [start, stop) in positions; a stop of None means that the segment grows with its sequence.
+    ``heads`` is [first, stop) of the KV heads, ``tokens`` is [start, stop) in positions; a stop of None means that the
+    segment grows with its sequence.
     """
 
     sequence: int

@@ -141,8 +141,12 @@ class Moves:
 
         Returns how many move; 0 if the bound, the request or the target refuses: try again later.
         """
-        takes = target in self._placement.capacities and target not in self._placement.closed
-        if source == target or not takes or not self.may_begin(source):
+        placement = self._placement
+        takes = target in placement.capacities and target not in placement.closed
+        if not placement.moves or source == target or not takes:
+            return 0
+        apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
+        if not apart or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
         if part is None or group.searches:
@@ -197,10 +201,34 @@ class Moves:
     # -- the switch ---------------------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> bool:
-        """All tokens of a migration are at their target. False if it is not one of these, or has been cancelled."""
+        """All tokens of a migration are at their target. False if there is nothing to plan for it: it was cancelled.
+
+        A sequence that moves as a whole pauses (``lamina.placement.relocation``).
+        """
         if number in self._moves:
             self._moves[number].arrived = True
-        return number in self._moves
+            return True
+        relocation = self._relocations.expected(number)
+        if relocation is None:
+            return False
+        (completion,) = relocation.group.completions
+        decoding = self.lanes[relocation.group.lane].decoding
+        if completion.sequence in decoding:
+            relocation.position = decoding.pause(completion.sequence)
+        relocation.arrived = relocation.position is not None
+        return relocation.arrived
+
+    def relocated(self, lane: int) -> list[Segment]:
+        """The new segments of a sequence of this lane that has moved as a whole, and resumes with this plan."""
+        own = self.lanes[lane]
+        finished = self._relocations.finish(lane, own.completed)
+        if finished is None:
+            return []
+        group, position = finished
+        (completion,) = group.completions
+        own.decoding.resume(group, completion, position)
+        self.on_end()
+        return completion.segments
 
     def switches(self) -> list[Switch]:
         """For the plan that begins now: what has arrived is used from it on. Called before anything else is planned."""

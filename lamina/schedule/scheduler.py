@@ -23,10 +23,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
-from lamina.groups import Completion, Group, Owner
+from lamina.groups import Completion, Drawn, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest
+from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
@@ -35,12 +35,13 @@ from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
+from lamina.schedule.pace import Pace
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
 from lamina.schedule.suspects import Hold
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
+from lamina.types import Admission, DecodeRows, Request, SamplingParams, StepPlan
 
 
 class Scheduler:
@@ -58,10 +59,11 @@ class Scheduler:
         kv_heads: int,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens."""
+        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -69,7 +71,8 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._lanes = [self._new_lane() for _ in range(lanes)]
+        self._pace = pace
+        self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
         self._moving = False
@@ -92,12 +95,12 @@ class Scheduler:
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
-        self.moves.on_end = self._admissions.given_back
         self._holding = Holding(self._admissions, self.drop)
+        self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
-    def _new_lane(self) -> Lane:
-        return Lane(self.placement.longest, allowance=self.limits.max_num_batched_tokens)
+    def _new_lane(self, number: int) -> Lane:
+        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
 
     @property
     def waiting(self) -> int:
@@ -133,15 +136,17 @@ class Scheduler:
         """Raises RequestError, with the figures, for a request that can never be served."""
         self.limits.check(prompt_length, params, self.placement)
 
-    def add(self, request: Request) -> Group:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
         self.check(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
-        group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
+        heads, expand = (0, self._kv_heads), self.placement.expand
+        group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
         self._admissions.add(group)
         return group
@@ -184,7 +189,7 @@ class Scheduler:
             self._retire(own)
         self.moves.cancel()
         self._relocations.cancel()
-        lost = self.placement.capacities.keys() - topology.names
+        lost = self.placement.lost(topology)
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
@@ -197,12 +202,17 @@ class Scheduler:
             own.ending = [owner for owner in own.ending if owner not in gone]
             for group, completion in gone:
                 self._give_back(group, completion)
-        self.prefixes.apply(topology)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
+        self._follow(topology)
         self._move()
-        return Remains(kept(self._lanes, self.prefixes, self.placement.capacities), len(dropped), recomputed)
+        remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
+        return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
+
+    def _follow(self, topology: Topology) -> None:
+        self.prefixes.lose(self.placement.lost(topology))
+        self.placement.apply(topology)
+        self.prefixes.follow()
+        self._relocations.follow()
+        self._admissions.follow()
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -235,12 +245,8 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
-        self.prefixes.apply(topology)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
-        more = topology.pipeline.lanes - len(self._lanes)
-        self._lanes += [self._new_lane() for _ in range(more)]
+        self._follow(topology)
+        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
 
     def _move(self) -> None:
@@ -279,7 +285,7 @@ class Scheduler:
         for group in own.prompts_computed():
             self.prefixes.keep_prompt(group)
         released = self._release(own)
-        moved = self._relocated(lane)
+        moved = self.moves.relocated(lane)
         own.decoding.let_go()
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
@@ -300,7 +306,7 @@ class Scheduler:
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
-        grown_here, own.grown = own.grown, []
+        grown_here, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, chunks, rows, moved, migrations
         if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or switches):
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
@@ -346,18 +352,6 @@ class Scheduler:
             self.prefixes.let_go(group)
             self._relocations.leave(group)
 
-    def _relocated(self, lane: int) -> list[Segment]:
-        """The new segment of a sequence of this lane that has moved and resumes with this plan."""
-        own = self._lanes[lane]
-        finished = self._relocations.finish(lane, own.completed)
-        if finished is None:
-            return []
-        group, position = finished
-        (completion,) = group.completions
-        own.decoding.resume(group, completion, position)
-        self._admissions.given_back()
-        return completion.segments
-
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
         return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
@@ -387,16 +381,6 @@ class Scheduler:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
         if self.moves.arrive(number):
             self._ready.wake()
-        if (relocation := self._relocations.expected(number)) is None:
-            return
-        group = relocation.group
-        (completion,) = group.completions
-        own = self._lanes[group.lane]
-        if completion.sequence in own.decoding:
-            relocation.position = own.decoding.pause(completion.sequence)
-        if relocation.position is not None:
-            relocation.arrived = True
-            self._ready.note_change(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
