@@ -11,7 +11,16 @@ from typing import Annotated
 
 from lamina.errors import ConfigError
 from lamina.settings import Meaning, settings
-from lamina.types import MOST_MINI_BATCHES, DType, DTypeName, KvCacheDType, LoadFormat, Pipelining, TransportName
+from lamina.types import (
+    MOST_MINI_BATCHES,
+    DType,
+    DTypeName,
+    KvCacheDType,
+    LoadFormat,
+    Partition,
+    Pipelining,
+    TransportName,
+)
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -28,7 +37,13 @@ class EngineConfig:
     ] = None
     _: KW_ONLY
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
-    memory: Annotated[str, Meaning("Memory workers, kind:count joined by commas.")] = "cpu:1"
+    memory: Annotated[
+        str | None,
+        Meaning(
+            "Memory workers, kind:count joined by commas; local is the compute worker's own spare memory, which costs "
+            "no message. Default: local with one compute worker, else cpu:1."
+        ),
+    ] = None
     load_format: Annotated[
         LoadFormat,
         Meaning("auto reads safetensors; dummy makes seeded random weights of the right shapes, for benchmarks."),
@@ -67,6 +82,15 @@ class EngineConfig:
         int,
         Meaning("Size of one step: a row for every sequence that decodes, the others for prompts.", "token rows", ge=1),
     ] = 2048
+    slo_tbt_ms: Annotated[
+        int | None,
+        Meaning(
+            "Target of the time between tokens: prompts that arrive are computed in chunks so small that a step is "
+            "predicted to take no longer while others decode. Default: chunks fill max_num_batched_tokens.",
+            unit="milliseconds",
+            ge=1,
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
         Meaning(
@@ -75,6 +99,15 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meaning(
+            "Share of a GPU's memory that may be in use once memory workers have taken theirs; weights and other "
+            "programs count.",
+            ge=0.1,
+            le=1.0,
+        ),
+    ] = 0.9
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(
@@ -84,6 +117,13 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    partition: Annotated[
+        Partition,
+        Meaning(
+            "What of a request's KV is on one memory worker: all of it (request), some of its heads (head) or an equal "
+            "part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one."
+        ),
+    ] = "auto"
     threads: Annotated[
         int | None,
         Meaning(
@@ -156,6 +196,17 @@ class EngineConfig:
         str | None,
         Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
     ] = None
+    ray: Annotated[
+        str | None,
+        Meaning(
+            "Ray cluster that places and starts all workers: auto for the one that this machine is part of, or the "
+            "HOST:PORT of its head. Default: no Ray."
+        ),
+    ] = None
+    kind: Annotated[
+        str | None,
+        Meaning("With ray: resources that kinds of workers need, name=resource joined by commas: rtx3090=my_gpu."),
+    ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
@@ -180,6 +231,13 @@ class EngineConfig:
                 "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
             )
+        if self.partition == "request" and self.kv_tokens_per_worker is not None:
+            raise ConfigError(
+                "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
+                "on one: leave out one of them"
+            )
+        if self.kind is not None and self.ray is None:
+            raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
 

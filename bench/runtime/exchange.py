@@ -102,27 +102,27 @@ class Case:
         for station in (self.compute, *self.memories):
             station.endpoint.close()
 
-    def step(self, layers: int) -> float:
-        """Seconds of host time per attention of one step, without those that memory workers take."""
+    def step(self, layers: int) -> list[float]:
+        """Seconds of host time of each attention of one step, without those that memory workers take."""
         rows = list(range(self.rows))
         plan = StepPlan(0, 0, self.turn, [], [], [], [], DecodeRows(rows, [CONTEXT] * self.rows, []))
         self.turn += layers
         exchange = StepExchange(plan, self.segments, self.mail, DType.BFLOAT16, Overlap(), 1, self.rows)
-        busy_s = 0.0
+        times: list[float] = []
         for layer in range(layers):
-            begun = time.thread_time()
+            begun = time.perf_counter()
             exchange.send(layer, SPEC, self.output)
             self.mail.expect(0, exchange.peers)
-            busy_s += time.thread_time() - begun
+            sending_s = time.perf_counter() - begun
             for memory in self.memories:
                 _answer(memory)
-            begun = time.thread_time()
+            begun = time.perf_counter()
             while missing := self.mail.missing[0]:
                 self.mail.wait(self.compute.endpoint.wait, missing, WAIT_S)
             exchange.gather(SPEC, None, None)
             self.mail.flush()
-            busy_s += time.thread_time() - begun
-        return busy_s / layers
+            times.append(sending_s + time.perf_counter() - begun)
+        return times
 
 
 def _fetch_nothing(peer: str, fetch: Fetch) -> None:
@@ -155,7 +155,7 @@ def main() -> None:
         case = Case(rows, workers)
         try:
             case.step(4)
-            us = statistics.median(case.step(args.layers) for _ in range(args.rounds)) * 1e6
+            us = statistics.median(each for _ in range(args.rounds) for each in case.step(args.layers)) * 1e6
         finally:
             case.close()
         table.add_row(str(rows), str(workers), f"{us:.0f}")

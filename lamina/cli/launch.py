@@ -8,6 +8,7 @@ import typer
 
 from lamina.cli import options
 from lamina.config import EngineConfig
+from lamina.errors import ConfigError
 
 
 @options.engine_options
@@ -23,8 +24,14 @@ def launch(
             help="Processes that speak HTTP, tokenise and detokenise; 0: the engine's own process does it.",
         ),
     ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --ray: print where workers would run, and start nothing.")
+    ] = False,
 ) -> None:
     """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it."""
+    if dry_run:
+        _print_placement(config)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
     from lamina.serve.server import bind, serve, url
 
@@ -48,6 +55,23 @@ def launch(
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
             processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener)))
+
+
+def _print_placement(config: EngineConfig) -> None:
+    """Raises ConfigError if the Ray cluster has too little room."""
+    from rich.table import Table
+
+    from lamina.cli.console import print_table
+    from lamina.launch import join_ray, ray_bundles
+
+    if config.ray is None:
+        raise ConfigError("dry-run prints a placement on a Ray cluster: give --ray auto, or the address of its head")
+    table = Table("worker", "takes", "node")
+    bundles = ray_bundles(config)
+    for worker, node in join_ray(config)[1].items():
+        takes = ", ".join(f"{name} {amount:g}" for name, amount in bundles[worker].items())
+        table.add_row(worker, takes, node)
+    print_table(table)
 
 
 def _invite(config: EngineConfig) -> None:

@@ -1,4 +1,8 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
+"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+
+Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+attended here while memory workers attend to theirs.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,7 +14,9 @@ import torch
 
 from lamina.compute.device.base import Attend, Floats, Partial
 from lamina.compute.links import Letter, Mail
+from lamina.compute.local import LocalShare
 from lamina.compute.runner import attend_natively
+from lamina.heads import WHOLE, HeadShards
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
@@ -31,7 +37,8 @@ from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
 
 @dataclass(frozen=True)
 class Source:
-    """Where partials for ``rows`` of the step go: they become partial number ``part[i]`` of row ``rows[i]``."""
+    """Where partials go: they become partial number ``part[i]`` of ``rows[i]``, which count shards of the step's rows
+    (``MessageRows``)."""
 
     rows: npt.NDArray[np.int64]
     part: npt.NDArray[np.int64]
@@ -61,9 +68,10 @@ class Remote:
 
 @dataclass(frozen=True)
 class Local:
-    """Prompt chunks attend to themselves here, while their K and V travel."""
+    """Prompt chunks, ``rows`` of the step, attend to themselves here with all heads, while their K and V travel."""
 
     segments: SegmentTable
+    rows: npt.NDArray[np.int64]
     source: Source
 
 
@@ -98,19 +106,28 @@ class StepExchange:
         threads: int,
         rows: int,
         attend: Attend | None = None,
+        shards: HeadShards = WHOLE,
+        share: LocalShare | None = None,
     ) -> None:
-        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``."""
+        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``. ``share``: of the step
+        in this worker's own memory."""
         self.rows = rows
+        self._shards = shards
+        self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._attend = attend or functools.partial(attend_natively, threads=threads)
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
         self._dtype = dtype
         self._threads = threads
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total, np.int64)  # partials each row has so far
+        self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
+        self._share = share
+        self._share_source = self._source(share.queries) if share is not None else None
+        self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
-        shares = {worker: message_rows(plan, segments, worker) for worker in named}
+        named = [worker for worker in named if share is None or worker != share.worker]
+        shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
             for worker, share in shares.items()
@@ -145,12 +162,21 @@ class StepExchange:
         table = SegmentTable(
             query_offsets=bounds, query_start=start, kv_offsets=bounds, kv_start=start, slots=indices.astype(np.int32)
         )
-        return Local(table, self._source(indices))
+        count = self._shards.count
+        return Local(table, indices, self._source((indices[:, None] * count + np.arange(count)).ravel()))
+
+    def _of_shard(self, spec: AttentionSpec) -> AttentionSpec:
+        """``spec`` with the heads of one shard."""
+        if self._shards.count == 1:
+            return spec
+        if spec not in self._specs:
+            self._specs[spec] = self._shards.spec(spec)
+        return self._specs[spec]
 
     @property
     def local_rows(self) -> int:
         """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
-        return 0 if self._local is None else len(self._local.source.rows)
+        return 0 if self._local is None else len(self._local.rows)
 
     def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
         """Send the queries of attention ``index`` ahead of k and v, where the step's overlap says so.
@@ -186,23 +212,38 @@ class StepExchange:
         shape = (spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim)
         sizes = remote.sizes.get(shape)
         if sizes is None:
+            spec = self._of_shard(spec)
             bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
             sizes = remote.sizes[shape] = body_nbytes(spec, self._dtype, remote.rows), bulk
         return remote.channel.begin(self._lane, self._turn + index, *sizes)
 
     def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, k: Array, v: Array) -> None:
         """Put k and v of prompt chunks where the memory worker fetches them once the request has arrived."""
-        nbytes, at = spec.kv_bytes_per_token(self._dtype), 0
+        nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
+        count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
             rows = slice(piece.row, piece.row + piece.rows)
-            message.lay_out(at, [k[rows], v[rows]])
+            both = [k[rows], v[rows]]
+            if count > 1:
+                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard]) for one in both]
+            message.lay_out(at, both)
             at += piece.rows * nbytes
 
     def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        return self._attend(output, self._local.source.rows, self._local.segments, spec)
+        return self._attend(output, self._local.rows, self._local.segments, spec)
+
+    def attend_here(self, index: int, output: SliceOutput) -> bool:
+        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        step has nothing there."""
+        if self._share is None:
+            return False
+        q, k, v = output.arrays
+        total = self._total
+        self._partial_here = self._share.attend(index, q[:total], k[:total], v[:total])
+        return True
 
     @property
     def peers(self) -> list[str]:
@@ -216,9 +257,11 @@ class StepExchange:
         """
         gathering = self._gathering(spec)
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
-        partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
-        partials += self._read(spec, letters)
-        if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they arrived
+        partials = [] if self._local is None or chunks is None else [(self._local.source, *self._cut(chunks))]
+        if self._share_source is not None and self._partial_here is not None:
+            partials.append((self._share_source, *self._partial_here))
+        partials += self._read(self._of_shard(spec), letters)
+        if len(partials) == 1 and self._are_all(partials[0][0].rows):  # in order, as they arrived
             outs, lses = [partials[0][1]], [partials[0][2]]
         else:
             outs, lses = self._scattered(spec, partials)
@@ -254,14 +297,31 @@ class StepExchange:
     ) -> tuple[list[Floats], list[Floats]]:
         """Partials number 0, 1, ... of all rows; lse is -inf where a row has fewer."""
         outs, lses = self._buffer(spec)
+        shape = len(outs), len(self._parts)
+        shards_outs, shards_lses = outs.reshape(*shape, -1, spec.v_dim), lses.reshape(*shape, -1)  # views
         for source, part, lse in partials:
-            outs[source.part, source.rows] = part
-            lses[source.part, source.rows] = lse
+            shards_outs[source.part, source.rows] = part
+            shards_lses[source.part, source.rows] = lse
         return list(outs), list(lses)
 
+    def _cut(self, chunks: Partial) -> Partial:
+        """Partials of rows, as partials of their shards."""
+        (out, lse), count = chunks, self._shards.count
+        if count == 1:
+            return chunks
+        shards = len(out) * count
+        return out.reshape(shards, -1, out.shape[2]), lse.reshape(shards, -1)
+
+    def _are_all(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether these are all rows in order; with several shards, they come shard by shard."""
+        return self._shards.count == 1 and len(rows) == self._total
+
     def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
-        """Rows of ``array``; a view if they are all of them in order."""
-        return array[: self._total] if len(rows) == self._total else array[rows]
+        """Shards of rows of ``array`` [T, H, D]; a view if they are all of them in order."""
+        if self._are_all(rows):
+            return array[: self._total]
+        count = self._shards.count
+        return array[rows] if count == 1 else _sharded(array, count)[rows // count, rows % count]
 
     def _buffer(self, spec: AttentionSpec) -> Partial:
         """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
@@ -273,3 +333,9 @@ class StepExchange:
             shape = (self._most_parts, self._total, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
+
+
+def _sharded(array: Array, count: int) -> Array:
+    """A view [T, count, H / count, D] of rows [T, H, D]."""
+    rows, heads, size = array.shape
+    return array.reshape(rows, count, heads // count, size)

@@ -47,6 +47,9 @@ class SliceRunner:
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
         *self._inner, self._last = model.with_weights(tensors)
 
+    def reserve(self, rows: int) -> None:
+        """Nothing: the system gives memory when it is written to."""
+
     def padded(self, rows: int) -> int:
         """See ``padded``."""
         return padded(rows)

@@ -159,6 +159,9 @@ class StepRun:
         exchange.send(index, spec, output)
         timeline.add("send", lane, begun)
         self._context = output.context
+        begun = timeline.now()
+        if exchange.attend_here(index, output):
+            timeline.add("attention", lane, begun)
         if exchange.local_rows:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(spec, output)

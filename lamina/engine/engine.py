@@ -27,7 +27,7 @@ from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.groups import Completion, Drawn, Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
-from lamina.placement.map import Placement
+from lamina.placement.partition import placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
 from lamina.protocol.timeline import Timeline
@@ -77,15 +77,16 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
-        self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
+        topology, longest = cluster.topology, config.kv_tokens_per_worker
         self._turn = Turn(
             limits,
-            Placement(cluster.capacities, config.kv_tokens_per_worker),
+            placement(config.partition, cluster.capacities, cluster.shards, longest, topology.local),
             cluster.pipeline,
             attentions=len(cluster.attentions),
-            kv_heads=self._kv_heads,
+            kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
@@ -350,7 +351,7 @@ class Engine:
                 self._scheduler.finish(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
-        check_placements(plan, self._kv_heads)
+        check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
         self._moved += len(plan.moved)
         for workers, part in self._members.recipients.of(plan, now):

@@ -139,7 +139,7 @@ class Members:
         """
         pools, role = self.pools, self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.can_lose(role)):
-            raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
+            raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
         deaths = self._deaths(lost)
         for worker in lost:
             self._workers.end(worker, cut=True)
@@ -170,7 +170,9 @@ class Members:
         self.recipients.apply(topology, remains.kept)
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
-        self.tell(topology.computes, EndEpoch(topology))
+        self.tell([name for name in topology.computes if name not in remains.kept], EndEpoch(topology))
+        if not topology.members:  # nobody has anything to end
+            self._begin_epoch(self._ending)
         return remains.poison
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
@@ -200,8 +202,11 @@ class Members:
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending
-        if ending is None or not ending.note(worker, message):
-            return
+        if ending is not None and ending.note(worker, message):
+            self._begin_epoch(ending)
+
+    def _begin_epoch(self, ending: Ending) -> None:
+        """All members are ready for the next epoch."""
         self._ending = None
         self._record.settle(self.topology)
         self.recoveries += 1

@@ -113,6 +113,10 @@ class Pools:
         self._fabric.launcher.check(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
+        if self._fabric.compute_setup.local:
+            raise ConfigError(
+                "local memory works with one compute worker so far; start with --memory cpu:1 to add compute workers"
+            )
         replicas = len(self.topology.computes) + self._joins.count("compute") + count
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:
@@ -128,15 +132,15 @@ class Pools:
             for member in self.topology.members
             if member.role == role and member.name not in self._leaves.names
         ]
-        if count >= len(staying):
+        if count >= len(staying) + (role == "memory" and bool(self.topology.local)):
             raise ConfigError(
                 f"the {role} pool has {len(staying)}, of which one must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
             )
         if role == "compute":
             return staying[-count:]
-        reserved = self._turn.scheduler.placement.reserved
-        return sorted(staying, key=lambda name: reserved[name])[:count]
+        placement = self._turn.scheduler.placement
+        return sorted(staying, key=lambda name: placement.held([name]))[:count]
 
     def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
         """Start another worker, on behalf of ``resize`` or as a replacement."""
@@ -168,9 +172,11 @@ class Pools:
         return self._restarts[role].most > 0 or self._fabric.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way."""
-        awaited = self._awaited.get(role, 0.0) > self._control.liveness.awake_s
-        return awaited or self._joins.count(role) > 0 or any(one == role for _, one, _ in self._due)
+        """True if another worker of this role is on its way; a compute worker may bring memory too."""
+        roles: set[Role] = {role, "compute"} if self._fabric.compute_setup.local else {role}
+        now = self._control.liveness.awake_s
+        awaited = any(self._awaited.get(one, 0.0) > now or self._joins.count(one) for one in roles)
+        return awaited or any(one in roles for _, one, _ in self._due)
 
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if

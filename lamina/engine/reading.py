@@ -110,7 +110,7 @@ def _placement(group: Group | None) -> tuple[Segment, ...]:
         dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
         for kept in [group.kept(completion)]
-        for segment in completion.segments
+        for segment in group.expand(completion.segments)
         for start, stop in [segment.tokens]
         if start < max(kept, 1)
     )

@@ -63,6 +63,7 @@ def again(group: Group, sequences: Iterator[int]) -> Group:
         completions,
         group.arrival,
         heads=group.heads,
+        expand=group.expand,
         gave_way=group.gave_way,
         cached_tokens=group.cached_tokens,
     )

@@ -13,7 +13,7 @@ Until the switch nothing depends on the move: if a worker is lost, or the owner 
 what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.6).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.groups import Completion, Group
@@ -79,7 +79,10 @@ class Moved:
 
 
 class Moves:
-    """The moves in progress."""
+    """The moves in progress.
+
+    ``on_end`` is called when slots come back with one.
+    """
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class Moves:
     ) -> None:
         """``lanes``: all of them, also those added later. ``sequences``, ``numbers``: of carriers and migrations."""
         self.counts = Moved()
+        self.on_end: Callable[[], None] = _nothing
         self._placement = placement
         self._prefixes = prefixes
         self._relocations = relocations
@@ -118,9 +122,7 @@ class Moves:
     def touches(self, group: Group) -> bool:
         """True if some tokens of a request are moving."""
         path = self._prefixes.path(group) if self._moves else []
-        return any(
-            move.group is group or any(one in path for one in _nodes(move)) for move in self._moves.values()
-        )
+        return any(move.group is group or any(one in path for one in _nodes(move)) for move in self._moves.values())
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -138,7 +140,11 @@ class Moves:
 
         Returns how many move; 0 if the bound, the request or the target refuses: try again later.
         """
-        if source == target or target in self._placement.closed or not self.may_begin(source):
+        placement = self._placement
+        if not placement.moves or source == target or target in placement.closed:
+            return 0
+        apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
+        if not apart or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
         if part is None:
@@ -199,7 +205,7 @@ class Moves:
         return number in self._moves
 
     def switches(self) -> list[Switch]:
-        """For the plan that begins now: what has arrived is used from it on. Call it before anything else is planned."""
+        """For the plan that begins now: what has arrived is used from it on. Called before anything else is planned."""
         switches = []
         for move in [one for one in self._moves.values() if one.arrived]:
             ended = not move.group.alive if move.completion is None else move.completion.finished
@@ -267,6 +273,7 @@ class Moves:
 
     def _forget(self, move: Move, worker: str) -> None:
         """Give back the copy on ``worker``."""
+        self.on_end()
         self._placement.will_release(worker, move.tokens)
         self._placement.release(worker, move.tokens)
         if move.tree is not None and move.node is not None:
@@ -300,6 +307,10 @@ class Moves:
             self._forget(move, move.source)
         self._switched.clear()
         self._released.clear()
+
+
+def _nothing() -> None:
+    """Nobody waits for slots."""
 
 
 def _nodes(move: Move) -> list[Node]:

@@ -11,6 +11,7 @@ from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
 from lamina.schedule.lanes import chooser
 from lamina.schedule.limits import Limits
+from lamina.schedule.pace import Pace
 from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
@@ -50,10 +51,15 @@ class Turn:
         plan_ahead: bool = True,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        step_bound_s: float | None = None,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``: as for ``Scheduler``."""
-        self.scheduler = Scheduler(limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache)
+        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``: as for ``Scheduler``.
+        ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no longer."""
+        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas)
+        self.scheduler = Scheduler(
+            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace
+        )
         self.in_flight: dict[int, StepPlan] = {}
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun
@@ -96,6 +102,8 @@ class Turn:
 
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
+        if self._pace is not None:
+            self._pace.replicas = topology.pipeline.replicas
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
@@ -136,6 +144,8 @@ class Turn:
         The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
         """
         plan = self.in_flight.pop(done.step)
+        if self._pace is not None and done.rows:
+            self._pace.note(plan, done.busy_s, done.waited_s)
         if self._suspects.searching:
             self._clear_suspects(plan)
         if self._chooser is not None and done.rows:

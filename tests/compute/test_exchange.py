@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
 from lamina.errors import DeadlineError, PlacementError
+from lamina.heads import HeadShards
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS
@@ -62,9 +63,13 @@ SPECS = [
 class Memory:
     """A memory worker on a thread of this process: the worker's own body, without its control plane."""
 
-    def __init__(self, station: Station, overlap: Overlap) -> None:
+    def __init__(
+        self, station: Station, overlap: Overlap, specs: list[AttentionSpec], shards: int, capacity: int, device: str
+    ) -> None:
         self.station = station
-        self.store = KvStore(station.name, SPECS, DType.FLOAT32, 200, 1, overlap)
+        self.store = KvStore(
+            station.name, specs, DType.FLOAT32, capacity, 1, overlap, device=device, head_shards=shards
+        )
         self.puller = Puller(station.fetch, station.arena, station.plan, self.store)
 
     def pull(self, turn: int) -> None:
@@ -84,7 +89,7 @@ class Memory:
 
         def answer() -> None:
             channel = self.station.channels["compute0"]
-            for layer, spec in enumerate(SPECS):
+            for layer, spec in enumerate(self.store.attentions):
                 shape = (len(step.rows.queries), spec.query_heads, spec.v_dim)
                 out, lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
                 turn, slot, at, body = plan.turn + layer, -1, 0, memoryview(b"")
@@ -116,7 +121,7 @@ class Memory:
                     self.puller.add("compute0", request.bulk_at, layer, step, done)
                 elif request.fetched_at >= 0:
                     done()
-                self.pull(turn if layer == len(SPECS) - 1 else -1)
+                self.pull(turn if layer == len(self.store.attentions) - 1 else -1)
                 parts = [out, lse] if len(step.rows.queries) else []
                 message = channel.begin(0, turn, sum(part.nbytes for part in parts))
                 message.send(parts)
@@ -136,12 +141,21 @@ class Connected(NamedTuple):
     compute: Station
     mail: Mail
     memories: dict[str, Memory]
+    specs: list[AttentionSpec]
+    shards: HeadShards
 
 
 @contextmanager
-def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
-    """Slots hold a few rows; larger messages are fetched."""
-    per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in SPECS)
+def connected(
+    names: tuple[str, ...],
+    overlap: Overlap,
+    specs: list[AttentionSpec] = SPECS,
+    shards: int = 1,
+    capacity: int = 200,
+    device: str = "cpu",
+) -> Iterator[Connected]:
+    """Slots hold a few rows; larger messages are fetched. ``device``: of the first memory worker."""
+    per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in specs)
     plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, 4 * lease_nbytes(4096), links=4)
     stations = [Station(name, ShmEndpoint(name), plan) for name in ("compute0", *names)]
     pairs = [("compute0", name) for name in names]
@@ -149,7 +163,12 @@ def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
     compute, *others = stations
     try:
         mail = Mail(compute.hub, compute.channels, compute.fetcher(), 1)
-        yield Connected(compute, mail, {station.name: Memory(station, overlap) for station in others})
+        devices = [device, *["cpu"] * len(others)]  # Triton's interpreter runs in one thread at a time
+        memories = {
+            one.name: Memory(one, overlap, specs, shards, capacity, own)
+            for one, own in zip(others, devices, strict=False)
+        }
+        yield Connected(compute, mail, memories, specs, HeadShards(max(spec.kv_heads for spec in specs), shards))
     finally:
         for station in stations:
             station.endpoint.close()
@@ -159,7 +178,7 @@ def attend(
     cluster: Connected, exchange: StepExchange, layer: int, tensors: Sequence[np.ndarray], sinks: np.ndarray | None
 ) -> np.ndarray:
     """One attention as a step runs it."""
-    spec = SPECS[layer]
+    spec = cluster.specs[layer]
     q, k, v = map(torch.from_numpy, tensors)
     output = SliceOutput((q, k, v))
     exchange.send_queries(layer, spec, q)

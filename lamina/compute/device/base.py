@@ -34,9 +34,6 @@ class Device(Protocol):
     def runner(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> "Runner":
         """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``."""
 
-    def free_bytes(self) -> int:
-        """Bytes of the device's own memory that are free; 0 if it has none of its own."""
-
 
 class Runner(Protocol):
     """Runs one slice at a time; attention is left to the caller.
@@ -52,6 +49,12 @@ class Runner(Protocol):
     @property
     def sinks(self) -> Sequence[Floats | None]:
         """The sink logits float32 [Hq] of each attention, or None."""
+
+    def reserve(self, rows: int) -> None:
+        """Take the device's memory that steps of up to ``rows`` rows need, and keep it.
+
+        Raises torch.OutOfMemoryError if there is too little.
+        """
 
     def padded(self, rows: int) -> int:
         """The number of rows that ``rows`` are padded to."""

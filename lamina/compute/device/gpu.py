@@ -36,10 +36,6 @@ class Gpu:
         """See ``Device``."""
         return GpuRunner(model, tensors, self._kit)
 
-    def free_bytes(self) -> int:
-        """See ``Device``."""
-        return self._kit.free_bytes()
-
 
 @dataclass
 class _Placed:
@@ -69,6 +65,17 @@ class GpuRunner:
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Run a step of ``rows`` rows on zeros: torch keeps what it has once allocated."""
+        count = self.padded(rows)
+        step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
+        attention, context = None, tuple[Tensor, ...]()
+        for index, spec in enumerate(self.attentions):
+            output = self.run(index, step, attention, context, None)
+            attention, context = output.q.new_zeros(count, spec.query_heads, spec.v_dim), output.context
+        if attention is not None:
+            self.logits(step, attention, context, torch.arange(min(count, ROWS[-1])))
 
     def padded(self, rows: int) -> int:
         """See ``Runner``."""
