@@ -183,14 +183,11 @@ def _take_over(
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    if config.ray is not None:
+        return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
     by_heads = config.partition == "head"
-    apart = config.memory_cores is not None or by_heads or config.ray is not None
-    memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
+    memory = pool.memory_pool(config.memory, pool.parse(config.compute), config.memory_cores is not None or by_heads)
     if LOCAL in (entry.kind for entry in memory):
-        if config.ray is not None:
-            raise ConfigError(
-                "ray starts memory workers of their own, and memory local needs none: give another memory"
-            )
         if by_heads:
             raise ConfigError("partition head divides heads among memory workers, and local memory has all of them")
         if config.memory_cores is not None and len(memory) == 1:
@@ -223,12 +220,16 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
     """The kind of each worker on a Ray cluster. Raises ConfigError."""
-    known = [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
-    texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory}
+    known = _known_to_ray(config)
+    texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory or pool.CPU}
     return {
         role: [entry.kind for entry in pool.parse(text, known) for _ in range(entry.count)]
         for role, text in texts.items()
     }
+
+
+def _known_to_ray(config: EngineConfig) -> list[str]:
+    return [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:

@@ -85,7 +85,7 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> dict[Role, int]:
-        """How many members each role has."""
+        """How many workers each pool has."""
         return {"compute": len(self.computes), "memory": len(self.memories)}
 
     def lacks(self, lost: Collection[str]) -> Role | None:

@@ -90,8 +90,8 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
-    head_shards: int = 1
     wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
+    head_shards: int = 1
 
     @property
     def shards(self) -> HeadShards:
@@ -160,7 +160,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         plan.kinds,
         fabric,
-        shards.count,
+        head_shards=shards.count,
     )
 
 

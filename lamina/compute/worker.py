@@ -286,14 +286,12 @@ class ComputeWorker:
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:
-        """Wait for one message; returns its lane, if it is complete. Raises DeadlineError."""
-        number = self._mail.wait(self._wait, peers, timeout_s)
-        if number is None:
-            return None
-        lane = self._lanes[number]
-        if lane.steps and not self._mail.missing[number]:
-            self._note_wait(lane)
-        return lane
+        """Wait for messages; returns the lane of the last one. Raises DeadlineError."""
+        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.wait(self._wait, peers, timeout_s))]
+        for lane in lanes:
+            if lane.steps and not self._mail.missing[lane.number]:
+                self._note_wait(lane)
+        return lanes[-1] if lanes else None
 
     def _note_wait(self, lane: Lane) -> None:
         """How long a slice waited whose last message has just arrived, if no slice ran when it did."""
@@ -381,16 +379,7 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan,
-            self._segments,
-            self._mail,
-            self._runner.dtype,
-            self._overlap,
-            self._threads,
-            rows,
-            self._runner.attend,
-            self._shards,
-            share,
+            plan, self._segments, self._mail, self._overlap, self._runner, rows, self._shards, share
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)

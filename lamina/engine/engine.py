@@ -15,6 +15,7 @@ from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
 from lamina.engine.members import Members, Save
+from lamina.engine.placement import PlacementView
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
 from lamina.engine.runtime import Submission
@@ -37,7 +38,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.topology import Role, Topology
-from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan
+from lamina.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +88,13 @@ class Engine:
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
+            balance=config.balance,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
+        element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
+        self._placement = PlacementView(self._scheduler, cluster.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
@@ -232,7 +236,7 @@ class Engine:
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        found = (prefixes.queried, prefixes.hit)
+        found = (prefixes.queried, prefixes.hit, self._placement.stats)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:
@@ -295,6 +299,7 @@ class Engine:
         self._run_commands()
         self._members.turn()
         now = time.monotonic()
+        self._placement.look(now)
         for plan in self._turn.plan(now):
             self._send(plan, now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):

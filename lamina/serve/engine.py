@@ -113,7 +113,7 @@ def describe(engine: Engine) -> str:
         f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
-        f"  network  {', '.join(summary(engine.cluster.links))}\n"
+        f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
     )
 
 

@@ -67,7 +67,7 @@ def check_greedy(
     kv_tokens_per_worker: int | None = None,
 ) -> None:
     """``holders``: the workers that hold KV of the requests in the end."""
-    target = Target.GPU if compute.startswith("emulated") else Target.CPU
+    target = Target.CPU if compute.startswith("cpu") else Target.GPU
     reference = write_prepared(served(family), tmp_path, target=target)
     draw = random.Random(family)
     prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in lengths]
