@@ -77,8 +77,8 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         plan.kv_cache_dtype,
         {member.name: member.kind for member in before.members},
         fabric,
-        saved.wanted,
-        saved.memory_setup.head_shards,
+        wanted=saved.wanted,
+        head_shards=saved.memory_setup.head_shards,
     )
 
 

@@ -77,7 +77,8 @@ class Supervisor:
         self._secret: Secret = configured(config.secret_file) or new()
         self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
         # Workers of other machines end with the engine that they have joined.
-        self._restarts = Restarts(config.max_restarts if config.listen is None else 0)
+        elsewhere = config.listen is not None or config.ray is not None
+        self._restarts = Restarts(0 if elsewhere else config.max_restarts)
         self._workers = LocalWorkers()
         self._told: set[str] = set()  # exits that the engine knows of
         self._saved: bytes | None = None

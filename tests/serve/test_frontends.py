@@ -83,7 +83,7 @@ def values(metrics: str) -> dict[str, float]:
 def idle(server: Server) -> bool:
     held = values(httpx.get(f"{server.url}/metrics", timeout=RUN_S).text)
     used = [value for name, value in held.items() if name.startswith("lamina_kv_slots_used{")]
-    return held["lamina_requests_running"] == sum(used) == 0 and len(used) == 1
+    return held["lamina_requests_running"] == sum(used) == 0 and len(used) == 2
 
 
 @pytest.mark.parametrize("chat", [False, True])
