@@ -11,7 +11,17 @@ from typing import Annotated
 
 from lamina.errors import ConfigError
 from lamina.settings import Meaning, settings
-from lamina.types import MOST_MINI_BATCHES, DType, DTypeName, KvCacheDType, LoadFormat, Pipelining, TransportName
+from lamina.types import (
+    MOST_MINI_BATCHES,
+    Balance,
+    DType,
+    DTypeName,
+    KvCacheDType,
+    LoadFormat,
+    Partition,
+    Pipelining,
+    TransportName,
+)
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -28,7 +38,13 @@ class EngineConfig:
     ] = None
     _: KW_ONLY
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
-    memory: Annotated[str, Meaning("Memory workers, kind:count joined by commas.")] = "cpu:1"
+    memory: Annotated[
+        str | None,
+        Meaning(
+            "Memory workers, kind:count joined by commas; local is the compute worker's own spare memory, which costs "
+            "no message. Default: local with one compute worker, else cpu:1."
+        ),
+    ] = None
     load_format: Annotated[
         LoadFormat,
         Meaning("auto reads safetensors; dummy makes seeded random weights of the right shapes, for benchmarks."),
@@ -67,6 +83,15 @@ class EngineConfig:
         int,
         Meaning("Size of one step: a row for every sequence that decodes, the others for prompts.", "token rows", ge=1),
     ] = 2048
+    slo_tbt_ms: Annotated[
+        int | None,
+        Meaning(
+            "Target of the time between tokens: prompts that arrive are computed in chunks so small that a step is "
+            "predicted to take no longer while others decode. Default: chunks fill max_num_batched_tokens.",
+            unit="milliseconds",
+            ge=1,
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
         Meaning(
@@ -75,6 +100,15 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meaning(
+            "Share of a GPU's memory that may be in use once memory workers have taken theirs; weights and other "
+            "programs count.",
+            ge=0.1,
+            le=1.0,
+        ),
+    ] = 0.9
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(
@@ -84,6 +118,13 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    partition: Annotated[
+        Partition,
+        Meaning(
+            "What of a request's KV is on one memory worker: all of it (request), some of its heads (head) or an equal "
+            "part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one."
+        ),
+    ] = "auto"
     threads: Annotated[
         int | None,
         Meaning(
@@ -114,12 +155,19 @@ class EngineConfig:
             "Keep the KV of ended requests in slots that no other needs, for requests that begin with the same tokens."
         ),
     ] = True
+    balance: Annotated[
+        Balance,
+        Meaning(
+            "What moves KV between memory workers while it is in use: bandwidth evens out the time that they need to "
+            "read theirs, throughput and ledger are the policies of Infinite-LLM and DistKV-LLM; off: nothing does."
+        ),
+    ] = "off"
     plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
     max_restarts: Annotated[
         int,
         Meaning(
-            "Lost workers of each pool that are replaced within ten minutes. Beyond that the others go on alone, as "
-            "long as each pool has one.",
+            "Lost workers of each pool that are replaced within ten minutes, and engines of a server that are started "
+            "again. Beyond that the others go on alone, as long as each pool has one.",
             unit="workers",
             ge=0,
         ),
@@ -190,6 +238,11 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs {self.max_num_seqs}; "
                 "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
+            )
+        if self.partition == "request" and self.kv_tokens_per_worker is not None:
+            raise ConfigError(
+                "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
+                "on one: leave out one of them"
             )
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")

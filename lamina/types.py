@@ -61,9 +61,15 @@ class KvElement(enum.Enum):
         return size + 4 if self.scaled else size * DType(self.value).itemsize
 
 
+Partition = Literal["auto", "request", "head", "token"]
+"""How a user says what of a request's KV goes to one memory worker, see ``lamina.placement.partition``."""
+
 LoadFormat = Literal["auto", "dummy"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
+
+Balance = Literal["off", "bandwidth", "throughput", "ledger"]
+"""How a user names what moves between memory workers: a policy of ``lamina.placement.balance``, or nothing."""
 
 MOST_MINI_BATCHES = 15
 
@@ -317,7 +323,8 @@ class CompletionOutput:
 class Segment:
     """(sequence, memory worker, head range, token range): the one unit of KV placement.
 
-    ``tokens`` is [start, stop) in positions; a stop of None means that the segment grows with its sequence.
+    ``heads`` is [first, stop) of the KV heads, ``tokens`` is [start, stop) in positions; a stop of None means that the
+    segment grows with its sequence.
     """
 
     sequence: int
@@ -442,8 +449,8 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
 
     It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
 
-    With a ``parent``, ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are those of the
-    parent. At the source it shares the parent's slots, so that they stay valid whatever becomes of the parent.
+    With a ``parent``, ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are the
+    parent's. At the source it shares the parent's slots, so that they stay valid whatever becomes of the parent.
     """
 
     number: int
@@ -457,8 +464,8 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
 
 class Switch(msgspec.Struct, array_like=True, frozen=True):
     """Each of ``segments``, on one worker, holds these tokens of its sequence from now on, whichever held them before:
-    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token; without
-    an end, they are the last that a cached prefix has."""
+    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token;
+    without an end, they are the last that a cached prefix has."""
 
     carrier: int
     segments: list[Segment]
@@ -467,11 +474,11 @@ class Switch(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
-    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments replace those
-    that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown`` segments take over
-    from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode, and ``chunks`` of
-    prompts. A plan goes to the compute workers that run its slices; a memory worker gets
-    the part about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
+    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments
+    replace those that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown``
+    segments take over from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode,
+    and ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets the part
+    about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
     the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
     attention a message belongs to and which compute worker runs which slice. ``histories`` are the tokens generated so
     far by sequences with penalties, if the lane's replicas may have missed some because these ran in other lanes or

@@ -26,11 +26,10 @@ from bench.cost.second_paper import equal_cost
 from lamina.plan import hardware
 
 INTRODUCTION = (
-    "What five papers print about the cost of serving large language models, beside what Lamina's "
-    "catalogue of hardware and "
-    "its cost model say about the same devices. Ours is a model: its matrix products are fitted to measurements of "
-    "Llama-2-7B on an A100, everything else follows from the catalogue (docs/cost-model.md). Nothing is "
-    "tuned to a figure.",
+    "What papers print about the cost of serving large language models, beside what Lamina's catalogue of hardware and "
+    "its cost model say about the same devices. Ours is a model: matrix products, attention and collectives are fitted "
+    "to kernels measured on an A100, an H100 and an L40S, and everything else follows from the catalogue "
+    "(docs/cost-model.md). Nothing is tuned to a figure.",
     "Ratio: ours over the published number. A sentence says why wherever the two differ by more than a "
     "tenth. Where a paper's "
     "figure cannot be read as text, the numbers are those that its text states.",

@@ -88,7 +88,17 @@ def _option(setting: Setting) -> Any:
     if int in setting.kinds:
         metavar = "<int|auto>" if setting.optional else "<int>"
         return Annotated[int | None, typer.Option(help=setting.help, metavar=metavar, parser=_number)]
+    if float in setting.kinds:
+        return Annotated[float | None, typer.Option(help=setting.help, metavar="<number>", parser=_real)]
     return Annotated[str | None, typer.Option(help=setting.help)]
+
+
+def _real(text: str) -> float | str:
+    """A float; other text is returned unchanged, so that the check of the setting reports it."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _number(text: str) -> int | str:

@@ -100,6 +100,7 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     """The `lamina launch` command that starts these pools."""
     from lamina.cli.ways import kv_option
+    from lamina.plan.planner import Partition
 
     compute, memory = _typed_kinds(plan)
     pools = plan.pools
@@ -107,6 +108,7 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     return (
         f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
         f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
+        + (" --partition head" if pools.partition is Partition.HEAD else "")
         + _batch_options(plan)
         + kv_option(shape)
     )
@@ -128,12 +130,10 @@ def _batch_options(plan: "Plan") -> str:
 def _not_launched(plan: "Plan") -> list[str]:
     """The parts of a plan that `lamina launch` does not support yet."""
     from lamina.cluster.pool import CPU
-    from lamina.plan.planner import Partition
 
     pools = plan.pools
     missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
-    missing += [f"tensor parallelism {pools.tensor_parallel}"] if pools.tensor_parallel > 1 else []
-    return missing + (["head-level partition"] if pools.partition is Partition.HEAD else [])
+    return missing + ([f"tensor parallelism {pools.tensor_parallel}"] if pools.tensor_parallel > 1 else [])
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:

@@ -17,13 +17,12 @@ part, since slots are allocated by token.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from lamina.groups import Completion, Group, Ids, ids_of
 from lamina.placement.map import Found, Placement
 from lamina.placement.prefix_tree import GRAIN, Node, PrefixTree
 from lamina.segments import by_worker, moved
-from lamina.topology import Topology
 from lamina.types import Fork, Segment
 
 SHORTEST = 16  # tokens: a shorter prefix, as the first words of every chat, is not worth a fork
@@ -47,18 +46,21 @@ class PrefixCache:
         self._forks: list[Fork] = []
         self._released: list[int] = []
 
-    def apply(self, topology: Topology) -> None:
-        """The memory workers of ``topology`` keep KV; no request may share any of another."""
-        if not self._enabled:
-            return
+    def lose(self, places: Collection[str]) -> None:
+        """KV on these places of the placement is lost, and no request may share any of it. ``follow`` comes next."""
         idle = self._placement.idle
         for tree in self._trees.values():
-            tree.cut(idle.keys() - topology.capacities.keys())
+            tree.cut(places)
         for worker in idle:
             idle[worker] = sum(tree.idle[worker] for tree in self._trees.values())
-        # What is left of the tree of a lost worker is found no more, and goes once its slots are needed.
-        left = {worker: tree for worker, tree in self._trees.items() if tree.leaf_count}
-        self._trees = left | {worker: self._trees.get(worker) or PrefixTree() for worker in topology.capacities}
+
+    def follow(self) -> None:
+        """The places of the placement have changed."""
+        if self._enabled:
+            # What is left of the tree of a lost place is found no more, and goes once its slots are needed.
+            left = {worker: tree for worker, tree in self._trees.items() if tree.leaf_count}
+            new = {worker: self._trees.get(worker) or PrefixTree() for worker in self._placement.capacities}
+            self._trees = left | new
 
     def idle(self, worker: str) -> tuple[int, int]:
         """Tokens that a worker keeps although no request uses them, and the sequences that hold what it keeps."""
@@ -78,7 +80,7 @@ class PrefixCache:
         placement = self._placement
         while placement.crowded:
             worker = placement.crowded.pop()
-            self._evict(worker, placement.reserved[worker] + placement.idle[worker] - placement.capacities[worker])
+            self._evict(worker, placement.excess(worker))
         for worker in placement.closed:
             self._evict(worker, placement.idle[worker])
         forks, released = self._forks, self._released
@@ -244,7 +246,7 @@ class PrefixCache:
         return groups, {leaf.any_sequence: stop if stop < leaf.stop else None for leaf, stop in ends.items()}
 
     def relocate(self, node: Node, start: int, worker: str) -> None:
-        """The tokens from ``start`` on that end with ``node`` are on another worker now. Reservations are the caller's."""
+        """The tokens from ``start`` on that end with ``node`` are on another worker now; the caller reserves there."""
         for one in node.path():
             if one.start >= start:
                 one.worker = worker

@@ -14,7 +14,6 @@ from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.topology import Topology
 from lamina.types import Migration, Segment
 
 CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
@@ -64,9 +63,9 @@ class Relocations:
         self._numbers = numbers
 
     @property
-    def migrating(self) -> int | None:
+    def migrating(self) -> list[int]:
         """Number of the copy in progress, if any."""
-        return None if self._current is None or self._current.arrived else self._current.number
+        return [] if self._current is None or self._current.arrived else [self._current.number]
 
     def holders(self, worker: str) -> dict[Group, int]:
         """Live requests with KV on ``worker``, one that moves there included, and the tokens that each would free."""
@@ -91,7 +90,8 @@ class Relocations:
 
     def settle(self, group: Group) -> None:
         """A request has been placed on its workers, or on more of them."""
-        workers = self._workers[group] = self._workers.get(group, set()) | group.workers
+        before = self._workers.get(group, set()) & self._residents.keys()  # it may have had KV on one that has left
+        workers = self._workers[group] = before | group.workers
         for worker in workers:
             self._residents[worker][group] = None
 
@@ -113,9 +113,10 @@ class Relocations:
             self._current = None
         self._begun.clear()
 
-    def apply(self, topology: Topology) -> None:
-        """The memory workers of ``topology`` hold KV from now on. No live request may be placed on another one."""
-        self._residents = {worker: self._residents.get(worker, {}) for worker in topology.capacities}
+    def follow(self) -> None:
+        """The places of the placement have changed. No live request may be on another one."""
+        self._residents = {worker: self._residents.get(worker, {}) for worker in self._placement.capacities}
+        self._workers = {group: workers & self._residents.keys() for group, workers in self._workers.items()}
 
     def ended(self, group: Group) -> None:
         """A request has ended, and ``leave`` will be called once no step runs it."""
@@ -127,9 +128,11 @@ class Relocations:
 
         Returns the worker that the sequence leaves; None if no move starts.
         """
-        if self._current is not None or self._placement.left_in_all < tokens:
+        if not self._placement.moves or self._current is not None or self._placement.left_in_all < tokens:
             return None
-        left = self._placement.by_room()
+        left = self._reachable()
+        if worker in self._placement.local:
+            return None
         if worker is None:
             moves = make_room(tokens, left, self._movable)
         else:  # the only source: tried first, and no other has movable sequences
@@ -143,6 +146,12 @@ class Relocations:
         self._pull(self._current, move.movable.cost)
         return move.source
 
+    def _reachable(self) -> dict[str, int]:
+        """The room of every worker that sequences may move to, most first."""
+        return {
+            worker: room for worker, room in self._placement.by_room().items() if worker not in self._placement.local
+        }
+
     def drain(self) -> None:
         """Empty the workers that are closed: move the next sequence away, if none moves, and drop what cannot move.
 
@@ -154,10 +163,11 @@ class Relocations:
                 if self._current is not None and self._current.group is group:
                     continue
                 present, computed = self._present(group), self._computed(group)
-                if len(group.completions) > 1 or len(group.completions[0].segments) > 1 or present <= CHEAP:
+                stays = len(group.completions) > 1 or len(group.completions[0].segments) > 1
+                if stays or present <= CHEAP or not self._placement.moves:
                     self._drop(group)
                 elif computed is not None and self._current is None:
-                    target = next(iter(self._placement.by_room().items()), ("", 0))
+                    target = next(iter(self._reachable().items()), ("", 0))
                     if present > target[1]:
                         self._drop(group)
                     else:
@@ -166,10 +176,12 @@ class Relocations:
 
     def is_empty(self, worker: str) -> bool:
         """True if nothing is on a worker, or on its way there."""
-        current = self._current
-        expected = current is not None and current.target == worker
-        cached = self._placement.idle[worker]
-        return not (self._residents[worker] or expected or cached or self._placement.reserved[worker])
+        if self._current is not None and self._current.target == worker:
+            return False
+        return not any(
+            self._residents[place] or self._placement.idle[place] or self._placement.reserved[place]
+            for place in self._placement.touching([worker])
+        )
 
     def _movable(self, worker: str) -> list[Movable]:
         return [

@@ -37,11 +37,12 @@ def greeting() -> Hello:
     return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
 
 
-def inspection(device: str, gpu_bytes: Callable[[str], int]) -> Inspection:
-    """What answers ``Inspect`` in a worker on ``device``. ``gpu_bytes``: bytes free on it, 0 unless it is a GPU."""
+def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
+    """What answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless it is a
+    GPU."""
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
-        return Resources(sent_ns, now_ns, free_memory(), machine, gpu_bytes(device))
+        return Resources(sent_ns, now_ns, free_memory(), machine, *gpu_memory(device))
 
     return inspect

@@ -106,9 +106,9 @@ class Beams:
         for one, after in zip(group.completions, segments, strict=True):
             change.update(by_worker(after, group.base, group.base + one.own))
             change.subtract(group.slots(one, one.own))
-        if any(tokens > self._placement.left(worker) for worker, tokens in change.items()):
+        if not self._placement.fits(change):
             return False
-        for worker, tokens in change.items():
+        for worker, tokens in sorted(change.items(), key=lambda one: one[1]):  # first those that come back
             if tokens > 0:
                 self._placement.reserve_on(worker, tokens)
             else:
@@ -119,5 +119,5 @@ class Beams:
 
 def _admission(group: Group, completion: Completion, sequence: int, segments: list[Segment]) -> Admission:
     """What workers are told of a new beam."""
-    request = group.request
+    request, segments = group.request, group.expand(segments)
     return Admission(sequence, 1, group.prompt_length, segments, request.params, request.seed, [], [completion.index])

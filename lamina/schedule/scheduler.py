@@ -15,20 +15,18 @@ that is still being drawn. If a sequence has ended, its row is discarded.
 ``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
 and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
 
-If no memory worker has had room for a request for long, although all together have, sequences move, one at a time
-(``lamina.placement.relocation``). A sequence that moves keeps decoding while its KV is copied. Then it pauses: once its
-steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it. Ranges
-that do not grow any more move without a pause (``lamina.schedule.moves``).
+If no memory worker has had room for a request for long, although all together have, sequences move, one at a time,
+with a short pause (``lamina.placement.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
 """
 
 import itertools
 from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
-from lamina.groups import Completion, Group, Owner
+from lamina.groups import Completion, Drawn, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest
+from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
@@ -37,6 +35,7 @@ from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
+from lamina.schedule.pace import Pace
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
@@ -60,10 +59,11 @@ class Scheduler:
         kv_heads: int,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens."""
+        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -71,7 +71,8 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._lanes = [self._new_lane() for _ in range(lanes)]
+        self._pace = pace
+        self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
         self._moving = False
@@ -95,10 +96,11 @@ class Scheduler:
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
         self._holding = Holding(self._admissions, self.drop)
+        self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
-    def _new_lane(self) -> Lane:
-        return Lane(self.placement.longest, allowance=self.limits.max_num_batched_tokens)
+    def _new_lane(self, number: int) -> Lane:
+        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
 
     @property
     def waiting(self) -> int:
@@ -124,8 +126,7 @@ class Scheduler:
     @property
     def migrating(self) -> list[int]:
         """Numbers of the migrations in progress."""
-        relocation = self._relocations.migrating
-        return self.moves.numbers if relocation is None else [*self.moves.numbers, relocation]
+        return [*self.moves.numbers, *self._relocations.migrating]
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -135,15 +136,17 @@ class Scheduler:
         """Raises RequestError, with the figures, for a request that can never be served."""
         self.limits.check(prompt_length, params, self.placement)
 
-    def add(self, request: Request) -> Group:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
         self.check(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
-        group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
+        heads, expand = (0, self._kv_heads), self.placement.expand
+        group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
         self._admissions.add(group)
         return group
@@ -186,7 +189,7 @@ class Scheduler:
             self._retire(own)
         self.moves.cancel()
         self._relocations.cancel()
-        lost = self.placement.capacities.keys() - topology.names
+        lost = self.placement.lost(topology)
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
@@ -199,12 +202,17 @@ class Scheduler:
             own.ending = [owner for owner in own.ending if owner not in gone]
             for group, completion in gone:
                 self._give_back(group, completion)
-        self.prefixes.apply(topology)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
+        self._follow(topology)
         self._move()
-        return Remains(kept(self._lanes, self.prefixes, self.placement.capacities), len(dropped), recomputed)
+        remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
+        return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
+
+    def _follow(self, topology: Topology) -> None:
+        self.prefixes.lose(self.placement.lost(topology))
+        self.placement.apply(topology)
+        self.prefixes.follow()
+        self._relocations.follow()
+        self._admissions.follow()
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -237,12 +245,8 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
-        self.prefixes.apply(topology)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
-        more = topology.pipeline.lanes - len(self._lanes)
-        self._lanes += [self._new_lane() for _ in range(more)]
+        self._follow(topology)
+        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
 
     def _move(self) -> None:
@@ -295,17 +299,14 @@ class Scheduler:
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
         more_forks, more_released = self.prefixes.changes()
-        carriers = self.moves.released()
-        if carriers:
-            self._admissions.given_back()
         forks += beams.forks + more_forks
-        released += [*beams.released, *more_released, *carriers]
+        released += [*beams.released, *more_released, *self.moves.released()]
         migrations += self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
-        grown_here, own.grown = own.grown, []
+        grown_here, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, chunks, rows, moved, migrations
         if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or switches):
             # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
@@ -392,8 +393,7 @@ class Scheduler:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
         if self.moves.arrive(number):
             self._ready.wake()
-        relocation = self._relocations.expected(number)
-        if relocation is None:
+        if (relocation := self._relocations.expected(number)) is None:
             return
         group = relocation.group
         (completion,) = group.completions

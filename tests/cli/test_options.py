@@ -24,6 +24,7 @@ GIVEN: dict[str, Any] = {
     "default_max_tokens": 4,
     "kv_cache_memory_bytes": 6,
     "kv_cache_dtype": "int8",
+    "gpu_memory_utilization": 0.75,
     "kv_tokens_per_worker": 77,
     "threads": 7,
     "lanes": 8,

@@ -38,6 +38,17 @@ def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None
         sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=401), 2, 800)
 
 
+def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
+    """1000 bytes, of which weights and others take some."""
+    assert sizing.kv_bytes_on_gpu(EngineConfig(), 1000, 1000) == 900
+    assert sizing.kv_bytes_on_gpu(EngineConfig(gpu_memory_utilization=0.75), 400, 1000) == 150
+    assert sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=400), 400, 1000) == 400
+    with pytest.raises(ConfigError, match=r"90 of the 1000 bytes .* gpu_memory_utilization 0.9 leaves 100"):
+        sizing.kv_bytes_on_gpu(EngineConfig(), 90, 1000)
+    with pytest.raises(ConfigError, match="401 for each memory worker; 400 bytes are free on its GPU"):
+        sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=401), 400, 1000)
+
+
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=1024)
     assert sizing.most_sequences(config, Pipeline(3, 2, rotates=True)) == 512

@@ -134,9 +134,7 @@ class Pool:
         k = base + heads + np.arange(spec.qk_dim, dtype=np.float32) / 64
         return k, -(base + heads + np.arange(spec.v_dim, dtype=np.float32) / 64)
 
-    def check(
-        self, sequence: int, worker: str, stop: int, start: int = 0, written_as: int | None = None
-    ) -> None:
+    def check(self, sequence: int, worker: str, stop: int, start: int = 0, written_as: int | None = None) -> None:
         """Tokens [start, stop) of a sequence are there, in a segment of their own."""
         store = self.workers[worker].store
         slots, tokens = store.slab.slots((sequence, start)), stop - start
@@ -273,7 +271,10 @@ def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(ga
     for name, reads in gaps:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.settle()
-    assert [worker.done for worker in pool.workers.values()] == [[], [1], [2, 3]] or pool.workers["memory2"].done == [3, 2]
+    assert [worker.done for worker in pool.workers.values()] == [[], [1], [2, 3]] or pool.workers["memory2"].done == [
+        3,
+        2,
+    ]
     assert pool.used == [32, 17, 21]
 
     def there(sequence: int, worker: str, start: int, stop: int) -> Segment:
@@ -302,5 +303,5 @@ def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(ga
     pool.send(released=[0, 1, 2, 3])
     pool.settle()
     assert pool.used == [0, 0, 0] and not any(worker.migrations.active for worker in pool.workers.values())
-    for worker in pool.workers.values():
-        worker.endpoint.close()
+    for each in pool.workers.values():
+        each.endpoint.close()

@@ -71,11 +71,6 @@ class Cuda:
         """See ``Kit``."""
         torch.cuda.current_stream().synchronize()
 
-    def free_bytes(self) -> int:
-        """See ``Kit``; includes what torch has allocated and does not use."""
-        free, _ = torch.cuda.mem_get_info(self.place)
-        return int(free + torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place))
-
 
 def require_torch(index: int) -> None:
     """Raises ConfigError, saying what was found, unless torch can run slices on GPU ``index``."""

@@ -40,10 +40,6 @@ class Emulated:
     def wait(self) -> None:
         """See ``Kit``; nothing runs in the background."""
 
-    def free_bytes(self) -> int:
-        """See ``Kit``; 0: an emulated card uses the host's memory."""
-        return 0
-
 
 @dataclass(frozen=True)
 class _Call:

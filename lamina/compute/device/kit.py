@@ -46,6 +46,3 @@ class Kit(Protocol):
 
     def wait(self) -> None:
         """Wait until everything started here has been done."""
-
-    def free_bytes(self) -> int:
-        """Bytes of the card's memory that are free."""
