@@ -71,7 +71,7 @@ KINDS = ["cpu", "a100", "far"]
 def test_what_is_placed_fits(workers: list[str], amounts: list[tuple[int, int, int]]) -> None:
     """And workers of one kind are refused only if brute force finds no place for them either."""
     nodes = [
-        node(str(index), **{"CPU": cpu, "GPU": gpu, "accelerator_type:A100": 1.0, "zone:b": far})  # type: ignore[arg-type]
+        node(str(index), **{"CPU": cpu, "GPU": gpu, "accelerator_type:A100": 1.0, "zone:b": far})
         for index, (cpu, gpu, far) in enumerate(amounts)
     ]
     bundles = {f"{kind}{index}": bundle(kind, {"far": "zone:b"}, None) for index, kind in enumerate(workers)}

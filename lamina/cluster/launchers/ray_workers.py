@@ -198,4 +198,4 @@ def _why(name: str, wanted: Bundle) -> str:
 
 def _first_sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
