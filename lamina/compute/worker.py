@@ -145,7 +145,7 @@ class ComputeWorker:
         self._links = links
         self._newcomers = Newcomers(control, links)
         self._memory = memory
-        self._threads, self._overlap = setup.threads, setup.overlap
+        self._overlap = setup.overlap
         self._shards = HeadShards.over(replica.runner.attentions, setup.head_workers)
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}

@@ -53,11 +53,13 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
     bounds, start, rows = np.array([0, count], np.int32), np.array([5], np.int32), np.arange(count, dtype=np.int32)
     table = SegmentTable(bounds, start, bounds, start, rows)
     card = Cuda(0)
-    out, lse = attend_chunks(*(each.to(card.place) for each in (q, k, v)), [0], table, spec, card.fused)
-    wanted_out, wanted_lse = reference.partial(*(each.float().numpy() for each in (q, k, v)), table, spec, 1)
+    there = q.to(card.place), k.to(card.place), v.to(card.place)
+    out, lse = attend_chunks(*there, [0], table, spec, card.fused)
+    here = q.float().numpy(), k.float().numpy(), v.float().numpy()
+    wanted_out, wanted_lse = reference.partial(*here, table, spec, 1)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    np.testing.assert_allclose(out.cpu(), wanted_out, atol=tolerance)
-    np.testing.assert_allclose(lse.cpu(), wanted_lse, atol=tolerance)
+    np.testing.assert_allclose(out.cpu().numpy(), wanted_out, atol=tolerance)
+    np.testing.assert_allclose(lse.cpu().numpy(), wanted_lse, atol=tolerance)
 
 
 @pytest.mark.parametrize(("compute", "memory"), [("cuda:1", "cpu:2"), ("cuda:1", "cuda:1,cpu:1")])
