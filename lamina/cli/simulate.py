@@ -42,6 +42,9 @@ def simulate(
     pipelining: options.PipeliningName = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that each copy of the weights decodes at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token rows of one step.")] = 2048,
+    slo_tbt_ms: Annotated[
+        int | None, typer.Option(min=1, help="Target of the time between tokens while prompts are computed.")
+    ] = None,
     rate_scale: Annotated[float, typer.Option(help="Multiply the trace's request rate by this factor.")] = 1.0,
     draw: Annotated[
         int | None,
@@ -110,6 +113,7 @@ def simulate(
         pipelining=pipelining,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        slo_tbt_ms=slo_tbt_ms,
         kv_tokens_per_worker=kv_tokens_per_worker,
         prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),

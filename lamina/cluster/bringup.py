@@ -16,7 +16,7 @@ from lamina.cluster.gather import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
@@ -79,7 +79,7 @@ class Cluster:
     """What the engine needs to know about a running cluster."""
 
     computes: tuple[str, ...]
-    capacities: Mapping[str, int]  # token slots by memory worker
+    capacities: Mapping[str, int]  # token slots by worker that holds KV
     attentions: tuple[AttentionSpec, ...]
     dtype: DType
     parameters: int
@@ -90,6 +90,7 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
+    wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
     head_shards: int = 1
 
     @property
@@ -105,7 +106,8 @@ class Cluster:
             return Member(name, role, self.kinds.get(name, CPU), self.hosts.get(name, ""), self.capacities.get(name, 0))
 
         computes = [member(name, "compute") for name in self.computes]
-        return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
+        memories = [member(name, "memory") for name in self.capacities if name not in self.computes]
+        return Topology(self.epoch, (*computes, *memories), self.pipeline)
 
 
 def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
@@ -129,17 +131,20 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         threads = plan.threads("compute", plan.greetings[name])
         control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
-    plan = _with_turns(plan, len(loaded.attentions) + 1)
+    plan = with_turns(plan, len(loaded.attentions) + 1)
     shards = _shards(plan, loaded)
-    control.send(plan.memories, Inspect())  # not before: weights may be loaded where they are
-    capacities = _capacities(plan, loaded, gather.all(Resources, plan.memories, CONNECT_TIMEOUT_S))
+    local = plan.computes if plan.compute_setup.local else ()
+    holders = (*local, *plan.memories)
+    control.send(holders, Inspect())  # not before: weights may be loaded where they are
+    capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype, shards.count)
     for name, capacity in capacities.items():
-        threads = plan.threads("memory", plan.greetings[name])
-        control.send([name], msgspec.structs.replace(setup, capacity=capacity, threads=threads))
-    fabric = _fabric(workers, plan, loaded, setup)
-    gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
+        threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
+        own = local_setup(setup) if name in local else setup
+        control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
+    fabric = fabric_of(workers, plan, loaded, setup)
+    gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
@@ -155,7 +160,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         plan.kinds,
         fabric,
-        shards.count,
+        head_shards=shards.count,
     )
 
 
@@ -180,7 +185,7 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
     return loaded[first]
 
 
-def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     """``plan`` without arrangements that a model of so many slices cannot run.
 
     Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
@@ -236,7 +241,8 @@ def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+    """How to link the workers of a plan; nothing is known of them yet but their greetings."""
     transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0

@@ -128,7 +128,7 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
     in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
-    nothing can overlap, so each worker gets one lane. Raises ConfigError.
+    nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
     """
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
@@ -193,12 +193,14 @@ def cluster_plan(
     *,
     is_open: bool,
     trace: bool,
+    local: bool = False,
 ) -> ClusterPlan:
     """How to bring up the workers of ``kinds``, given their first messages. ``is_open``: workers of other machines may
-    join later; ``trace``: record spans. Raises ConfigError."""
+    join later; ``trace``: record spans; ``local``: compute workers hold KV too, and need no memory workers. Raises
+    ConfigError."""
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.of(roles, greetings)
-    order = pipeline(config, len(kinds["compute"]), machines.shared)
+    order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),
@@ -211,6 +213,7 @@ def cluster_plan(
         sorted(eos_token_ids),
         trace,
         head_workers(config.partition, len(kinds["memory"])),
+        local,
     )
     return ClusterPlan(
         computes=tuple(kinds["compute"]),

@@ -1,4 +1,8 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
+"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+
+Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+attended here while memory workers attend to theirs.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -8,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.base import Attend, Floats, Partial
-from lamina.compute.links import Letter, Mail
-from lamina.compute.runner import attend_natively
+from lamina.compute.device.base import Array, Carrier, Floats, Partial
+from lamina.compute.device.moves import Moves
+from lamina.compute.links import Mail
+from lamina.compute.local import LocalShare
 from lamina.heads import WHOLE, HeadShards
-from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
 from lamina.protocol.wire import (
-    Array,
     MessageRows,
     Piece,
     attends_locally,
@@ -24,10 +27,9 @@ from lamina.protocol.wire import (
     message_rows,
     pieces,
     pulled_pieces,
-    read_reply,
 )
-from lamina.splitter import SliceOutput, as_numpy
-from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
+from lamina.splitter import SliceOutput
+from lamina.types import AttentionSpec, Overlap, Segment, StepPlan
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,6 @@ class Remote:
 
     Attributes:
         sizes: bytes of a request and of what it leaves to be fetched, by shape of heads.
-        partials: views of replies, by slot and shape of heads.
     """
 
     channel: Channel
@@ -53,7 +54,11 @@ class Remote:
     pieces: tuple[Piece, ...]
     source: Source
     sizes: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    partials: dict[tuple[int, ...], Partial] = field(default_factory=dict)
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """True if everything travels in one piece."""
+        return len(self.pieces) == 1 and not self.rows.pulled
 
     @property
     def queries_first(self) -> bool:
@@ -70,18 +75,6 @@ class Local:
     source: Source
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """Where the partials of attentions with one shape of heads arrive, and where the merged result goes.
-
-    Attributes:
-        out: [rows, Hq, Dv]; padding rows are 0. tokens: its other rows, as an array.
-    """
-
-    out: torch.Tensor
-    tokens: Array
-
-
 class StepExchange:
     """Planned once per step, run once per attention.
 
@@ -96,26 +89,28 @@ class StepExchange:
         plan: StepPlan,
         segments: Mapping[int, Sequence[Segment]],
         mail: Mail,
-        dtype: DType,
         overlap: Overlap,
-        threads: int,
+        carrier: Carrier,
         rows: int,
-        attend: Attend | None = None,
         shards: HeadShards = WHOLE,
+        share: LocalShare | None = None,
     ) -> None:
-        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``."""
+        """``carrier``: of the rows. ``share``: of the step in this worker's own memory."""
         self.rows = rows
         self._shards = shards
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
-        self._attend = attend or functools.partial(attend_natively, threads=threads)
+        self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
-        self._dtype = dtype
-        self._threads = threads
+        self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
+        self._share = share
+        self._share_source = self._source(share.queries) if share is not None else None
+        self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
+        named = [worker for worker in named if share is None or worker != share.worker]
         shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
@@ -124,9 +119,21 @@ class StepExchange:
         ]
         self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
-        self._most_parts = int(self._parts.max(initial=1))
-        self._buffers: dict[tuple[int, int], Partial] = {}
-        self._gatherings: dict[tuple[int, int], Gathering] = {}
+        here = [] if self._local is None else [self._local.source]
+        if self._share_source is not None and len(self._share_source.rows):
+            here.append(self._share_source)
+        self._transfers = carrier.transfers(
+            Moves(
+                self._total,
+                rows,
+                shards.count,
+                queries=[remote.rows.queries for remote in self._remotes],
+                appends=[remote.rows.appends for remote in self._remotes],
+                parts=[remote.source.part for remote in self._remotes],
+                here=[source.rows for source in here],
+                here_parts=[source.part for source in here],
+            )
+        )
 
     def _source(self, rows: npt.NDArray[np.int64]) -> Source:
         part = self._parts[rows].copy()
@@ -172,9 +179,8 @@ class StepExchange:
 
         q is [rows, Hq, D]. Raises PeerLostError.
         """
-        for remote in self._remotes:
+        for remote, rows in zip(self._remotes, self._transfers.queries(q), strict=True):
             if remote.queries_first:
-                rows = self._take(as_numpy(q), remote.rows.queries)
                 message = self._begin(remote, index, spec)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
@@ -182,32 +188,42 @@ class StepExchange:
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send the rest: k, v and the queries not sent yet. Raises PeerLostError."""
-        q, k, v = output.arrays
         begun, self._begun = iter(self._begun), []
-        for remote in self._remotes:
-            appends = remote.rows.appends
+        if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
+            keys, values = self._transfers.keys_values(output.k, output.v)
+            queries: Sequence[Array] = keys  # not sent
+        else:
+            queries, keys, values = self._transfers.all(output.q, output.k, output.v)
+        for remote, rows, k, v in zip(self._remotes, queries, keys, values, strict=True):
+            if remote.is_whole:
+                nbytes, _ = self._sizes(remote, spec)
+                remote.channel.send(self._lane, self._turn + index, nbytes, (k, v, rows))
+                continue
             message = next(begun) if remote.queries_first else self._begin(remote, index, spec)
             if remote.rows.pulled:
-                self._lay_out(remote, message, spec, k, v)
-            keys_values = [self._take(k, appends), self._take(v, appends)]
+                self._lay_out(remote, message, spec, output)
             if remote.queries_first:
-                message.send(keys_values)
+                message.send([k, v])
                 continue
-            rows = self._take(q, remote.rows.queries)
             for piece in remote.pieces:
-                message.send([*(keys_values if piece.keeps else ()), rows[piece.start : piece.stop]])
+                message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _begin(self, remote: Remote, index: int, spec: AttentionSpec) -> Message:
+        return remote.channel.begin(self._lane, self._turn + index, *self._sizes(remote, spec))
+
+    def _sizes(self, remote: Remote, spec: AttentionSpec) -> tuple[int, int]:
+        """Bytes of a request, and of what it leaves to be fetched."""
         shape = (spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim)
         sizes = remote.sizes.get(shape)
         if sizes is None:
             spec = self._of_shard(spec)
             bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
             sizes = remote.sizes[shape] = body_nbytes(spec, self._dtype, remote.rows), bulk
-        return remote.channel.begin(self._lane, self._turn + index, *sizes)
+        return sizes
 
-    def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, k: Array, v: Array) -> None:
+    def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, output: SliceOutput) -> None:
         """Put k and v of prompt chunks where the memory worker fetches them once the request has arrived."""
+        _, k, v = output.arrays
         nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
         count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
@@ -222,7 +238,18 @@ class StepExchange:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        return self._attend(output, self._local.rows, self._local.segments, spec)
+        return self._carrier.attend(output, self._local.rows, self._local.segments, spec)
+
+    def attend_here(self, index: int, output: SliceOutput) -> bool:
+        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        step has nothing there."""
+        if self._share is None:
+            return False
+        q, k, v = output.arrays
+        total = self._total
+        found = self._share.attend(index, q[:total], k[:total], v[:total])
+        self._partial_here = None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
+        return True
 
     @property
     def peers(self) -> list[str]:
@@ -234,82 +261,15 @@ class StepExchange:
 
         The next call for the same shape of heads overwrites the tensor.
         """
-        gathering = self._gathering(spec)
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
-        partials = [] if self._local is None or chunks is None else [(self._local.source, *self._cut(chunks))]
-        partials += self._read(self._of_shard(spec), letters)
-        if len(partials) == 1 and self._are_all(partials[0][0].rows):  # in order, as they arrived
-            outs, lses = [partials[0][1]], [partials[0][2]]
-        else:
-            outs, lses = self._scattered(spec, partials)
-        merge(outs, lses, sinks, gathering.tokens, None, self._threads)
+        here = [] if self._local is None or chunks is None else [chunks]
+        if self._partial_here is not None:
+            here.append(self._partial_here)
+        replies = [(letter.slot, letter.body) for letter in letters]
+        out = self._transfers.merged(spec, here, replies, sinks)
         for letter in letters:
             letter.free()
-        return gathering.out
-
-    def _read(self, spec: AttentionSpec, letters: Sequence[Letter]) -> list[tuple[Source, Floats, Floats]]:
-        """The partials (out, lse) in the messages of memory workers."""
-        found: list[tuple[Source, Floats, Floats]] = []
-        for remote, letter in zip(self._remotes, letters, strict=True):
-            if not len(remote.rows.queries):
-                continue
-            key = (letter.slot, spec.query_heads, spec.v_dim)
-            views = remote.partials.get(key)
-            if views is None:
-                views = read_reply(letter.body, spec, len(remote.rows.queries))
-                if letter.slot >= 0:  # the next reply may come in the same slot
-                    remote.partials[key] = views
-            found.append((remote.source, *views))
-        return found
-
-    def _gathering(self, spec: AttentionSpec) -> Gathering:
-        key = (spec.query_heads, spec.v_dim)
-        if key not in self._gatherings:
-            out = torch.zeros(self.rows, *key, dtype=getattr(torch, self._dtype.value))
-            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total])
-        return self._gatherings[key]
-
-    def _scattered(
-        self, spec: AttentionSpec, partials: Sequence[tuple[Source, Floats, Floats]]
-    ) -> tuple[list[Floats], list[Floats]]:
-        """Partials number 0, 1, ... of all rows; lse is -inf where a row has fewer."""
-        outs, lses = self._buffer(spec)
-        shape = len(outs), len(self._parts)
-        shards_outs, shards_lses = outs.reshape(*shape, -1, spec.v_dim), lses.reshape(*shape, -1)  # views
-        for source, part, lse in partials:
-            shards_outs[source.part, source.rows] = part
-            shards_lses[source.part, source.rows] = lse
-        return list(outs), list(lses)
-
-    def _cut(self, chunks: Partial) -> Partial:
-        """Partials of rows, as partials of their shards."""
-        (out, lse), count = chunks, self._shards.count
-        if count == 1:
-            return chunks
-        shards = len(out) * count
-        return out.reshape(shards, -1, out.shape[2]), lse.reshape(shards, -1)
-
-    def _are_all(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Whether these are all rows in order; with several shards, they come shard by shard."""
-        return self._shards.count == 1 and len(rows) == self._total
-
-    def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
-        """Shards of rows of ``array`` [T, H, D]; a view if they are all of them in order."""
-        if self._are_all(rows):
-            return array[: self._total]
-        count = self._shards.count
-        return array[rows] if count == 1 else _sharded(array, count)[rows // count, rows % count]
-
-    def _buffer(self, spec: AttentionSpec) -> Partial:
-        """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
-
-        All layers write the same places, so the others stay -inf.
-        """
-        key = (spec.query_heads, spec.v_dim)
-        if key not in self._buffers:
-            shape = (self._most_parts, self._total, spec.query_heads)
-            self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
-        return self._buffers[key]
+        return out
 
 
 def _sharded(array: Array, count: int) -> Array:

@@ -382,21 +382,28 @@ class KvStore:
         piece. Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``); the request must not
         change before the end.
         """
-        spec, rows, piece, tables = self.attentions[layer], step.rows, step.pieces[number], step.tables[number]
+        spec, rows, piece = self.attentions[layer], step.rows, step.pieces[number]
         if piece.keeps:
             self.device.keep(layer, *read_kept(request, spec, self.dtype, rows, step.pieces), step.slots)
-        if tables:
+        if step.tables[number]:
             part = slice(piece.start, piece.stop)
             q = read_queries(request, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            yield from self._attend(layer, tables, q, out[part], lse[part])
-            for further in step.further[number]:
-                yield
-                yield from self._attend_further(layer, further, q, out[part], lse[part])
+            yield from self.attend(layer, step, number, q, out[part], lse[part])
         elif step.newest:
             q = read_queries(request, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
             more, sums = np.empty_like(out), np.empty_like(lse)
             yield from self._attend(layer, step.newest, q, more, sums)
             merge([out, more], [lse, sums], None, out, lse, self.threads)
+
+    def attend(self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        """Attend with q [R, Hq, D], the query rows of piece ``number``, to what is kept of their segments here.
+
+        Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
+        """
+        yield from self._attend(layer, step.tables[number], q, out, lse)
+        for further in step.further[number]:
+            yield
+            yield from self._attend_further(layer, further, q, out, lse)
 
     def _attend(self, layer: int, tables: Sequence[Attended], q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Attention of rows that ``tables`` cover in order."""

@@ -40,18 +40,24 @@ class Placement:
         reserved: slots by worker. returning: those of them that will be released without another decision.
         sequences: sequences on each worker that may grow there. closed: workers that take no more requests.
         idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
+        local: compute workers' own memory: what is there does not move, and nothing moves there.
         crowded: workers with more slots reserved and idle than they have: what is idle must make way.
     """
 
     moves = True
 
     def __init__(
-        self, capacities: Mapping[str, int], longest: int | None = None, partition: Partition = "auto"
+        self,
+        capacities: Mapping[str, int],
+        longest: int | None = None,
+        partition: Partition = "auto",
+        local: Collection[str] = NOWHERE,
     ) -> None:
         """``capacities``: token slots by memory worker. ``partition``: with token, the tokens that a request has when
         it is admitted are divided evenly among the workers; with request, one must have room for all it may need."""
         self.longest = longest
         self._partition = partition
+        self.local = frozenset(local)
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -68,6 +74,7 @@ class Placement:
     def apply(self, topology: Topology) -> None:
         """The memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
         self._take_over(topology.capacities)
+        self.local = topology.local
         self.closed &= topology.names
         self._note_open()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())

@@ -5,7 +5,7 @@ some of its heads, with all tokens (``lamina.placement.stripes``). auto: all of 
 too long for one worker. With any of them but request, a request that outgrows its workers goes on with others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lamina.heads import HeadShards
 from lamina.placement.map import Placement
@@ -21,10 +21,14 @@ def head_workers(partition: Partition, workers: int) -> int:
 
 
 def placement(
-    partition: Partition, capacities: Mapping[str, int], shards: HeadShards, longest: int | None
+    partition: Partition,
+    capacities: Mapping[str, int],
+    shards: HeadShards,
+    longest: int | None,
+    local: Collection[str] = (),
 ) -> Placement:
     """Places requests as ``partition`` says, on memory workers that hold so many tokens each, in runs of ``longest``
-    tokens at most."""
+    tokens at most. ``local``: see ``Placement``."""
     if shards.count > 1:
         return StripedPlacement(capacities, shards, longest)
-    return Placement(capacities, longest, partition)
+    return Placement(capacities, longest, partition, local)

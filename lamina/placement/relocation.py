@@ -130,7 +130,9 @@ class Relocations:
         """
         if not self._placement.moves or self._current is not None or self._placement.left_in_all < tokens:
             return None
-        left = self._placement.by_room()
+        left = self._reachable()
+        if worker in self._placement.local:
+            return None
         if worker is None:
             moves = make_room(tokens, left, self._movable)
         else:  # the only source: tried first, and no other has movable sequences
@@ -143,6 +145,12 @@ class Relocations:
         self._current = Relocation(group, move.target)
         self._pull(self._current, move.movable.cost)
         return move.source
+
+    def _reachable(self) -> dict[str, int]:
+        """The room of every worker that sequences may move to, most first."""
+        return {
+            worker: room for worker, room in self._placement.by_room().items() if worker not in self._placement.local
+        }
 
     def drain(self) -> None:
         """Empty the workers that are closed: move the next sequence away, if none moves, and drop what cannot move.
@@ -159,7 +167,7 @@ class Relocations:
                 if stays or present <= CHEAP or not self._placement.moves:
                     self._drop(group)
                 elif computed is not None and self._current is None:
-                    target = next(iter(self._placement.by_room().items()), ("", 0))
+                    target = next(iter(self._reachable().items()), ("", 0))
                     if present > target[1]:
                         self._drop(group)
                     else:

@@ -228,10 +228,12 @@ class Links:
 
     def settle(self) -> Wait:
         """The first links stand: close endpoints that none uses, unless later workers may. Returns how to wait for
-        messages from now on, see ``Endpoint.wait``."""
+        messages from now on, see ``Endpoint.wait``.
+
+        Without a link, the most preferred endpoint stays open for workers that join."""
         self._members = set(self._links)
         self._settled = True
-        used = self._used()
+        used = self._used() or list(self._endpoints.values())[:1]
         for transport, endpoint in list(self._endpoints.items()):
             if endpoint not in used and not self._open:
                 endpoint.close()

@@ -14,6 +14,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
 
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
+    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
     """
 
     model: str
@@ -26,13 +27,14 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     eos_token_ids: list[int]
     trace: bool
     head_workers: int = 1
+    local: bool = False
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
-    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. The heads of every
-    attention are cut into ``head_shards`` (``lamina.heads``).
+    Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
+    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
     """
 
     attentions: list[AttentionSpec]
@@ -113,8 +115,8 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
     Answered by EpochEnded. All plans sent before it have been applied; of what their steps did, only this remains:
 
     Attributes:
-        kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences. A
-            compute worker forgets all: plans tell it again what it needs.
+        kept: tokens of KV to keep of each sequence that the worker holds; it forgets all other KV. What a compute
+            worker knows of requests besides, it forgets: plans tell it again what it needs.
     """
 
     topology: Topology
@@ -213,7 +215,7 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabReady(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: the slab is allocated."""
+    """Worker to engine: the slab is allocated."""
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
@@ -265,7 +267,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
+    """Worker with a slab to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
 
     Sent every ``USAGE_S`` until two in a row are equal, and as soon as the slab is empty.
     """

@@ -42,7 +42,8 @@ class _Decoding:
 
     Attributes:
         sequences: the plan's own list, which is the same object until one joins or leaves.
-        replicas: that run them. shares: by memory worker, its sequences and their places in the list.
+        replicas: that run them. shares: by memory worker, but for the replicas, its sequences and their places in the
+            list.
     """
 
     sequences: list[int]
@@ -61,7 +62,8 @@ class Recipients:
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
         self._segments: dict[int, list[Segment]] = {}
         self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
-        self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
+        self._knowing: dict[int, set[str]] = {}  # the compute workers that must be told of its release
+        self._holding: dict[int, set[str]] = {}  # the memory workers that must, those that it moves to included
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
         self._carriers = set[int]()  # of moves in progress
@@ -82,7 +84,8 @@ class Recipients:
         self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
         self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
         self._segments = {one: self._segments[one] for one in self._homes}
-        self._knowing = {one: set(homes) for one, homes in self._homes.items()}
+        self._knowing = {one: set() for one in self._homes}
+        self._holding = {one: set(homes) for one, homes in self._homes.items()}
 
     def _shorten(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
         """Cached prefixes end where the first of their workers that was lost held tokens."""
@@ -97,6 +100,7 @@ class Recipients:
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._untold = {worker: untold for worker, untold in self._untold.items() if worker in topology.names}
         self._knowing = {one: workers & topology.names for one, workers in self._knowing.items()}
+        self._holding = {one: workers & topology.names for one, workers in self._holding.items()}
 
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
         """The workers to send something to, and what: the next plan, whole or the part that concerns them.
@@ -121,6 +125,8 @@ class Recipients:
             parts.setdefault(worker, {})["decoding"] = rows
         for chunk in plan.chunks:
             add(self._homes[chunk.sequence], "chunks", chunk)
+        for worker in parts.keys() & replicas:  # compute workers with local memory get the whole plan
+            del parts[worker]
         for worker, part in parts.items():
             if worker in self._untold:
                 part["released"] = self._untold.pop(worker)[1]
@@ -145,7 +151,7 @@ class Recipients:
             if migration.parent is not None:
                 self._begin(migration.sequence, [])
                 self._carriers.add(migration.sequence)
-            self._knowing[migration.sequence] |= {migration.source, migration.target}
+            self._holding[migration.sequence] |= {migration.source, migration.target}
         for admission in plan.admitted:
             add(self._admit(admission, replicas), "admitted", admission)
         for segment in plan.grown:
@@ -172,7 +178,8 @@ class Recipients:
             self._admissions.pop(sequence, None)  # a cached prefix has none
             self._carriers.discard(sequence)
             del self._homes[sequence], self._segments[sequence]
-            for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
+            knowing = self._knowing.pop(sequence) | self._holding.pop(sequence)
+            for worker in knowing.difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
     def _forget(self, worker: str, sequence: int, now: float) -> None:
@@ -184,9 +191,10 @@ class Recipients:
         if segments == self._segments[sequence]:
             return
         homes = list(dict.fromkeys(segment.worker for segment in segments))
-        for worker in self._knowing[sequence].difference(replicas, self._homes[sequence], homes):
+        knowing = self._knowing[sequence]
+        for worker in (knowing | self._holding[sequence]).difference(replicas, self._homes[sequence], homes):
             self._forget(worker, sequence, now)
-        self._knowing[sequence] = {*homes, *self._knowing[sequence].intersection(replicas)}
+        self._knowing[sequence], self._holding[sequence] = knowing.intersection(replicas), set(homes)
         self._segments[sequence], self._homes[sequence] = segments, homes
 
     def _switch(self, switch: Switch, replicas: tuple[str, ...]) -> dict[str, list[Segment]]:
@@ -202,7 +210,7 @@ class Recipients:
             for worker in dict.fromkeys([*sources, new.worker, *runs]):
                 told.setdefault(worker, []).append(new)
             homes = list(dict.fromkeys(segment.worker for segment in after))
-            self._knowing[new.sequence] = knowing.difference(self._homes[new.sequence]).union(homes)
+            self._holding[new.sequence] = self._holding[new.sequence].difference(self._homes[new.sequence]).union(homes)
             self._segments[new.sequence], self._homes[new.sequence] = after, homes
         return told
 
@@ -227,7 +235,8 @@ class Recipients:
     def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
         """A sequence that no worker knows has these segments. Returns the memory workers with them, which are told."""
         homes = list(dict.fromkeys(segment.worker for segment in segments))
-        self._segments[sequence], self._homes[sequence], self._knowing[sequence] = segments, homes, set(homes)
+        self._segments[sequence], self._homes[sequence] = segments, homes
+        self._knowing[sequence], self._holding[sequence] = set(), set(homes)
         return homes
 
     def _present(self, admission: Admission) -> Admission:
@@ -252,6 +261,8 @@ class Recipients:
         shares: dict[str, tuple[list[int], list[int]]] = {}
         for place, sequence in enumerate(sequences):
             for worker in self._homes[sequence]:
+                if worker in replicas:
+                    continue  # it gets the whole plan
                 share = shares.setdefault(worker, ([], []))
                 share[0].append(sequence)
                 share[1].append(place)

@@ -23,10 +23,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
-from lamina.groups import Completion, Group, Owner
+from lamina.groups import Completion, Drawn, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest
+from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
@@ -35,6 +35,7 @@ from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
+from lamina.schedule.pace import Pace
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
@@ -58,10 +59,11 @@ class Scheduler:
         kv_heads: int,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens."""
+        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -69,7 +71,8 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._lanes = [self._new_lane() for _ in range(lanes)]
+        self._pace = pace
+        self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
         self._moving = False
@@ -96,8 +99,8 @@ class Scheduler:
         self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
-    def _new_lane(self) -> Lane:
-        return Lane(self.placement.longest, allowance=self.limits.max_num_batched_tokens)
+    def _new_lane(self, number: int) -> Lane:
+        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
 
     @property
     def waiting(self) -> int:
@@ -133,13 +136,14 @@ class Scheduler:
         """Raises RequestError, with the figures, for a request that can never be served."""
         self.limits.check(prompt_length, params, self.placement)
 
-    def add(self, request: Request) -> Group:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
         self.check(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
@@ -242,8 +246,7 @@ class Scheduler:
         """
         self._moving = self._moving or deal_again
         self._follow(topology)
-        more = topology.pipeline.lanes - len(self._lanes)
-        self._lanes += [self._new_lane() for _ in range(more)]
+        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
 
     def _move(self) -> None:

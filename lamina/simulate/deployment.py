@@ -20,8 +20,9 @@ class Deployment:
         compute, memory: hardware of each pool's workers.
         tensor_parallel: devices that together hold one copy of the weights. The runtime has no tensor parallelism yet:
             more than 1 simulates a future version.
-        lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
-            mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+        lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the
+            last two mean the same for every system: sequences that a copy of the weights decodes at once, rows of a
+            step.
         kv_tokens_per_worker, prefix_cache: as in ``EngineConfig``; the first has no meaning for other systems.
         victim: the policy, of ``lamina.placement.recovery``, that names the request whose KV is dropped when a memory
             worker runs out of slots.
@@ -39,6 +40,7 @@ class Deployment:
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    slo_tbt_ms: int | None = None
     kv_tokens_per_worker: int | None = None
     prefix_cache: bool = True
     victim: str = "latest"

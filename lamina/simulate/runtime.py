@@ -139,6 +139,7 @@ class Simulation:
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
             policy=POLICIES[deployment.victim],
+            step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
         )
 

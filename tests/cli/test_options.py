@@ -38,6 +38,8 @@ GIVEN: dict[str, Any] = {
     "secret_file": "s",
     "listen": "10.0.0.1:7070",
     "advertise": "10.0.0.2",
+    "ray": "auto",
+    "kind": "far=zone:b",
     "compute_cores": "0-1",
     "memory_cores": "2",
     "max_num_seqs": 300,

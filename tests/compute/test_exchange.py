@@ -1,6 +1,7 @@
 """Scatter, attend, gather and merge over real slots against attention over the whole history in float64."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.compute.device.base import Carrier
+from lamina.compute.device.emulated import Emulated
+from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
+from lamina.compute.runner import NativeRunner
 from lamina.errors import DeadlineError, PlacementError
 from lamina.heads import HeadShards
 from lamina.kernels import reference
@@ -52,6 +57,7 @@ ROWS = 24
 TIMEOUT_S = 20.0
 SLOT_NBYTES = 64 + 640  # for a message of about three rows
 NOBODY = DecodeRows([], [], [])
+NATIVE, CARD = NativeRunner(DType.FLOAT32), GpuCarrier(Emulated(), DType.FLOAT32)
 SPECS = [
     AttentionSpec(layer=0, query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.35),
     AttentionSpec(layer=1, query_heads=4, kv_heads=4, qk_dim=12, v_dim=6, scale=0.3, window=5, softcap=4.0, sinks=True),
@@ -154,7 +160,7 @@ def connected(
     capacity: int = 200,
     device: str = "cpu",
 ) -> Iterator[Connected]:
-    """Slots hold a few rows; larger messages are fetched."""
+    """Slots hold a few rows; larger messages are fetched. ``device``: of the first memory worker."""
     per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in specs)
     plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, 4 * lease_nbytes(4096), links=4)
     stations = [Station(name, ShmEndpoint(name), plan) for name in ("compute0", *names)]
@@ -163,7 +169,11 @@ def connected(
     compute, *others = stations
     try:
         mail = Mail(compute.hub, compute.channels, compute.fetcher(), 1)
-        memories = {one.name: Memory(one, overlap, specs, shards, capacity, device) for one in others}
+        devices = [device, *["cpu"] * len(others)]  # Triton's interpreter runs in one thread at a time
+        memories = {
+            one.name: Memory(one, overlap, specs, shards, capacity, own)
+            for one, own in zip(others, devices, strict=False)
+        }
         yield Connected(compute, mail, memories, specs, HeadShards(max(spec.kv_heads for spec in specs), shards))
     finally:
         for station in stations:
@@ -203,6 +213,15 @@ def expected(
     return reference.partial(q, k, v, table, spec, 1)
 
 
+def in_place(carrier: Carrier, array: np.ndarray) -> np.ndarray:
+    """Where slices leave their results: on a card, in fixed memory. q, k and v of a layer differ in shape or use."""
+    if not isinstance(carrier, GpuCarrier):
+        return array
+    fixed = carrier.lines.at(f"out {next(_numbers) % 3}", len(array), array.shape[1:], torch.float32)
+    return fixed.copy_(torch.from_numpy(array)).numpy()
+
+
+_numbers = itertools.count()
 steps = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1, max_size=5)
 
 
@@ -215,10 +234,17 @@ overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1,
     overlap=overlaps,
     padding=st.integers(0, 3),
     most_products=st.sampled_from([1, MOST_PRODUCTS]),
+    carrier=st.sampled_from([NATIVE, CARD]),
     seed=st.integers(0, 9),
 )
 def test_steps_of_any_mix_equal_whole_attention(
-    steps: list[list[int]], boundary: int | None, overlap: Overlap, padding: int, most_products: int, seed: int
+    steps: list[list[int]],
+    boundary: int | None,
+    overlap: Overlap,
+    padding: int,
+    most_products: int,
+    carrier: Carrier,
+    seed: int,
 ) -> None:
     """Two sequences take any numbers of tokens in turn; their KV is on one worker or cut at any token between two.
 
@@ -247,11 +273,11 @@ def test_steps_of_any_mix_equal_whole_attention(
             threads = [memory.serve(plan) for memory in cluster.memories.values()]
             total = sum(counts)
             rows = total + padding
-            exchange = StepExchange(plan, segments, cluster.mail, DType.FLOAT32, overlap, threads=1, rows=rows)
+            exchange = StepExchange(plan, segments, cluster.mail, overlap, carrier, rows)
             turn += len(SPECS) if total else 0
             for layer, spec in enumerate(SPECS if total else []):
                 q, k, v = (
-                    random.standard_normal((rows, heads, dim)).astype(np.float32)
+                    in_place(carrier, random.standard_normal((rows, heads, dim)).astype(np.float32))
                     for heads, dim in (
                         (spec.query_heads, spec.qk_dim),
                         (spec.kv_heads, spec.qk_dim),
@@ -265,7 +291,7 @@ def test_steps_of_any_mix_equal_whole_attention(
                 for step in taken:
                     part = slice(row, row + len(step.tokens))
                     row = part.stop
-                    history.setdefault((step.sequence, layer), []).append((k[part], v[part]))
+                    history.setdefault((step.sequence, layer), []).append((k[part].copy(), v[part].copy()))
                     keys, values = (np.concatenate(parts) for parts in zip(*history[step.sequence, layer], strict=True))
                     out, lse = expected(spec, q[part], keys, values, step.start)
                     if logits is not None:
@@ -299,9 +325,7 @@ def test_a_prompt_alone_is_answered_too() -> None:
     admission = Admission(0, 1, 5, [Segment(0, "memory0", (0, 4), (0, None))], SamplingParams(), 0)
     plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])], NOBODY)
     with connected(("memory0",), Overlap()) as cluster:
-        exchange = StepExchange(
-            plan, {0: admission.segments}, cluster.mail, DType.FLOAT32, Overlap(), threads=1, rows=5
-        )
+        exchange = StepExchange(plan, {0: admission.segments}, cluster.mail, Overlap(), NATIVE, 5)
         assert exchange.peers == ["memory0"]
         with pytest.raises(DeadlineError):
             cluster.mail.wait(cluster.compute.endpoint.wait, exchange.peers, 0.0)
@@ -343,7 +367,7 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
         for plan in plans:
             threads = [memory.serve(plan) for memory in cluster.memories.values()]
             rows = sum(len(step.tokens) for step in plan.sequences)
-            exchange = StepExchange(plan, segments, cluster.mail, DType.FLOAT32, Overlap(), threads=1, rows=rows)
+            exchange = StepExchange(plan, segments, cluster.mail, Overlap(), NATIVE, rows)
             for layer, spec in enumerate(SPECS):
                 shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
                 q, k, v = (random.standard_normal((rows, *shape)).astype(np.float32) for shape in shapes)

@@ -14,9 +14,9 @@ from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu
-from lamina.compute.device.kit import ROWS, padded_rows
+from lamina.compute.device.kit import ROWS, Kit, padded_rows
 from lamina.compute.device.select import make
-from lamina.compute.runner import Rows, pad
+from lamina.compute.rows import Rows, pad
 from lamina.errors import ConfigError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
@@ -36,9 +36,11 @@ ORDINARY = ("gemma2", "deepseek_v3")
 class OnGpu(Runner):
     """The reference runtime with slices on an emulated card, where another lane runs between any two of them."""
 
-    def __init__(self, model: SplitModel, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: SplitModel, weights: Mapping[str, Tensor], kit: Kit | None = None) -> None:
         super().__init__(model, weights)
-        self._runner = Gpu(Emulated()).runner(lower(model, Target.GPU), weights)
+        card = Gpu(kit or Emulated())
+        lowered = lower(model, Target.GPU)
+        self._runner = card.runner(lowered, {name: weights[name].to(card.place) for name in lowered.weights})
 
     def run(
         self, index: int, ids: Tensor, positions: Tensor, attention: Tensor | None, context: tuple[Tensor, ...]
@@ -50,7 +52,7 @@ class OnGpu(Runner):
         if attention is not None:
             attention = padded(attention, total)
             if index == len(self.model.slices) - 1:
-                return SliceOutput((self._runner.logits(rows, attention, context, torch.arange(count)).clone(),))
+                return SliceOutput((self._runner.logits(rows, attention, context, torch.arange(count)).cpu().clone(),))
         asked: list[Tensor] = []
         on_query = (lambda q: asked.append(q.clone())) if count % 2 else None
         out = self._runner.run(index, rows, attention, context, on_query)
@@ -61,7 +63,7 @@ class OnGpu(Runner):
         self._runner.run(index, other, noise, tuple(torch.full_like(tensor, 0.5) for tensor in context), None)
         for kept, tensor in zip(results[3:], out.context, strict=True):
             assert torch.equal(kept, tensor)
-        return SliceOutput(tuple(tensor[:count] for tensor in results))
+        return SliceOutput(tuple(tensor[:count].cpu() for tensor in results))
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:

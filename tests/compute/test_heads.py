@@ -17,7 +17,17 @@ from lamina.heads import HeadShards
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from lamina.protocol.wire import body_nbytes, check_segments, message_rows
-from lamina.types import AttentionSpec, DecodeRows, DType, Overlap, Segment, SequenceStep, StepPlan
+from lamina.types import (
+    Admission,
+    AttentionSpec,
+    DecodeRows,
+    DType,
+    Overlap,
+    SamplingParams,
+    Segment,
+    SequenceStep,
+    StepPlan,
+)
 from tests.compute.test_exchange import Connected, connected, overlaps
 from tests.compute.test_segments import NAMES, Sequences, drive
 
@@ -86,8 +96,7 @@ class HeadSequences(Sequences):
             assert store.slab.used == len(held[name])
             owned = [store.slab.slots(key) for key in store.slab.segments]
             poisoned = np.setdiff1d(np.arange(store.slab.capacity), np.concatenate([np.empty(0, np.int32), *owned]))
-            assert isinstance(store.device, cpu.Cpu)
-            for slab in store.device._slabs:
+            for slab in store.device._slabs if isinstance(store.device, cpu.Cpu) else ():
                 slab.k[poisoned] = slab.v[poisoned] = np.nan
 
     def attend(self, plan: StepPlan, steps: list[SequenceStep]) -> None:
@@ -133,6 +142,19 @@ def test_any_splits_of_heads_and_tokens_equal_whole_attention(
     with mock.patch.object(cpu, "MOST_PRODUCTS", most_products), connected(NAMES, overlap, specs, count) as cluster:
         poison(cluster)
         drive(data, HeadSequences(cluster, overlap, seed), bands(cluster.shards))
+
+
+def test_the_code_for_gpus_attends_with_some_heads_too() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    slopes = (0.5, 0.25, 0.2, 0.1, 0.05, 0.0)
+    specs = [AttentionSpec(0, 6, 3, 8, 8, 0.35, alibi_slopes=slopes), AttentionSpec(1, 6, 3, 8, 8, 0.35, window=3)]
+    with connected(NAMES, Overlap(), specs, shards=3, device="emulated") as cluster:
+        under_test = HeadSequences(cluster, Overlap(), 0)
+        split = [((0, 2), NAMES[0], (0, 4)), ((0, 1), NAMES[1], (4, None)), ((1, 2), NAMES[2], (4, None))]
+        placed = [Segment(0, worker, heads, tokens) for heads, worker, tokens in split]
+        placed.append(Segment(0, NAMES[0], (2, 3), (0, None)))
+        under_test.run({0: 5}, admitted=[Admission(0, 1, 5, placed, SamplingParams(), 0)])
+        under_test.run({0: 1})
 
 
 @given(heads=st.integers(1, 12), group=st.integers(1, 4), workers=st.integers(1, 16))

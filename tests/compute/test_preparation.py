@@ -21,7 +21,8 @@ import lamina
 from lamina import _native as native
 from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
-from lamina.compute.runner import Rows, SliceRunner
+from lamina.compute.rows import Rows
+from lamina.compute.runner import SliceRunner
 from lamina.lowering import Target
 from lamina.models import directory, tensors
 from lamina.models.directory import BUNDLED, ModelDirectory

@@ -16,8 +16,8 @@ from lamina.compute.exchange import StepExchange
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from lamina.segments import by_sequence, by_worker, forked, grown, holding
-from lamina.types import Admission, DecodeRows, DType, Fork, Overlap, SamplingParams, Segment, SequenceStep, StepPlan
-from tests.compute.test_exchange import ROWS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
+from lamina.types import Admission, DecodeRows, Fork, Overlap, SamplingParams, Segment, SequenceStep, StepPlan
+from tests.compute.test_exchange import NATIVE, ROWS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
 
 NAMES = ("memory0", "memory1", "memory2")
 HEADS = (0, 4)
@@ -76,7 +76,7 @@ class Sequences:
     def attend(self, plan: StepPlan, steps: list[SequenceStep]) -> None:
         rows = sum(len(step.tokens) for step in steps)
         exchange = StepExchange(
-            plan, self.segments, self.cluster.mail, DType.FLOAT32, self.overlap, 1, rows, shards=self.cluster.shards
+            plan, self.segments, self.cluster.mail, self.overlap, NATIVE, rows, shards=self.cluster.shards
         )
         for layer, spec in enumerate(self.specs):
             shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)

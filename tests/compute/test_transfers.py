@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.kit import ROWS
+from lamina.compute.device.kit import ROWS, Kit
 from lamina.compute.device.moves import Moves
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.types import AttentionSpec
@@ -26,7 +26,7 @@ def draw_moves(rng: np.random.Generator, total: int, rows: int, shards: int, wor
         parts.append(so_far[chosen].copy())
         so_far[chosen] += 1
     appends = [rng.choice(every, rng.integers(0, 3)) for _ in range(workers)]
-    return Moves(total, rows, shards, picked[1:], appends, parts[1:], picked[0], parts[0])
+    return Moves(total, rows, shards, picked[1:], appends, parts[1:], picked[:1], parts[:1])
 
 
 def reply(rng: np.random.Generator, count: int, shards: int) -> tuple[np.ndarray, np.ndarray, memoryview]:
@@ -63,19 +63,25 @@ def expected(moves: Moves, partials: list[tuple[Any, Any, Any]], sinks: np.ndarr
 def test_lanes_that_take_turns_move_their_own_rows(
     total: int, padding: int, shards: int, workers: int, is_recorded: bool, has_sinks: bool, seed: int
 ) -> None:
+    check_lanes(Emulated(), total, padding, shards, workers, is_recorded, has_sinks, seed)
+
+
+def check_lanes(
+    kit: Kit, total: int, padding: int, shards: int, workers: int, is_recorded: bool, has_sinks: bool, seed: int
+) -> None:
     """Two steps of one size share recordings and memory; each attention of theirs moves what it would alone."""
     rng, rows = np.random.default_rng(seed), total + padding
-    lines = Lines(Emulated(), ROWS[-1] if is_recorded else 0)
+    lines = Lines(kit, ROWS[-1] if is_recorded else 0)
     steps = [draw_moves(rng, total, rows, shards, workers) for _ in range(2)]
     transfers = [GpuTransfers(lines, moves, torch.float32) for moves in steps]
     heads = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
     fixed = [lines.at(f"out {place}", rows, shape, torch.float32) for place, shape in enumerate(heads)]
-    fixed = fixed if is_recorded else [torch.empty(rows, *shape) for shape in heads]
+    fixed = fixed if is_recorded else [torch.empty(rows, *shape, device=kit.place) for shape in heads]
     for turn in range(4):
         moves, transfer = steps[turn % 2], transfers[turn % 2]
         for tensor in fixed:
             tensor.copy_(torch.from_numpy(rng.standard_normal(tensor.shape)))
-        q, k, v = (each.numpy().reshape(rows * shards, -1, each.shape[2]).copy() for each in fixed)
+        q, k, v = (each.cpu().numpy().reshape(rows * shards, -1, each.shape[2]).copy() for each in fixed)
         if turn < 2:
             queries, keys, values = transfer.all(*fixed)
         else:
@@ -86,27 +92,26 @@ def test_lanes_that_take_turns_move_their_own_rows(
             for message, shard_numbers in zip(got, groups, strict=True):
                 np.testing.assert_array_equal(message, source[shard_numbers])
         replies = [reply(rng, len(shard_numbers), shards) for shard_numbers in moves.queries]
-        out, lse, _ = reply(rng, len(moves.local), shards)
+        out, lse, _ = reply(rng, len(moves.here[0]), shards)
         sinks = rng.standard_normal(SPEC.query_heads).astype(np.float32) if has_sinks else None
-        chunks = (torch.from_numpy(out), torch.from_numpy(lse)) if len(moves.local) else None
+        here = [(torch.from_numpy(out).to(kit.place), torch.from_numpy(lse).to(kit.place))]
         bodies = [(-1, body) for _, _, body in replies]
-        merged = transfer.merged(SPEC, chunks, bodies, sinks)
+        merged = transfer.merged(SPEC, here, bodies, sinks)
         partials = [(numbers, *each[:2]) for numbers, each in zip(moves.queries, replies, strict=True)]
-        wanted = expected(moves, [*partials, (moves.local, out, lse)], sinks)
-        np.testing.assert_allclose(merged.numpy(), wanted, atol=1e-5)
+        wanted = expected(moves, [*partials, (moves.here[0], out, lse)], sinks)
+        np.testing.assert_allclose(merged.cpu().numpy(), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_reply_in_the_same_slot_is_read_again(shards: int) -> None:
     rng = np.random.default_rng(0)
     everything = np.arange(3 * shards)
-    none = np.empty(0, np.int64)
-    moves = Moves(3, 4, shards, [everything], [everything], [np.zeros_like(everything)], none, none)
+    moves = Moves(3, 4, shards, [everything], [everything], [np.zeros_like(everything)], [], [])
     transfer = GpuTransfers(Lines(Emulated(), ROWS[-1]), moves, torch.float32)
     _, _, body = reply(rng, len(everything), shards)
     for _ in range(2):
         out, _, fresh = reply(rng, len(everything), shards)
         body[:] = fresh
-        merged = transfer.merged(SPEC, None, [(1, body)], None).numpy()
+        merged = transfer.merged(SPEC, [], [(1, body)], None).numpy()
         np.testing.assert_array_equal(merged[:3], out.reshape(3, SPEC.query_heads, SPEC.v_dim))
         assert not merged[3:].any()

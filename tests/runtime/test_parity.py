@@ -63,8 +63,11 @@ def check_greedy(
     lengths: tuple[int, ...] = LENGTHS,
     tokens: int = TOKENS,
     compute: str = "cpu:1",
+    holders: frozenset[str] | set[str] = frozenset(("memory0", "memory1")),
+    kv_tokens_per_worker: int | None = None,
 ) -> None:
-    target = Target.GPU if compute.startswith("emulated") else Target.CPU
+    """``holders``: the workers that hold KV of the requests in the end."""
+    target = Target.CPU if compute.startswith("cpu") else Target.GPU
     reference = write_prepared(served(family), tmp_path, target=target)
     draw = random.Random(family)
     prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in lengths]
@@ -76,6 +79,7 @@ def check_greedy(
         max_num_seqs=4,
         max_num_batched_tokens=24,
         kv_cache_memory_bytes=4 << 20,
+        kv_tokens_per_worker=kv_tokens_per_worker,
     )
     engine = launch(config)
     try:
@@ -85,7 +89,7 @@ def check_greedy(
         engine.close()
     got = [output.outputs[0].token_ids for output in outputs]
     assert got == [greedy(reference, prompt, tokens) for prompt in prompts]
-    assert {segment.worker for output in outputs for segment in output.placement} == {"memory0", "memory1"}
+    assert {segment.worker for output in outputs for segment in output.placement} == holders
     assert all(memory.sequences <= 4 for memory in stats.memory.values())
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.heads import HeadShards
 from lamina.memory.store import KvStore, StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
@@ -28,17 +29,21 @@ from lamina.types import (
     StepPlan,
 )
 from tests.schedule.schedules import request
-from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, Driver
+from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
-SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=1, v_dim=1, scale=1.0)
-CAPACITIES = {"memory0": 60, "memory1": 40}
+SHARDED = HeadShards(3, 3)
+APART, LOCAL = ("memory0", "memory1"), ("compute0", "memory1")
 REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True)))
 
 
-def stores() -> dict[str, KvStore]:
-    return {name: KvStore(name, [SPEC], DType.FLOAT32, room, 1, Overlap()) for name, room in CAPACITIES.items()}
+def stores(memories: tuple[str, str], shards: HeadShards) -> dict[str, KvStore]:
+    spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
+    return {
+        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        for name, room in zip(memories, (60, 40), strict=True)
+    }
 
 
 def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, Sequence[Segment]]) -> bool:
@@ -119,12 +124,21 @@ class Told(Driver):
     """Every plan goes to workers that are told of everything, and its parts to workers that are told what concerns
     them: with equal slabs, these must do the same."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None) -> None:
-        super().__init__(pipeline, depth, chance, longest)
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        depth: int,
+        chance: random.Random,
+        longest: int | None,
+        memories: tuple[str, str],
+        shards: HeadShards,
+    ) -> None:
+        super().__init__(pipeline, depth, chance, longest, memories, shards)
+        self.shards = shards
         self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
         self.pipeline = pipeline
         self.recipients = Recipients(self.computes, pipeline)
-        self.everything, self.theirs = stores(), stores()
+        self.everything, self.theirs = stores(memories, shards), stores(memories, shards)
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
@@ -149,7 +163,7 @@ class Told(Driver):
         assert len(by_name) == len(parts), "nobody is told twice"
         runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
         expected = {self.computes[number] for number in runs}
-        expected |= {name for name in CAPACITIES if concerns(plan, tables[name], name, had[name])}
+        expected |= {name for name in self.theirs if concerns(plan, tables[name], name, had[name])}
         aside = set(self.computes).difference(expected)  # they may run sequences that move, with other plans
         assert by_name.keys() - aside == expected and (plan.switches or not by_name.keys() & aside)
         for name, part in parts:
@@ -159,21 +173,21 @@ class Told(Driver):
                 assert not part.runs and part.switches
             elif name in self.theirs:
                 same(self.theirs[name].apply(part), tables[name])
-            else:
+            if name in self.replicas and name not in aside:
                 self.replicas[name].apply(part)
                 assert (part.chunks, part.decoding, part.turn) == (plan.chunks, plan.decoding, plan.turn)
                 known, knows = self.all_knowing.segments, self.replicas[name].segments
                 for step in plan.sequences:
                     for sequence in (step.sequence, *step.draws):
                         assert knows[sequence] == known[sequence]
-                for worker in CAPACITIES:  # both ends derive the same message
-                    assert message_rows(part, knows, worker).kept == tables[worker].rows.kept
+                for worker in self.theirs:  # both ends derive the same message
+                    assert message_rows(part, knows, worker, self.shards).kept == tables[worker].rows.kept
         self.late |= dict.fromkeys(plan.released, self.now)
 
     def tell_overdue(self, now: float) -> None:
         for name, sequences in self.recipients.overdue(now):
-            worker = self.theirs[name] if name in self.theirs else self.replicas[name]
-            worker.release(sequences)
+            for worker in [roles[name] for roles in (self.theirs, self.replicas) if name in roles]:
+                worker.release(sequences)
         held = {sequence for store in self.theirs.values() for sequence in store._segments}
         held |= {sequence for replica in self.replicas.values() for sequence in replica.segments}
         self.late = {sequence: since for sequence, since in self.late.items() if sequence in held}
@@ -191,7 +205,7 @@ class Told(Driver):
         scheduler = self.turn.scheduler
         groups = [group for lane in scheduler._lanes for group in lane.running]
         if groups:
-            source, target = self.chance.sample(list(CAPACITIES), 2)
+            source, target = self.chance.sample(list(self.theirs), 2)
             scheduler.moves.try_move(self.chance.choice(groups), source, target, self.chance.randint(1, 20))
             self.moves = scheduler.moves.counts.moves
 
@@ -202,13 +216,15 @@ class Told(Driver):
     requests=st.integers(1, 25),
     leaving=st.sampled_from([0.0, 0.1]),
     longest=st.sampled_from([None, 6]),
+    kind=st.sampled_from(["apart", "local", "striped"]),
     seed=st.integers(0, 2**32),
 )
 def test_those_concerned_and_nobody_else_are_told_what_they_need(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, seed: int
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, kind: str, seed: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Told(pipeline, depth, chance, longest)
+    memories = LOCAL if kind == "local" and pipeline.replicas == 1 else APART
+    driver = Told(pipeline, depth, chance, longest, memories, SHARDED if kind == "striped" else WHOLE)
     driver.pause_s = RELEASE_S
     for number in range(requests):
         driver.come(str(number))
@@ -229,7 +245,8 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
     assert not any(replica.segments for replica in driver.replicas.values())
     recipients = driver.recipients
-    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._admissions))
+    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
+    assert not recipients._admissions
 
 
 def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:

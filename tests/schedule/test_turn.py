@@ -15,11 +15,13 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Wish
 from lamina.config import EngineConfig
 from lamina.engine import engine
+from lamina.heads import HeadShards
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.map import Placement
 from lamina.placement.recovery import latest
+from lamina.placement.stripes import StripedPlacement
 from lamina.plan import hardware, models
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import StepDone
@@ -30,6 +32,7 @@ from lamina.types import AttentionSpec, DType, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS, request
 
 FIXED = Pipeline(3, 1)
+WHOLE = HeadShards(2)
 CHOICES = Pipeline(4, 2, choices=(Arrangement(4), Arrangement(2), Arrangement(3, rotates=True)))
 ENOUGH = 2000
 
@@ -37,10 +40,25 @@ ENOUGH = 2000
 class Driver:
     """Workers that answer in any order, and callers that come and go, around one turn; checks what it plans."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        depth: int,
+        chance: random.Random,
+        longest: int | None = None,
+        memories: tuple[str, str] = ("memory0", "memory1"),
+        shards: HeadShards = WHOLE,
+    ) -> None:
         self.depth, self.chance = depth, chance
-        placement = Placement({"memory0": 60, "memory1": 40}, longest)
-        self.turn = Turn(LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=2, plan_ahead=depth > 1)
+        capacities = dict(zip(memories, (60, 40), strict=True))
+        local = [name for name in memories if name.startswith("compute")]
+        striped = shards.count > 1
+        placement = (
+            StripedPlacement(capacities, shards, longest) if striped else Placement(capacities, longest, local=local)
+        )
+        self.turn = Turn(
+            LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1
+        )
         self.unanswered: dict[int, StepPlan] = {}
         self.planned: dict[int, list[int]] = {}  # by lane: steps that run
         self.completed: dict[int, list[int]] = {}

@@ -10,19 +10,10 @@ from lamina.errors import ConfigError
 Bundle = Mapping[str, float]
 """Amounts of Ray's resources, by name."""
 
-ACCELERATORS = {
-    "p100": "P100",
-    "v100": "V100",
-    "t4": "T4",
-    "l4": "L4",
-    "l40s": "L40S",
-    "a100": "A100",
-    "h20": "H20",
-    "h100": "H100",
-    "h200": "H200",
-    "b200": "B200",
-}
-"""GPU kinds that Ray recognizes by itself, with its names for them (``ray.util.accelerators``)."""
+ACCELERATORS = {kind: name.split()[1] for kind, name in GPUS.items() if len(name.split()) == 2}
+"""GPU kinds that Ray recognizes by itself, with its names for them: the driver's without NVIDIA."""
+
+_HIDDEN = ("memory", "object_store_memory", "node:")  # of no interest here
 
 A_LITTLE = 0.001  # of an accelerator type, which every GPU of a node shares
 
@@ -116,11 +107,4 @@ def _shortage(
 
 def _amounts(amounts: Bundle) -> str:
     shown = {name: amount for name, amount in sorted(amounts.items()) if amount and not name.startswith(_HIDDEN)}
-    return ", ".join(f"{_resource(name)} {amount:g}" for name, amount in shown.items()) or "nothing"
-
-
-_HIDDEN = ("memory", "object_store_memory", "node:")
-
-
-def _resource(name: str) -> str:
-    return name
+    return ", ".join(f"{name} {amount:g}" for name, amount in shown.items()) or "nothing"

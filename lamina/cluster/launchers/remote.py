@@ -130,6 +130,7 @@ class RemoteWorkers:
         self._vacancies: list[_Vacancy] = []
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
+        self._finished = set[str]()  # workers that ``end`` was called for
         self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
         self._closing = self._over = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -182,13 +183,15 @@ class RemoteWorkers:
             one = self._of(worker)
             if one is not None:
                 one.exited = why
-            if one is None or not one.parting:
+                self._end_here(one)
+            if worker not in self._finished:
                 self._ended = {**self._ended, worker: why}
             self._lock.notify_all()
 
     def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
         """See ``Workers.end``. Waits for the supervisor, for ``STOP_TIMEOUT_S`` at most."""
         with self._lock:
+            self._finished.add(name)
             self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.name != name]
             one = self._of(name)
             if one is not None:

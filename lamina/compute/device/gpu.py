@@ -14,13 +14,14 @@ from torch import Tensor
 from lamina.compute.device.base import Floats, Partial
 from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
-from lamina.compute.device.transfers import Lines
-from lamina.compute.runner import Rows
+from lamina.compute.device.moves import Moves
+from lamina.compute.device.transfers import GpuTransfers, Lines
+from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.placed import PlacedSlice, place
 from lamina.splitter import SliceOutput
-from lamina.types import AttentionSpec
+from lamina.types import AttentionSpec, DType
 
 
 class Gpu:
@@ -46,22 +47,41 @@ class _Placed:
     prepared: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-class GpuRunner:
+class GpuCarrier:
+    """A ``Carrier``: the part of a runner that needs no model."""
+
+    def __init__(self, kit: Kit, dtype: DType) -> None:
+        self.dtype = dtype
+        self._kit = kit
+        self.lines = Lines(kit, ROWS[-1])
+
+    def transfers(self, moves: Moves) -> GpuTransfers:
+        """See ``Runner``."""
+        return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
+
+    def attend(
+        self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
+    ) -> Partial:
+        """See ``Runner``."""
+        first = rows[table.query_offsets[:-1]].tolist()
+        out, lse = attend_chunks(output.q, output.k, output.v, first, table, spec, self._kit.fused)
+        return out, lse
+
+
+class GpuRunner(GpuCarrier):
     """A ``Runner``. Recorded slices read and write fixed memory, the same for all numbers of rows.
 
     Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
     """
 
     def __init__(self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit) -> None:
+        super().__init__(kit, model.dtype)
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
-        self.dtype = model.dtype
         self.sinks: list[Floats | None] = [
             None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
         ]
-        self._kit = kit
         self._slices = place(model, tensors, kit.place)
-        self._lines = Lines(kit, ROWS[-1])
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
@@ -80,14 +100,6 @@ class GpuRunner:
     def padded(self, rows: int) -> int:
         """See ``Runner``."""
         return padded_rows(rows)
-
-    def attend(
-        self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
-    ) -> Partial:
-        """See ``Runner``."""
-        first = rows[table.query_offsets[:-1]].tolist()
-        out, lse = attend_chunks(output.q, output.k, output.v, first, table, spec, self._kit.fused)
-        return out.contiguous().cpu().numpy(), lse.contiguous().cpu().numpy()
 
     def run(
         self,
@@ -153,7 +165,7 @@ class GpuRunner:
 
     def _at(self, what: str, count: int, like: Tensor) -> Tensor:
         """Fixed memory for ``count`` rows of this kind."""
-        return self._lines.at(what, count, tuple(like.shape[1:]), like.dtype)
+        return self.lines.at(what, count, tuple(like.shape[1:]), like.dtype)
 
     def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], cuts: bool) -> "_Recorded":
         """Record a slice for so many rows; what it reads is in fixed memory."""

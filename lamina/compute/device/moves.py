@@ -22,7 +22,7 @@ class Moves:
         queries: by memory worker, the shards whose q it gets, and whose partials it replies with.
         appends: by memory worker, the shards whose k and v it keeps.
         parts: by memory worker, which partial of its shard each of its partials becomes, counted from 0.
-        local, local_parts: the same for prompt chunks, which attend to themselves here.
+        here, here_parts: the same for what is attended here, such as prompt chunks to themselves: by kind.
     """
 
     total: int
@@ -31,13 +31,13 @@ class Moves:
     queries: Sequence[Indices]
     appends: Sequence[Indices]
     parts: Sequence[Indices]
-    local: Indices
-    local_parts: Indices
+    here: Sequence[Indices]
+    here_parts: Sequence[Indices]
 
     @property
     def most_parts(self) -> int:
         """Partials of the shard that has most, at least 1."""
-        parts = [*self.parts, self.local_parts]
+        parts = [*self.parts, *self.here_parts]
         return 1 + max((int(each.max()) for each in parts if len(each)), default=0)
 
 
@@ -61,12 +61,12 @@ class Arrivals:
 
 
 def arrange(moves: Moves, heads: int, v_dim: int) -> Arrivals:
-    """Where partials of ``heads`` heads to a shard arrive: prompt chunks first, then memory workers."""
+    """Where partials of ``heads`` heads to a shard arrive: those from here first, then those of memory workers."""
     unit = heads * v_dim
     shape = moves.most_parts, moves.rows * moves.shards
     outs, lses = np.zeros(shape, np.int64), np.full(shape, v_dim, np.int64)
     starts, at = [], 2 * unit
-    for shards, parts in zip((moves.local, *moves.queries), (moves.local_parts, *moves.parts), strict=True):
+    for shards, parts in zip((*moves.here, *moves.queries), (*moves.here_parts, *moves.parts), strict=True):
         count = np.arange(len(shards))
         starts.append(at)
         outs[parts, shards] = at // unit + count

@@ -9,17 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lamina.compute.device.base import Array, Floats, Partial, Reply
 from lamina.compute.device.kit import Kit, Replay, padded_rows
 from lamina.compute.device.moves import Indices, Moves, arrange
 from lamina.splitter import as_numpy
 from lamina.types import AttentionSpec
-
-Array = npt.NDArray[np.generic]
-Floats = npt.NDArray[np.float32]
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
@@ -41,6 +38,11 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
     return merged / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
 
 
+def _padded(index: Indices) -> Tensor:
+    """An index, and zeros up to one of few lengths: what they gather is discarded."""
+    return torch.from_numpy(np.pad(index, (0, padded_rows(len(index)) - len(index))))
+
+
 class Lines:
     """What all steps on a card share: memory that stays where it is, and what is recorded on it. One to a runner."""
 
@@ -51,6 +53,11 @@ class Lines:
         self._fixed: dict[object, Tensor] = {}
         self._recorded: dict[object, Replay] = {}
         self._held: dict[object, object] = {}
+        self._addresses = set[int]()
+
+    def has(self, tensor: Tensor) -> bool:
+        """True if a tensor begins where fixed memory does."""
+        return tensor.data_ptr() in self._addresses
 
     def at(self, what: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Fixed memory for ``count`` rows of this shape: the first of as many as are ever recorded."""
@@ -60,6 +67,7 @@ class Lines:
         """Fixed memory on the card, by what it is for; 0 at first."""
         if what not in self._fixed:
             self._fixed[what] = torch.zeros(shape, dtype=dtype, device=self.kit.place)
+            self._addresses.add(self._fixed[what].data_ptr())
         return self._fixed[what]
 
     def pinned(self, what: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -109,7 +117,7 @@ class _Collected:
 
 @dataclass(frozen=True)
 class _Merge:
-    """One merge: where replies are copied to, prompt chunks' first, and where the result is."""
+    """One merge: where partials are copied to, those from here first, and where the result is."""
 
     targets: tuple[Tensor, ...]
     sinks: Tensor | None
@@ -123,10 +131,11 @@ class GpuTransfers:
     def __init__(self, lines: Lines, moves: Moves, dtype: torch.dtype) -> None:
         self._lines, self._moves, self._dtype = lines, moves, dtype
         self._groups = {"queries": _Group.of(moves.queries), "appends": _Group.of(moves.appends)}
+        self._padded = {name: _padded(group.index) for name, group in self._groups.items()}
         self._recorded = moves.rows <= lines.most
         self._collected: dict[object, _Collected] = {}
         self._merges: dict[object, _Merge] = {}
-        self._bodies: dict[tuple[int, int], Tensor] = {}
+        self._bodies: dict[tuple[int, int, int], Tensor] = {}
 
     def queries(self, q: Tensor) -> list[Array]:
         """See ``Transfers``."""
@@ -144,18 +153,22 @@ class GpuTransfers:
 
     def _collect(self, *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
         """The rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned memory."""
-        key = tuple((name, source.data_ptr(), source.shape) for name, source in sources)
-        found = self._collected.get(key)
-        if found is None or not self._recorded:
-            found = self._collected[key] = self._plan_collecting(sources)
-        for name in {name: None for name, _ in sources}:
-            self._hold_index(name)
+        if not (self._recorded and all(self._lines.has(source) for _, source in sources)):
+            found = self._plan_collecting(sources, recorded=False)
+        else:
+            for name in dict.fromkeys(name for name, _ in sources):  # before it is recorded: that reads rows as well
+                fixed = self._fixed_index(name)
+                self._lines.hold(("index", name, len(fixed)), self, (fixed, self._padded[name]))
+            key = tuple((name, source.data_ptr(), source.shape) for name, source in sources)
+            if key not in self._collected:
+                self._collected[key] = self._plan_collecting(sources, recorded=True)
+            found = self._collected[key]
         found.replay()
         self._lines.kit.wait()
         return found.messages
 
-    def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]]) -> _Collected:
-        ways = [self._way(number, name, source) for number, (name, source) in enumerate(sources)]
+    def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]], recorded: bool) -> _Collected:
+        ways = [self._way(number, name, source, recorded) for number, (name, source) in enumerate(sources)]
 
         def work() -> None:
             for rows, index, stage, host in ways:
@@ -163,40 +176,33 @@ class GpuTransfers:
                 host.copy_(stage, non_blocking=True)
 
         key = tuple((rows.data_ptr(), rows.shape, index.data_ptr(), len(index)) for rows, index, _, _ in ways)
-        replay = self._lines.recorded(key, work) if self._recorded else work
+        replay = self._lines.recorded(key, work) if recorded else work
         hosts = [self._groups[name].cut(as_numpy(host)) for (name, _), (*_, host) in zip(sources, ways, strict=True)]
         return _Collected(replay, tuple(hosts))
 
-    def _way(self, number: int, name: str, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _way(self, number: int, name: str, source: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The shards of a tensor; the index of those that travel; memory for them on the card and on the host."""
         rows, heads, size = source.shape
         shards = source.view(rows * self._moves.shards, heads // self._moves.shards, size)
-        index = self._index(name)
-        if not self._recorded:
+        if not recorded:
+            index = torch.from_numpy(self._groups[name].index).to(self._lines.kit.place)
             host = self._lines.kit.pinned((len(index), *shards.shape[1:]), source.dtype)
             return shards, index, torch.empty_like(host, device=source.device), host
-        shape = tuple(shards.shape[1:])
+        index, shape = self._fixed_index(name), tuple(shards.shape[1:])
         what, most = (number, name, shape, source.dtype, len(index)), (len(index), *shape)
         stage = self._lines.fixed(("stage", *what), most, source.dtype)
         return shards, index, stage, self._lines.pinned(("host", *what), most, source.dtype)
 
-    def _index(self, name: str) -> Tensor:
-        """The shards of a group on the card. If recorded, padded to one of few lengths."""
-        index = self._groups[name].index
-        if self._recorded:
-            return self._lines.fixed(("index", name, padded_rows(len(index))), (padded_rows(len(index)),), torch.int64)
-        return torch.from_numpy(index).to(self._lines.kit.place)
-
-    def _hold_index(self, name: str) -> None:
-        if self._recorded:
-            fixed, index = self._index(name), self._groups[name].index
-            self._lines.hold(("index", name, len(fixed)), self, (fixed[: len(index)], torch.from_numpy(index)))
+    def _fixed_index(self, name: str) -> Tensor:
+        """Fixed memory for the shards of a group, padded to one of few lengths."""
+        count = len(self._padded[name])
+        return self._lines.fixed(("index", name, count), (count,), torch.int64)
 
     def merged(
         self,
         spec: AttentionSpec,
-        chunks: tuple[Tensor, Tensor] | None,
-        replies: Sequence[tuple[int, memoryview]],
+        here: Sequence[Partial],
+        replies: Sequence[Reply],
         sinks: Floats | None,
     ) -> Tensor:
         """See ``Transfers``."""
@@ -204,13 +210,12 @@ class GpuTransfers:
         merge = self._merges.get(key)
         if merge is None:
             merge = self._merges[key] = self._plan_merge(spec, sinks is not None)
-        for number, ((slot, body), target) in enumerate(zip(replies, merge.targets[1:], strict=True)):
+        for number, (reply, target) in enumerate(zip(replies, merge.targets[len(here) :], strict=True)):
             if len(target):
-                self._lines.kit.upload(target, self._body(number, slot, body))
-        if chunks is not None:
-            out, lse = chunks
-            merge.targets[0][: out.numel()].copy_(out.reshape(-1))
-            merge.targets[0][out.numel() :].copy_(lse.reshape(-1))
+                self._lines.kit.upload(target, self._body(number, *reply))
+        for (out, lse), target in zip(here, merge.targets, strict=False):
+            target[: out.numel()].copy_(out.reshape(-1))
+            target[out.numel() :].copy_(lse.reshape(-1))
         if merge.sinks is not None and sinks is not None:
             merge.sinks.copy_(torch.from_numpy(sinks))
         merge.replay()
@@ -219,11 +224,12 @@ class GpuTransfers:
 
     def _body(self, number: int, slot: int, body: memoryview) -> Tensor:
         """A reply as an array; the next one may come in the same slot."""
-        known = self._bodies.get((number, slot))
+        key = number, slot, len(body)
+        known = self._bodies.get(key)
         if known is None:
             known = torch.frombuffer(body, dtype=torch.float32)
             if slot >= 0:
-                self._bodies[number, slot] = known
+                self._bodies[key] = known
         return known
 
     def _plan_merge(self, spec: AttentionSpec, has_sinks: bool) -> _Merge:
@@ -258,7 +264,7 @@ class GpuTransfers:
                 lines.hold(("tables", what), self, (tables, indices))
             recording()
 
-        counts = [len(moves.local), *map(len, moves.queries)]
+        counts = map(len, (*moves.here, *moves.queries))
         targets = [
             arrivals[start : start + count * (unit + heads)] for start, count in zip(plan.starts, counts, strict=True)
         ]
