@@ -111,14 +111,13 @@ def launch(
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
-    by_heads = config.partition == "head"
-    apart = config.memory_cores is not None or by_heads or config.ray is not None
+    apart = config.memory_cores is not None or config.partition == "head" or config.ray is not None
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
     if LOCAL in (entry.kind for entry in memory):
         if config.ray is not None:
-            raise ConfigError("ray starts memory workers of their own, and memory local needs none: give another memory")
-        if by_heads:
-            raise ConfigError("partition head divides heads among memory workers, and local memory has all of them")
+            raise ConfigError(
+                "ray starts memory workers of their own, and memory local needs none: give another memory"
+            )
         if config.memory_cores is not None and len(memory) == 1:
             raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
     return memory
