@@ -185,11 +185,9 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     if config.ray is not None:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
-    by_heads = config.partition == "head"
-    memory = pool.memory_pool(config.memory, pool.parse(config.compute), config.memory_cores is not None or by_heads)
+    apart = config.memory_cores is not None or config.partition == "head"
+    memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
     if LOCAL in (entry.kind for entry in memory):
-        if by_heads:
-            raise ConfigError("partition head divides heads among memory workers, and local memory has all of them")
         if config.memory_cores is not None and len(memory) == 1:
             raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
     return memory
