@@ -82,7 +82,7 @@ class Run:
 
 def simulated(kind: str, tokens: int) -> dict[str, float]:
     """Tokens a second by policy: 48 short requests come while a long one decodes."""
-    found = {}
+    found: dict[str, float] = {}
     for balance in POLICIES:
         deployment = Deployment(
             model=models.find("Llama-2-13B"),
@@ -144,7 +144,7 @@ def split(model: str, place: Path, tokens: int, workers: int) -> dict[str, float
         busy[worker] = seconds
         noted(turn, worker, seconds)
 
-    Turn.note_attention = note  # type: ignore[method-assign]
+    setattr(Turn, "note_attention", note)  # noqa: B010
     shape, answer = MODELS[model], 64
     engine = start(
         model, place, workers, 2 * tokens, kv_tokens_per_worker=-(-tokens // workers) if workers > 1 else None
@@ -159,7 +159,7 @@ def split(model: str, place: Path, tokens: int, workers: int) -> dict[str, float
         prefill = max(before.values())
     finally:
         engine.close()
-        Turn.note_attention = noted  # type: ignore[method-assign]
+        setattr(Turn, "note_attention", noted)  # noqa: B010
     layers = shape["num_hidden_layers"]
     heads, size = shape["num_attention_heads"], shape["hidden_size"] // shape["num_attention_heads"]
     outs = [np.zeros((1, heads, size), np.float32) for _ in range(workers)]
