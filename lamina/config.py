@@ -244,6 +244,11 @@ class EngineConfig:
                 "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
                 "on one: leave out one of them"
             )
+        if self.balance != "off" and self.partition in ("request", "head"):
+            raise ConfigError(
+                f"balance {self.balance} moves ranges of a request's tokens between memory workers, which partition "
+                f"{self.partition} rules out: leave out one of them"
+            )
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":

@@ -8,8 +8,9 @@ Three tables:
   without one (target: 1.3);
 * on the runtime: one compute worker and four memory workers of this machine, with each policy and without, in turns.
   Workers that share cores gain only while some of these idle: compare with ``--threads`` and cores of your own;
-* one request over 1, 2, 4 and 8 memory workers: its time per layer of a step, what of this the busiest worker spends on
-  attention, what the merge takes on the compute worker (target: under 1%), and the rest: network and slices.
+* one request over 1, 2, 4 and 8 memory workers: its time per layer of a step, what the attention of one worker and
+  the merge on the compute worker take of this, timed in this process (merge: target under 1%), and the rest: network
+  and slices.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ from bench.models import MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
+from lamina.kernels.attention import partial
 from lamina.kernels.merge import merge
+from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
 from lamina.plan import hardware, models
-from lamina.schedule.turn import Turn
 from lamina.simulate import Arrivals, Deployment, simulate
-from lamina.types import Balance, SamplingParams
+from lamina.types import AttentionSpec, Balance, SamplingParams
 
 POLICIES: tuple[Balance, ...] = ("off", "bandwidth", "throughput", "ledger")
 TIMEOUT_S = 480.0
@@ -82,7 +85,7 @@ class Run:
 
 def simulated(kind: str, tokens: int) -> dict[str, float]:
     """Tokens a second by policy: 48 short requests come while a long one decodes."""
-    found = {}
+    found: dict[str, float] = {}
     for balance in POLICIES:
         deployment = Deployment(
             model=models.find("Llama-2-13B"),
@@ -136,45 +139,44 @@ def balanced(model: str, place: Path, arguments: argparse.Namespace) -> dict[str
 
 
 def split(model: str, place: Path, tokens: int, workers: int) -> dict[str, float]:
-    """Seconds per layer of a step of one request over so many workers: all, the busiest worker's attention, merge."""
-    busy: dict[str, float] = {}
-    noted = Turn.note_attention
-
-    def note(turn: Turn, worker: str, seconds: float) -> None:
-        busy[worker] = seconds
-        noted(turn, worker, seconds)
-
-    Turn.note_attention = note  # type: ignore[method-assign]
+    """Seconds per layer of a step of one request over so many workers: all, one worker's attention, merge, rest."""
     shape, answer = MODELS[model], 64
     engine = start(
         model, place, workers, 2 * tokens, kv_tokens_per_worker=-(-tokens // workers) if workers > 1 else None
     )
     try:
-        Run(engine, [tokens], 2)
-        time.sleep(1.2)  # until the workers have told how busy they were
-        before = dict(busy)
         run = Run(engine, [tokens], answer)
-        time.sleep(1.2)
-        spent = max(busy[worker] - before.get(worker, 0.0) for worker in busy)
-        prefill = max(before.values())
     finally:
         engine.close()
-        Turn.note_attention = noted  # type: ignore[method-assign]
     layers = shape["num_hidden_layers"]
     heads, size = shape["num_attention_heads"], shape["hidden_size"] // shape["num_attention_heads"]
     outs = [np.zeros((1, heads, size), np.float32) for _ in range(workers)]
     lses = [np.zeros((1, heads), np.float32) for _ in range(workers)]
-    begun = time.perf_counter()
-    for _ in range(2000):
-        merge(outs, lses)
-    merge_s = (time.perf_counter() - begun) / 2000
-    attention_s = max(0.0, spent - prefill) / (answer * layers)
+    held, kv_heads = -(-tokens // workers), shape["num_key_value_heads"]
+    table = SegmentTable(
+        np.array([0, 1], np.int32), np.array([tokens], np.int32), np.array([0, held], np.int64), np.zeros(1, np.int32),
+        np.arange(held, dtype=np.int32),
+    )  # fmt: skip
+    spec = AttentionSpec(layer=0, query_heads=heads, kv_heads=kv_heads, qk_dim=size, v_dim=size, scale=1.0)
+    k, v = (np.ones((held, kv_heads, size), np.float32) for _ in range(2))
+    merge_s = timed(lambda: merge(outs, lses))
+    attention_s = timed(lambda: partial(outs[0], k, v, table, spec, 1))
     return {
         "step_s": run.step_s / layers,
         "attention_s": attention_s,
         "merge_s": merge_s,
         "rest_s": run.step_s / layers - attention_s - merge_s,
     }
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Median seconds of a call in this process."""
+    spent = []
+    for _ in range(500):
+        begun = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - begun)
+    return statistics.median(spent)
 
 
 def main() -> None:

@@ -114,8 +114,9 @@ class Balancing:
                 worker not in placement.closed,
             )
             for worker, capacity in placement.capacities.items()
+            if worker not in placement.local
         }
-        return View(loads, held, self._dense_s)
+        return View(loads, [one for one in held if one.worker in loads], self._dense_s)
 
     def _arriving(self) -> Mapping[str, int]:
         """Tokens that a move in progress will take from one worker to another, by worker."""
