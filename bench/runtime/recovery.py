@@ -192,6 +192,7 @@ def one_round(model: Path) -> Figures:
 def read_stream(url: str, number: int, arrivals: list[float], errors: list[str]) -> None:
     """One client of a server; notes when events come."""
     body = {"prompt": [5 + number] * PROMPT, "max_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
+    body["logprobs"] = 0  # an event for every token, also for one without text of its own
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
