@@ -59,6 +59,11 @@ def connect(address: str) -> str:
     return str(get_node_ip_address())
 
 
+def leave() -> None:
+    """Leave the Ray cluster."""
+    ray.shutdown()
+
+
 def nodes() -> list[Node]:
     """The nodes of the cluster that this process has joined."""
     free = ray._private.state.available_resources_per_node()
@@ -180,7 +185,7 @@ class RayWorkers:
         for thread in self._tending.values():
             thread.join(ACTOR_S)
         self._tending.clear()
-        ray.shutdown()
+        leave()
 
 
 def dry_run(bundles: Mapping[str, Bundle]) -> dict[str, str]:
