@@ -13,6 +13,7 @@ from lamina.errors import ConfigError
 from lamina.settings import Meaning, settings
 from lamina.types import (
     MOST_MINI_BATCHES,
+    Balance,
     DType,
     DTypeName,
     KvCacheDType,
@@ -154,12 +155,19 @@ class EngineConfig:
             "Keep the KV of ended requests in slots that no other needs, for requests that begin with the same tokens."
         ),
     ] = True
+    balance: Annotated[
+        Balance,
+        Meaning(
+            "What moves KV between memory workers while it is in use: bandwidth evens out the time that they need to "
+            "read theirs, throughput and ledger are the policies of Infinite-LLM and DistKV-LLM; off: nothing does."
+        ),
+    ] = "off"
     plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
     max_restarts: Annotated[
         int,
         Meaning(
-            "Lost workers of each pool that are replaced within ten minutes. Beyond that the others go on alone, as "
-            "long as each pool has one.",
+            "Lost workers of each pool that are replaced within ten minutes, and engines of a server that are started "
+            "again. Beyond that the others go on alone, as long as each pool has one.",
             unit="workers",
             ge=0,
         ),

@@ -1,7 +1,7 @@
 """A request in the scheduler, with its completions."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -9,6 +9,10 @@ from lamina.segments import by_worker, continued, forked
 from lamina.types import Admission, Request, Segment
 
 Ids: TypeAlias = "array[int]"  # token ids, of typecode "i": slices are compared as fast as memory is read
+
+
+Drawn: TypeAlias = Mapping[int, list[int]]
+"""The tokens that completions have drawn, by index, without those completions that have ended."""
 
 
 def ids_of(tokens: Iterable[int]) -> Ids:

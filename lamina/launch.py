@@ -3,21 +3,23 @@
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lamina.cluster import pool, sizing
-from lamina.cluster.bringup import ClusterPlan, bring_up, greet
+from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
 from lamina.cluster.devices import find_devices
-from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress
+from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.launchers import placement
 from lamina.cluster.launchers.local import MODULES, LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
-from lamina.cluster.launchers.several import LocalAndRemote
+from lamina.cluster.launchers.several import Local, LocalAndRemote
+from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.cluster.pool import LOCAL, REMOTE, Assigned
+from lamina.cluster.takeover import Saved, take_over
 from lamina.config import EngineConfig, check_writable
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
@@ -28,8 +30,8 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
 from lamina.protocol.control import ANY, ControlServer
 from lamina.protocol.messages import LoadProgress
-from lamina.protocol.secret import configured
-from lamina.topology import Role
+from lamina.protocol.secret import Secret, configured
+from lamina.topology import Role, Topology
 from lamina.transport.listener import LOOPBACK
 
 REMOTE_TIMEOUT_S = 1800.0  # for people to start the workers of other machines
@@ -52,6 +54,25 @@ class Where:
     port: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """What outlives an engine: see ``serve.supervisor``.
+
+    Attributes:
+        supervisor_pid: the process that workers end with. secret: of the cluster. listener: descriptor of a socket for
+            the control plane. workers: belong to that process.
+        saved: by the engine before this one, whose workers are taken over; None: they are started.
+        save: called with what another engine would need, whenever that changes.
+    """
+
+    supervisor_pid: int
+    secret: bytes
+    listener: int
+    workers: SupervisedWorkers
+    saved: bytes | None
+    save: Callable[[bytes], None]
+
+
 def launch(
     config: EngineConfig,
     on_progress: OnProgress | None = None,
@@ -59,11 +80,13 @@ def launch(
     *,
     workers: LocalWorkers | None = None,
     host: str = LOOPBACK,
+    home: Home | None = None,
 ) -> Engine:
     """Start the workers of ``config``, wait for those of other machines, and return a running engine.
 
     ``on_trace`` receives the recorded spans of every worker when the engine closes; without it and ``config.trace``
     nothing is recorded. ``workers`` starts the processes; ``host`` is the address of this machine they connect to.
+    ``home``: the workers belong to another process, and may be there already.
 
     Raises:
         ConfigError, ModelError: invalid settings or model; raised before anything is started where possible.
@@ -87,12 +110,21 @@ def launch(
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
     sizing.check(config, model, len(pools["compute"]))
+    if home is not None and home.saved is not None:
+        control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace=bool(receivers))
+        return _engine(config, model, tokenizer, plan, control, home.workers, cluster, receivers, home)
+    names = [*pools["compute"], *pools["memory"]]
     control = ControlServer(
-        [*pools["compute"], *pools["memory"]], secret=secret, host=where.bind, advertised=where.address
+        names,
+        None if home is None else home.supervisor_pid,
+        secret=secret if home is None else Secret(home.secret),
+        host=where.bind,
+        advertised=where.address,
+        listener=None if home is None or where.port is not None else home.listener,
     )
     launcher: Launcher | None = None
     try:
-        local = workers or LocalWorkers()
+        local = home.workers if home is not None else workers or LocalWorkers()
         launcher = _launcher(config, pools, local, where, control)
         _start(config, pools, control, local, launcher)
         on_progress = on_progress or (lambda worker, progress: None)
@@ -103,24 +135,59 @@ def launch(
             launcher.kill(f"the cluster does not start: {error}")
         control.close()
         raise
+    return _engine(config, model, tokenizer, plan, control, launcher, cluster, receivers, home)
+
+
+def _engine(
+    config: EngineConfig,
+    model: ModelDirectory,
+    tokenizer: Tokenizer,
+    plan: ClusterPlan,
+    control: ControlServer,
+    workers: Workers,
+    cluster: Cluster,
+    on_trace: Sequence[OnTrace],
+    home: Home | None,
+) -> Engine:
+    """The engine of a running cluster."""
     limits = plan.limits
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
         limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, sum(cluster.capacities.values())))
-    return Engine(config, model, tokenizer, limits, control, launcher, cluster, receivers)
+
+    def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
+        if home is not None and cluster.fabric is not None:
+            home.save(msgspec.msgpack.encode(Saved.of(cluster.fabric, topology, wanted)))
+
+    return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
+
+
+def _take_over(
+    config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
+) -> tuple[ControlServer, ClusterPlan, Cluster]:
+    """Go on with the workers of an earlier engine. Raises TransportError."""
+    saved = msgspec.msgpack.decode(state, type=Saved)
+    members = saved.topology.members
+    kinds: dict[Role, dict[str, str]] = {"compute": {}, "memory": {}}
+    for member in members:
+        kinds[member.role][member.name] = member.kind
+    eos = [*tokenizer.eos_token_ids]
+    plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
+    names = [member.name for member in members]
+    control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
+    try:
+        return control, plan, take_over(control, home.workers, plan, saved)
+    except BaseException:
+        control.close()
+        raise
 
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
-    by_heads = config.partition == "head"
-    apart = config.memory_cores is not None or by_heads or config.ray is not None
+    if config.ray is not None:
+        return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
+    apart = config.memory_cores is not None or config.partition == "head"
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
     if LOCAL in (entry.kind for entry in memory):
-        if config.ray is not None:
-            raise ConfigError(
-                "ray starts memory workers of their own, and memory local needs none: give another memory"
-            )
-        if by_heads:
-            raise ConfigError("partition head divides heads among memory workers, and local memory has all of them")
         if config.memory_cores is not None and len(memory) == 1:
             raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
     return memory
@@ -151,12 +218,16 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
     """The kind of each worker on a Ray cluster. Raises ConfigError."""
-    known = [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
-    texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory}
+    known = _known_to_ray(config)
+    texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory or pool.CPU}
     return {
         role: [entry.kind for entry in pool.parse(text, known) for _ in range(entry.count)]
         for role, text in texts.items()
     }
+
+
+def _known_to_ray(config: EngineConfig) -> list[str]:
+    return [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:
@@ -208,9 +279,7 @@ def _where(config: EngineConfig, host: str) -> Where:
     return Where(bind, address, int(port))
 
 
-def _launcher(
-    config: EngineConfig, pools: Pools, local: LocalWorkers, where: Where, control: ControlServer
-) -> Launcher:
+def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, control: ControlServer) -> Launcher:
     """What starts the workers: this machine, other machines too, or Ray."""
     if where.port is None:
         return local
@@ -224,7 +293,7 @@ def _launcher(
     return RayWorkers(remote, engine, control.keys[0], kinds, placement.own_kinds(config.kind), config.threads)
 
 
-def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: LocalWorkers, launcher: Launcher) -> None:
+def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Local, launcher: Launcher) -> None:
     """Start all workers: those of this machine on the cores that are configured."""
     if config.ray is not None:
         for role, each in pools.items():

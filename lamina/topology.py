@@ -83,6 +83,11 @@ class Topology(msgspec.Struct, frozen=True):
         """The compute workers that hold KV."""
         return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
 
+    @property
+    def sizes(self) -> dict[Role, int]:
+        """How many workers each pool has."""
+        return {"compute": len(self.computes), "memory": len(self.memories)}
+
     def lacks(self, lost: Collection[str]) -> Role | None:
         """The role that has no member once these are lost; None if both have."""
         left = {role for member in self.members if member.name not in lost for role in member.roles}

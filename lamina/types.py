@@ -68,6 +68,9 @@ LoadFormat = Literal["auto", "dummy"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
+Balance = Literal["off", "bandwidth", "throughput", "ledger"]
+"""How a user names what moves between memory workers: a policy of ``lamina.placement.balance``, or nothing."""
+
 MOST_MINI_BATCHES = 15
 
 

@@ -213,7 +213,9 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     from lamina.plan.ways import Kind
 
     way = trial.way
-    if way.kind is not Kind.OFFLOADED or way.memory is None:
+    if way.kind is Kind.APART:
+        return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
+    if way.memory is None:
         return ["lamina launch always has a memory pool; serve this with a system for one pool, such as vLLM."]
     kinds = dict.fromkeys((way.compute.kind, way.memory.kind))
     missing = [f"{kind} workers" for kind in kinds if kind != CPU]

@@ -90,6 +90,7 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
+    wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
     head_shards: int = 1
 
     @property
@@ -130,7 +131,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         threads = plan.threads("compute", plan.greetings[name])
         control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
-    plan = _with_turns(plan, len(loaded.attentions) + 1)
+    plan = with_turns(plan, len(loaded.attentions) + 1)
     shards = _shards(plan, loaded)
     local = plan.computes if plan.compute_setup.local else ()
     holders = (*local, *plan.memories)
@@ -142,7 +143,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
         control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
-    fabric = _fabric(workers, plan, loaded, setup)
+    fabric = fabric_of(workers, plan, loaded, setup)
     gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
@@ -159,7 +160,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         plan.kinds,
         fabric,
-        shards.count,
+        head_shards=shards.count,
     )
 
 
@@ -184,7 +185,7 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
     return loaded[first]
 
 
-def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     """``plan`` without arrangements that a model of so many slices cannot run.
 
     Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
@@ -240,7 +241,8 @@ def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+    """How to link the workers of a plan; nothing is known of them yet but their greetings."""
     transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0

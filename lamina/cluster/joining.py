@@ -45,7 +45,7 @@ class Fabric:
         sizes: of messages.
         transports: that workers offer; wanted: as configured. is_open: workers on other machines may join.
         spins_s: seconds for which waits busy-wait, by machine (``boot``).
-        offers, links: of the workers so far, by name and by pair.
+        offers, links, greetings: of the workers so far, by name and by pair.
         pinned: workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
     """
 
@@ -64,11 +64,13 @@ class Fabric:
     tls: bool
     is_open: bool
     offers: dict[str, Offer] = field(default_factory=dict)
+    greetings: dict[str, Hello] = field(default_factory=dict)
     links: dict[Pair, Choice] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
 
     def note(self, name: str, hello: Hello) -> None:
         """A worker has greeted."""
+        self.greetings[name] = hello
         if hello.rdma and Transport.RDMA in self.transports and not self.tls:
             self.pinned.add(name)
 
@@ -82,7 +84,7 @@ class Fabric:
     def forget(self, members: Collection[str]) -> None:
         """Forget the offers and links of all but these."""
         for name in self.offers.keys() - set(members):
-            del self.offers[name]
+            del self.offers[name], self.greetings[name]
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 

@@ -57,7 +57,8 @@ class LocalShare:
     """What one step keeps and attends to here. Planned once per step, used by every attention.
 
     Attributes:
-        worker: whose memory it is. queries: int64 [R], the rows of the step that attend here, ascending.
+        worker: whose memory it is. queries: int64 [R], the rows of the step that attend here, or shards of rows, in
+            the order of ``lamina.protocol.wire.MessageRows``.
     """
 
     def __init__(self, store: KvStore, tables: StepTables, partials: dict[tuple[int, int, int], Partial]) -> None:
@@ -65,7 +66,8 @@ class LocalShare:
         rows = tables.rows
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials = store, tables, partials
-        pulled = [np.arange(chunk.row, chunk.row + chunk.rows) for chunk in rows.pulled]
+        self._count = count = store.shards.count
+        pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
         kept, slots = np.concatenate([rows.appends, *pulled]), np.concatenate([tables.slots, tables.pulled_slots])
         order = np.argsort(kept)
         self._kept, self._slots = kept[order], slots[order]
@@ -73,8 +75,11 @@ class LocalShare:
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
 
-        Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, valid until the next call; None without any.
+        Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, valid until the next call; None without any. Hq, Hkv are
+        there heads of a shard.
         """
+        if self._count > 1:
+            q, k, v = (_sharded(array, self._count) for array in (q, k, v))
         kept = _indices(self._kept, len(k))
         self._store.device.keep(layer, k[kept], v[kept], self._slots)
         if not len(self.queries):
@@ -85,7 +90,8 @@ class LocalShare:
             self._partials.clear()
             self._partials[shape] = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         out, lse = self._partials[shape]
-        for _ in self._store.attend(layer, self._tables, 0, q[_indices(self.queries, len(q))], out, lse):
+        rows = _indices(self.queries, len(q)) if self._count == 1 else self.queries  # shard by shard
+        for _ in self._store.attend(layer, self._tables, 0, q[rows], out, lse):
             pass  # nobody else is served in between
         return out, lse
 
@@ -93,3 +99,8 @@ class LocalShare:
 def _indices(rows: npt.NDArray[np.int64], total: int) -> slice | npt.NDArray[np.int64]:
     """To index ``total`` rows with: all of them without a copy."""
     return slice(None) if len(rows) == total else rows
+
+
+def _sharded(array: Array, count: int) -> Array:
+    """Rows [T, H, D] as shards of rows [T * count, H / count, D]."""
+    return array.reshape(len(array) * count, -1, array.shape[2])

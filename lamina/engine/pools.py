@@ -66,10 +66,12 @@ class Pools:
         adopt: Adopt,
         unused: Callable[[str], int],
         max_restarts: int,
+        wanted: Mapping[Role, int],
     ) -> None:
         """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
-        ``EngineConfig``."""
+        ``EngineConfig``. ``wanted``: how many workers the pools are to have; those that are missing are started."""
         self.topology = topology
+        self.wanted = dict(wanted)
         self._workers = workers
         self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
@@ -80,6 +82,10 @@ class Pools:
         self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
+        for role, count in topology.sizes.items():
+            for _ in range(wanted[role] - count):
+                kind = fabric.launcher.default_kind(role)
+                self._replace(role, kind, WorkerError(role, "it was lost with an earlier engine"))
 
     # -- what callers ask for
 
@@ -93,6 +99,8 @@ class Pools:
                 self._check_growth(role, kinds[role], change)
         self._leaves.check(leavers, self.topology)
         resize.left = sum(map(abs, changes.values()))
+        for role, change in changes.items():
+            self.wanted[role] += change
         for name in leavers:
             self._resizes[name] = resize
             self._leaves.begin(name, self.topology)
@@ -144,6 +152,7 @@ class Pools:
                 self._start(role, kind, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", role, error)
+                self.wanted[role] -= 1
                 resize.fail(error)
             else:
                 self._replace(role, kind, error)
@@ -183,6 +192,7 @@ class Pools:
             else:
                 self._replace(members[name].role, members[name].kind, reason, free)
         for name in self._leaves.apply(topology):  # they have to stay
+            self.wanted[members[name].role] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:

@@ -46,6 +46,11 @@ class Reading:
         ]
         self._finished = False
 
+    @property
+    def open(self) -> list[int]:
+        """The completions that have not ended."""
+        return [index for index, text in enumerate(self._texts) if text.finish_reason is None]
+
     def take(self, update: TokenUpdate) -> None:
         """Pass on what is new. Does nothing once every completion has ended."""
         if self._finished:

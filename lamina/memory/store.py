@@ -87,7 +87,7 @@ class KvStore:
     """Applies plans to the slab and runs their attention. One thread owns it.
 
     Attributes:
-        attentions: of one shard of the heads, as in messages. slab: a slot holds one shard of a token.
+        shards: how heads are cut. attentions: of one shard, as in messages. slab: a slot holds one shard of a token.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class KvStore:
         self.dtype = dtype
         self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
-        self._shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
+        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
         self.slab = Slab[SegmentKey](capacity * head_shards)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
         self._by_shard = head_shards > 1 and any(spec.alibi_slopes is not None for spec in attentions)
         alike = 1 if not self._by_shard else head_shards
-        self._specs = [[self._shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
+        self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
         self.device = make(device, self.attentions, self.element, self.slab.capacity, threads)
 
@@ -129,7 +129,7 @@ class KvStore:
     @property
     def used_tokens(self) -> int:
         """Tokens that the slots in use could hold with all heads, rounded up."""
-        return -(-self.slab.used // self._shards.count)
+        return -(-self.slab.used // self.shards.count)
 
     def apply(self, plan: StepPlan) -> StepTables:
         """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step.
@@ -137,7 +137,7 @@ class KvStore:
         Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
         PlacementError, having changed nothing at all, for segments that cannot be served.
         """
-        check_placements(plan, self._shards)
+        check_placements(plan, self.shards)
         for switch in plan.switches:
             self._switch(switch)
         for fork in plan.forks:
@@ -190,10 +190,10 @@ class KvStore:
 
     def _keys(self, segment: Segment) -> list[SegmentKey]:
         """Of its shards."""
-        return [self._key(segment.sequence, segment.tokens[0], shard) for shard in self._shards.of(segment.heads)]
+        return [self._key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.of(segment.heads)]
 
     def _key(self, sequence: int, first: int, shard: int) -> SegmentKey:
-        return sequence, first * self._shards.count + shard
+        return sequence, first * self.shards.count + shard
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""
@@ -204,7 +204,7 @@ class KvStore:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
             for key in self._keys(segment):
-                child = self._key(fork.child, start, key[1] % self._shards.count)
+                child = self._key(fork.child, start, key[1] % self.shards.count)
                 if child not in self.slab or len(self.slab.slots(child)) < last - start:
                     self.slab.fork(key, child, last - start)
 
@@ -226,7 +226,7 @@ class KvStore:
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is moving here."""
-        segments = self._segments.pop(sequence, ()) or [Segment(sequence, self.worker, self._shards.whole, (0, None))]
+        segments = self._segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
         for key in itertools.chain.from_iterable(map(self._keys, segments)):
             if key in self.slab:
                 self.slab.free(key)
@@ -296,7 +296,7 @@ class KvStore:
                 self._segments[sequence] = after
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
-        rows = message_rows(plan, self._segments, self.worker, self._shards)
+        rows = message_rows(plan, self._segments, self.worker, self.shards)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)

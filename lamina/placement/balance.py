@@ -11,10 +11,9 @@ not orders: a move may be refused (``lamina.schedule.moves``), and then later vi
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-Balance = Literal["off", "bandwidth", "throughput", "ledger"]
-"""How a user names a policy; off: nothing moves to balance."""
+from lamina.types import Balance
 
 
 @dataclass(frozen=True)
@@ -120,17 +119,13 @@ LITTLE_USED = 0.9  # workers with a smaller share of their slots in use lend (th
 
 
 class ByThroughput:
-    """Infinite-LLM, Algorithm 1: workers with few sequences move their longest request to those with free slots, as many
-    blocks as raise the sum of both workers' tokens a second most.
+    """Infinite-LLM, Algorithm 1: workers with few sequences move their longest request to those with free slots, as
+    many blocks as raise the sum of both workers' tokens a second most.
 
     An instance with b sequences and S tokens to read makes b / (dense(b) + S t) tokens a second (equations 5 to 7). k
     tokens lent lengthen the creditor's time by k t; the debtor's shrinks, and its free slots take more sequences of its
     mean length.
     """
-
-    def __init__(self, block: int = LEAST) -> None:
-        """``block``: tokens in which moves are weighed."""
-        self._block = block
 
     def wishes(self, view: View) -> list[Wish]:
         """As ``Policy`` says."""
@@ -149,7 +144,7 @@ class ByThroughput:
                 if creditor == debtor or lent[debtor]:  # nobody lends and borrows
                     continue
                 most = min(longest.tokens - moved, loads[creditor].free - lent[creditor])
-                counts = range(0, most + 1, self._block)
+                counts = range(0, most + 1, LEAST)
                 best = max(counts, key=lambda count: self._rate(view, debtor, creditor, moved, lent[creditor], count))
                 if best <= 0:
                     break
@@ -191,7 +186,8 @@ class ByDebt:
         """As ``Policy`` says."""
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
-        return [*self._cleared(view), *self._borrowed(view)][:MOST_WISHES]
+        free = {one: load.free for one, load in view.loads.items()}
+        return [*self._cleared(view, free), *self._borrowed(view, free)][:MOST_WISHES]
 
     @staticmethod
     def debts(view: View) -> dict[tuple[str, str], int]:
@@ -202,11 +198,10 @@ class ByDebt:
                 debts[one.home, one.worker] = debts.get((one.home, one.worker), 0) + one.tokens
         return debts
 
-    def _borrowed(self, view: View) -> list[Wish]:
+    def _borrowed(self, view: View, free: dict[str, int]) -> list[Wish]:
         lent = dict.fromkeys(view.loads, 0)
         for (_, creditor), tokens in self.debts(view).items():
             lent[creditor] = lent.get(creditor, 0) + tokens
-        free = {one: load.free for one, load in view.loads.items()}
         wishes: list[Wish] = []
         for debtor in self._short:
             load = view.loads[debtor]
@@ -230,14 +225,13 @@ class ByDebt:
                     lent[one] += count
         return wishes
 
-    def _cleared(self, view: View) -> list[Wish]:
+    def _cleared(self, view: View, free: dict[str, int]) -> list[Wish]:
         """Tokens that go home, along cycles of debt: each worker gets back what it lends."""
         import networkx  # heavy, and used by those who chose this policy
 
         debts = networkx.DiGraph()
         debts.add_weighted_edges_from((one, other, tokens) for (one, other), tokens in self.debts(view).items())
         wishes: list[Wish] = []
-        free = {one: load.free for one, load in view.loads.items()}
         used = set[tuple[str, str]]()
         while True:
             try:

@@ -35,6 +35,9 @@ MARGIN = 0.9
 POINTS = 80
 """Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""
 
+LEAST_LOAD = 0.1
+"""Share of what workers that prefill could do at which prompts are tried: workers that may do less keep no SLO."""
+
 _EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
 
 
@@ -197,7 +200,7 @@ class Server:
         found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
         found = min(found, self.workload.prompt - 1)
         limit, first_s = self._prompts.whole(prefill, degree, way.replicas, way.chunk, found)
-        loads = np.linspace(0.02, 1.0, 50)
+        loads = np.linspace(LEAST_LOAD, 1.0, 46)
         kept = loads[first_s(loads) <= self.slo.ttft_s]
         if not len(kept):
             return None

@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
@@ -90,7 +90,9 @@ class Lane:
                 for child in group.fork():
                     fork = Fork(first.sequence, child.sequence, group.prompt_length)
                     forks.append(fork)
-                    self.grown += child.segments[len(forked(first.segments, fork.child, fork.tokens)) :]
+                    further = child.segments[len(forked(first.segments, fork.child, fork.tokens)) :]
+                    # Each ends where the next one takes over.
+                    self.grown += [replace(segment, tokens=(segment.tokens[0], None)) for segment in further]
             for completion in starting:
                 if completion.finished:
                     continue

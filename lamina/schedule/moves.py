@@ -81,7 +81,7 @@ class Moved:
 class Moves:
     """The moves in progress.
 
-    ``on_end`` is called when slots come back with one.
+    ``on_end`` is called when slots come back with one, ``before_plan`` when moves may begin.
     """
 
     def __init__(
@@ -97,10 +97,11 @@ class Moves:
         """``lanes``: all of them, also those added later. ``sequences``, ``numbers``: of carriers and migrations."""
         self.counts = Moved()
         self.on_end: Callable[[], None] = _nothing
+        self.before_plan: Callable[[], None] = _nothing
         self._placement = placement
         self._prefixes = prefixes
         self._relocations = relocations
-        self._lanes = lanes
+        self.lanes = lanes
         self._sequences, self._numbers = sequences, numbers
         self._tokens_per_step = tokens_per_step
         self._credit = float(tokens_per_step)
@@ -132,7 +133,7 @@ class Moves:
 
     def may_begin(self, source: str) -> bool:
         """True if the bound allows another move: always while nothing runs, or if the source is to be emptied."""
-        idle = not any(lane.in_flight for lane in self._lanes)
+        idle = not any(lane.in_flight for lane in self.lanes)
         return self._credit > 0 or idle or source in self._placement.closed
 
     def try_move(self, group: Group, source: str, target: str, tokens: int) -> int:
@@ -141,13 +142,14 @@ class Moves:
         Returns how many move; 0 if the bound, the request or the target refuses: try again later.
         """
         placement = self._placement
-        if not placement.moves or source == target or target in placement.closed:
+        takes = target in placement.capacities and target not in placement.closed
+        if not placement.moves or source == target or not takes:
             return 0
         apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
         if not apart or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
-        if part is None:
+        if part is None or group.searches:
             return 0
         room = self._placement.left(target) - AHEAD * (self._placement.sequences[target] + 1)
         count = min(part.stop - part.start, tokens, MOST_TOKENS)
@@ -159,7 +161,7 @@ class Moves:
 
     def movable(self, group: Group, source: str) -> Range | None:
         """The first tokens of a request on a worker that can move now, if any."""
-        lane = self._lanes[group.lane]
+        lane = self.lanes[group.lane]
         busy = group.searches or self.touches(group) or self._relocations.is_moving(group)  # beams change owners
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
             return None
@@ -199,27 +201,58 @@ class Moves:
     # -- the switch ---------------------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> bool:
-        """All tokens of a migration are at their target. False if it is not one of these, or has been cancelled."""
+        """All tokens of a migration are at their target. False if there is nothing to plan for it: it was cancelled.
+
+        A sequence that moves as a whole pauses (``lamina.placement.relocation``).
+        """
         if number in self._moves:
             self._moves[number].arrived = True
-        return number in self._moves
+            return True
+        relocation = self._relocations.expected(number)
+        if relocation is None:
+            return False
+        (completion,) = relocation.group.completions
+        decoding = self.lanes[relocation.group.lane].decoding
+        if completion.sequence in decoding:
+            relocation.position = decoding.pause(completion.sequence)
+        relocation.arrived = relocation.position is not None
+        return relocation.arrived
+
+    def relocated(self, lane: int) -> list[Segment]:
+        """The new segments of a sequence of this lane that has moved as a whole, and resumes with this plan."""
+        own = self.lanes[lane]
+        finished = self._relocations.finish(lane, own.completed)
+        if finished is None:
+            return []
+        group, position = finished
+        (completion,) = group.completions
+        own.decoding.resume(group, completion, position)
+        self.on_end()
+        return completion.segments
 
     def switches(self) -> list[Switch]:
         """For the plan that begins now: what has arrived is used from it on. Called before anything else is planned."""
         switches = []
         for move in [one for one in self._moves.values() if one.arrived]:
-            ended = not move.group.alive if move.completion is None else move.completion.finished
-            if ended and move.node is None:  # its slots will be released where they are
+            if self._is_pointless(move):
                 self._cancel(move)
                 continue
             del self._moves[move.number]
             switches.append(Switch(move.carrier, self._switch(move)))
-            move.passed = [lane.decoding.steps for lane in self._lanes]
+            move.passed = [lane.decoding.steps for lane in self.lanes]
             self._switched.append(move)
             self.counts.moves += 1
             self.counts.tokens += move.tokens
             self.counts.by_worker[move.target] = self.counts.by_worker.get(move.target, 0) + move.tokens
+        self.before_plan()
         return switches
+
+    def _is_pointless(self, move: Move) -> bool:
+        """True if the slots will be released where they are, or some that share them are beams, which come and go."""
+        if move.tree is not None and move.node is not None:
+            groups, _ = self._prefixes.sharers(move.tree, move.node, move.start)
+            return any(group.searches for group in groups)
+        return not move.group.alive if move.completion is None else move.completion.finished
 
     def _switch(self, move: Move) -> list[Segment]:
         """Place the sequences that share a range at its target. Returns what the workers are told."""
@@ -230,7 +263,7 @@ class Moves:
         told = [Segment(one, move.target, move.group.heads, (move.start, stop)) for one, stop in cached.items()]
         for group, stop in groups.items():
             known = group.completions if group.forked else group.completions[:1]
-            if group in self._lanes[group.lane].dealt:
+            if group in self.lanes[group.lane].dealt:
                 known = []
             for completion in group.completions if move.completion is None else [move.completion]:
                 if completion.released:
@@ -252,7 +285,7 @@ class Moves:
 
     def _is_past(self, move: Move) -> bool:
         """True if no step needs a range at its source any more."""
-        return all(lane.completed >= steps for lane, steps in zip(self._lanes, move.passed or (), strict=False))
+        return all(lane.completed >= steps for lane, steps in zip(self.lanes, move.passed or (), strict=False))
 
     def restart(self) -> None:
         """No step is in flight, and lanes count their steps from 0 again."""

@@ -23,10 +23,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
-from lamina.groups import Completion, Group, Owner
+from lamina.groups import Completion, Drawn, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest
+from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
@@ -41,7 +41,7 @@ from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
 from lamina.schedule.suspects import Hold
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
+from lamina.types import Admission, DecodeRows, Request, SamplingParams, StepPlan
 
 
 class Scheduler:
@@ -136,13 +136,14 @@ class Scheduler:
         """Raises RequestError, with the figures, for a request that can never be served."""
         self.limits.check(prompt_length, params, self.placement)
 
-    def add(self, request: Request) -> Group:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
         self.check(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
@@ -284,7 +285,7 @@ class Scheduler:
         for group in own.prompts_computed():
             self.prefixes.keep_prompt(group)
         released = self._release(own)
-        moved = self._relocated(lane)
+        moved = self.moves.relocated(lane)
         own.decoding.let_go()
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
@@ -351,18 +352,6 @@ class Scheduler:
             self.prefixes.let_go(group)
             self._relocations.leave(group)
 
-    def _relocated(self, lane: int) -> list[Segment]:
-        """The new segment of a sequence of this lane that has moved and resumes with this plan."""
-        own = self._lanes[lane]
-        finished = self._relocations.finish(lane, own.completed)
-        if finished is None:
-            return []
-        group, position = finished
-        (completion,) = group.completions
-        own.decoding.resume(group, completion, position)
-        self._admissions.given_back()
-        return completion.segments
-
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
         return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
@@ -392,16 +381,6 @@ class Scheduler:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
         if self.moves.arrive(number):
             self._ready.wake()
-        if (relocation := self._relocations.expected(number)) is None:
-            return
-        group = relocation.group
-        (completion,) = group.completions
-        own = self._lanes[group.lane]
-        if completion.sequence in own.decoding:
-            relocation.position = own.decoding.pause(completion.sequence)
-        if relocation.position is not None:
-            relocation.arrived = True
-            self._ready.note_change(group.lane)
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.

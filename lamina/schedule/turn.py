@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 
 from lamina.groups import Owner
 from lamina.pipeline import Pipeline
+from lamina.placement.balance import POLICIES
 from lamina.placement.map import Placement
 from lamina.placement.recovery import Policy, latest
 from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
+from lamina.schedule.balancing import Balancing
 from lamina.schedule.lanes import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import Pace
@@ -16,7 +18,7 @@ from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
 from lamina.topology import Topology
-from lamina.types import StepPlan
+from lamina.types import Balance, StepPlan
 
 DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
 
@@ -52,10 +54,12 @@ class Turn:
         policy: Policy = latest,
         prefix_cache: bool = False,
         step_bound_s: float | None = None,
+        balance: Balance = "off",
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
         planned before the tokens of the running one are known. ``policy``, ``prefix_cache``: as for ``Scheduler``.
-        ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no longer."""
+        ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no longer.
+        ``balance``: what moves between memory workers."""
         self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas)
         self.scheduler = Scheduler(
             limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace
@@ -69,6 +73,9 @@ class Turn:
         self._answers = Answers()
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
+        self._balancing: Balancing | None = None
+        if balance != "off":
+            self._balancing = Balancing(POLICIES[balance](), self.scheduler.moves, placement)
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
@@ -148,6 +155,8 @@ class Turn:
             self._pace.note(plan, done.busy_s, done.waited_s)
         if self._suspects.searching:
             self._clear_suspects(plan)
+        if self._balancing is not None and done.rows:
+            self._balancing.note_step(done.rows, done.busy_s)
         if self._chooser is not None and done.rows:
             self._sequences = self.scheduler.sequences
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
@@ -155,11 +164,14 @@ class Turn:
 
     @property
     def reviews_lanes(self) -> bool:
-        """True if the next ``plan`` looks at how many lanes to use, and so at ``note_attention``."""
-        return self._chooser is not None and self._chooser.due
+        """True if the next ``plan`` looks at how many lanes to use, or what to move, and so at ``note_attention``."""
+        looks = self._balancing is not None and self._balancing.due
+        return looks or (self._chooser is not None and self._chooser.due)
 
     def note_attention(self, worker: str, seconds: float) -> None:
         """A memory worker has spent ``seconds`` on attention so far."""
+        if self._balancing is not None:
+            self._balancing.note_attention(worker, seconds)
         if self._chooser is not None:
             self._chooser.note_attention(worker, seconds)
 

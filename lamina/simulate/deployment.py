@@ -9,7 +9,7 @@ from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
 from lamina.plan.prices import Prices
 from lamina.plan.store import ProfileStore
-from lamina.types import Pipelining
+from lamina.types import Balance, Pipelining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Deployment:
         lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the
             last two mean the same for every system: sequences that a copy of the weights decodes at once, rows of a
             step.
-        kv_tokens_per_worker, prefix_cache: as in ``EngineConfig``; the first has no meaning for other systems.
+        kv_tokens_per_worker, prefix_cache, balance: as in ``EngineConfig``; the first and the last have no meaning for
+            other systems.
         victim: the policy, of ``lamina.placement.recovery``, that names the request whose KV is dropped when a memory
             worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
@@ -43,6 +44,7 @@ class Deployment:
     slo_tbt_ms: int | None = None
     kv_tokens_per_worker: int | None = None
     prefix_cache: bool = True
+    balance: Balance = "off"
     victim: str = "latest"
     profile: ProfileStore | None = None
     prices: Prices | None = None

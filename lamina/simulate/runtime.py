@@ -141,6 +141,7 @@ class Simulation:
             policy=POLICIES[deployment.victim],
             step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
+            balance=deployment.balance,
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:

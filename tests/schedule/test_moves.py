@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from lamina.placement import balance
+from lamina.placement.balance import POLICIES
+from lamina.schedule import balancing
+from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
+from lamina.schedule.moves import Move
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import StepPlan
+from lamina.types import Balance, StepPlan
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_prefixes import Caching
 from tests.schedule.test_scheduler import MANY
@@ -23,6 +28,12 @@ class Moving(Caching):
         super().__init__(*settings)
         self.read: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}  # by step
         self._reading: list[tuple[str, int, tuple[int, ...]]] = []
+        self.balancing: Balancing | None = None
+        self.begun: list[Move] = []
+
+    def plan(self, lane: int) -> None:
+        super().plan(lane)
+        self.begun += [move for move in self.scheduler.moves.in_progress if move not in self.begun]
 
     def move(self, number: int, tokens: int) -> int:
         """One of the requests moves some tokens from one worker to another, if it can."""
@@ -54,6 +65,8 @@ class Moving(Caching):
             if name in self.scheduler.placement.capacities:
                 assert self.contents[name][slot] == key
         super().complete(lane)
+        if self.balancing is not None:
+            self.balancing.note_step(3, 1.0)
 
 
 def run(cluster: Moving, lanes: int, events: dict[str, dict[int, Any]], migration_turns: int) -> None:
@@ -88,8 +101,8 @@ def run(cluster: Moving, lanes: int, events: dict[str, dict[int, Any]], migratio
             assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
 
 
-def events(draw: random.Random) -> dict[str, dict[int, Any]]:
-    """What happens in which turn."""
+def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
+    """What happens in which turn; ``most``: turns with moves."""
 
     def turn() -> int:
         return draw.randint(0, 40)
@@ -97,7 +110,7 @@ def events(draw: random.Random) -> dict[str, dict[int, Any]]:
     return {
         "moves": {
             turn(): [(draw.randint(0, 1000), draw.randint(1, 20)) for _ in range(draw.randint(1, 4))]
-            for _ in range(draw.randint(0, 25))
+            for _ in range(draw.randint(0, most))
         },
         "switches": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
         "drops": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
@@ -123,7 +136,7 @@ def requests(draw: random.Random) -> tuple[list[tuple[int, int, int, int]], list
     return prompts, others
 
 
-def move_at_random(seeds: range) -> int:
+def move_at_random(seeds: range, most: int = 25) -> int:
     """Schedules with moves at random; returns how many there were."""
     moves = 0
     for seed in seeds:
@@ -133,7 +146,7 @@ def move_at_random(seeds: range) -> int:
         limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
         cluster = Moving(others, prompts, draw.randint(2, 4), lanes, draw.randint(1, 3), limits, capacity, longest)
         cluster.scheduler.moves._tokens_per_step = 1000
-        run(cluster, lanes, events(draw), draw.randint(1, 3))
+        run(cluster, lanes, events(draw, most), draw.randint(1, 3))
         moves += cluster.scheduler.moves.counts.moves
     return moves
 
@@ -145,7 +158,30 @@ def test_whatever_moves_rows_attend_to_their_own_tokens_and_every_slot_comes_bac
 
 @pytest.mark.slow
 def test_ten_thousand_moves() -> None:
-    assert move_at_random(range(1000, 7000)) > 10_000
+    assert move_at_random(range(1000, 3700), most=400) > 10_000
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
+    name: Balance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for where, what in ((balance, "LEAST"), (balance, "LEAST_SWAP"), (balance, "UNEVEN"), (balancing, "LOOK_STEPS")):
+        monkeypatch.setattr(where, what, 1)
+    moves = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        prompts, others = requests(draw)
+        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
+        cluster = Moving(others, prompts, draw.randint(2, 4), 2, draw.randint(1, 3), limits, capacity, None)
+        cluster.scheduler.moves._tokens_per_step = 1000
+        cluster.balancing = Balancing(POLICIES[name](), cluster.scheduler.moves, cluster.scheduler.placement)
+        run(cluster, 2, events(draw) | {"moves": {}}, draw.randint(1, 3))
+        moves += cluster.scheduler.moves.counts.moves
+        seen = set[tuple[str, str, str]]()
+        for one in cluster.begun:
+            assert (one.group.request.request_id, one.target, one.source) not in seen, "within so few steps"
+            seen.add((one.group.request.request_id, one.source, one.target))
+    assert moves > 30
 
 
 def settled(**settings: Any) -> Scheduler:
@@ -210,16 +246,17 @@ def test_a_request_that_is_cancelled_at_any_moment_of_a_move_leaves_nothing(when
     under_test = settled()
     (group,) = under_test.holders("memory0")
     under_test.moves.try_move(group, "memory0", "memory1", 30)
-    carriers = set()
+    carriers, released = set[int](), set[int]()
     if when != "at once":
         (migration,) = step(under_test).migrations
         carriers.add(migration.sequence)
         if when != "while it is copied":
             under_test.migrated(migration.number)
         if when == "after the switch":
-            assert step(under_test).switches
+            switching = step(under_test)
+            assert switching.switches
+            released |= set(switching.released)
     under_test.abort("long")
-    released = set()
     while (plan := under_test.plan(0)) is not None:
         released |= set(plan.released)
         under_test.complete(0)

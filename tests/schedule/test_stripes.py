@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.errors import RequestError
 from lamina.heads import HeadShards
 from lamina.memory.store import KvStore
 from lamina.placement import prefix_cache
@@ -15,7 +16,7 @@ from lamina.placement.stripes import StripedPlacement
 from lamina.protocol.wire import check_segments
 from lamina.schedule.turn import Turn
 from lamina.topology import FIRST, Member, Topology
-from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment, StepPlan
 from tests.schedule.schedules import ATTENTIONS, LIMITS
 from tests.schedule.test_turn import ENOUGH, FIXED, Driver
 
@@ -52,6 +53,15 @@ class Striped(Driver):
     def store(number: int, capacity: int) -> KvStore:
         overlap = Overlap()
         return KvStore(f"memory{number}", [SPEC], DType.FLOAT32, capacity, 1, overlap, head_shards=SHARDS.count)
+
+    def come(self, name: str) -> None:
+        """It begins like others, or like none."""
+        first, length = 100 * self.chance.choice([0, int(name)]), self.chance.randint(1, 20)
+        params = SamplingParams(n=self.chance.randint(1, 3), max_tokens=self.chance.randint(1, 8))
+        try:
+            self.live[name] = self.turn.scheduler.add(Request(name, None, [*range(first, first + length)], params))
+        except RequestError:  # too long for the workers that are left
+            self.ended[name] += 1
 
     def on_plan(self, plan: StepPlan) -> None:
         for store in self.stores.values():
@@ -112,7 +122,7 @@ class Striped(Driver):
 
 
 @given(
-    capacities=st.lists(st.integers(45, 70), min_size=2, max_size=4),
+    capacities=st.lists(st.integers(30, 60), min_size=2, max_size=4),
     depth=st.integers(1, 2),
     requests=st.integers(1, 25),
     longest=st.sampled_from([None, 6]),

@@ -173,9 +173,9 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     plans: list[StepPlan] = []
 
     class Watched(Scheduler):
-        def add(self, request: Request) -> Any:
+        def add(self, request: Request, drawn: Any = None) -> Any:
             told.append(("add", request))
-            return super().add(request)
+            return super().add(request, drawn)
 
         def complete(self, lane: int, step: int | None = None) -> Any:
             told.append(("complete", (lane, step)))

@@ -73,7 +73,7 @@ class LocalWorkers:
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._exits = selectors.DefaultSelector()  # of a descriptor of each process that has not been seen to exit
+        self._exits = selectors.EpollSelector()  # of a descriptor of each process that has not been seen to exit
         self._ended: dict[str, str] = {}
         self._closing = False
         self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
@@ -84,6 +84,11 @@ class LocalWorkers:
     def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
         """By worker, without those that ``end`` has ended: to watch them, or to send them signals."""
         return self._processes
+
+    @property
+    def exits(self) -> int:
+        """A descriptor that is readable when ``ended`` has something new."""
+        return self._exits.fileno()
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
         """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too."""

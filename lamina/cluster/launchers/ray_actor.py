@@ -6,7 +6,7 @@ import zmq
 
 from lamina.cluster.launchers.supervisor import Keys, Place, Supervisor
 from lamina.env import environment
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, WorkerError
 from lamina.protocol.recruiting import Apply
 from lamina.topology import Role
 from lamina.transport.shm import host
@@ -28,12 +28,14 @@ class SupervisorActor:
         return bytes(self._public)
 
     def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:
-        """Supervise worker ``name`` until it has ended. Returns why it failed; empty if it did not."""
+        """Supervise worker ``name`` until it has ended. Returns why it could not; empty if it could."""
         environment()  # a wrong variable of this node is reported, not raised in the worker
         about = Apply(__version__, role, kind, host(), platform.node(), name)
         keys = Keys(engine_key, self._public, self._secret)
         try:
             Supervisor(engine, keys, about, Place(device)).run()
+        except WorkerError:
+            return ""  # its supervisor has told the engine
         except LaminaError as error:
             return str(error)
         return ""

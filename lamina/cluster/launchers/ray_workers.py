@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 PLACE_S = 100.0  # for Ray, and an autoscaler, to find a node: less than a worker has to greet
 ACTOR_S = 60.0  # for an actor's process to start
 POLL_S = 0.5
+REACH_S = 10.0
 
 
 def connect(address: str) -> str:
@@ -34,15 +36,22 @@ def connect(address: str) -> str:
 
     Raises ConfigError if there is none.
     """
+    remedy = (
+        "Start one with `ray start --head` on this machine, or join this machine with `ray start --address HOST:PORT` "
+        "and give auto"
+    )
+    host, _, port = address.rpartition(":")
+    if address != "auto":
+        try:
+            socket.create_connection((host, int(port)), REACH_S).close()  # Ray itself tries for minutes
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no Ray cluster can be joined at {address!r}: {error}. {remedy}") from error
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(address=address, namespace="lamina", logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"no Ray cluster can be joined at {address!r}: {first} Start one with `ray start --head` on this machine, "
-            f"or join this machine with `ray start --address HOST:PORT` and give auto"
-        ) from error
+        raise ConfigError(f"no Ray cluster can be joined at {address!r}: {first} {remedy}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
@@ -189,4 +198,4 @@ def _why(name: str, wanted: Bundle) -> str:
 
 def _first_sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
