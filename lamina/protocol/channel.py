@@ -346,6 +346,8 @@ class Channel:
         self._give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
     def _give_back(self, uses: Sequence[int]) -> None:
+        if uses == self._given_back:  # mostly
+            return
         for slot, count in enumerate(uses):
             self._given_back[slot] = max(self._given_back[slot], count)
 

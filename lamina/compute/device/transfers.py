@@ -133,6 +133,7 @@ class GpuTransfers:
         self._groups = {"queries": _Group.of(moves.queries), "appends": _Group.of(moves.appends)}
         self._padded = {name: _padded(group.index) for name, group in self._groups.items()}
         self._recorded = moves.rows <= lines.most
+        self._answering = [number for number, shards in enumerate(moves.queries) if len(shards)]
         self._collected: dict[object, _Collected] = {}
         self._merges: dict[object, _Merge] = {}
         self._bodies: dict[tuple[int, int, int], Tensor] = {}
@@ -210,9 +211,8 @@ class GpuTransfers:
         merge = self._merges.get(key)
         if merge is None:
             merge = self._merges[key] = self._plan_merge(spec, sinks is not None)
-        for number, (reply, target) in enumerate(zip(replies, merge.targets[len(here) :], strict=True)):
-            if len(target):
-                self._lines.kit.upload(target, self._body(number, *reply))
+        for number in self._answering:
+            self._lines.kit.upload(merge.targets[len(here) + number], self._body(number, *replies[number]))
         for (out, lse), target in zip(here, merge.targets, strict=False):
             target[: out.numel()].copy_(out.reshape(-1))
             target[out.numel() :].copy_(lse.reshape(-1))
