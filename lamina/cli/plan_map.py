@@ -64,7 +64,8 @@ def show(
     print_text(
         f"  Closed form, up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
         f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
-        "one cell: lamina plan --prompt N --output N.\n",
+        "one cell: lamina plan --prompt N --output N. Where prompts share a prefix, the simulator has contradicted "
+        "gains of offloading (docs/cost-model.md).\n",
         style="dim",
     )
     picture.write_text(svg(drawn))

@@ -202,7 +202,7 @@ class Instance:
         sequence.blocks = self.prefixes.blocks(sequence.shared)
         sequence.cached = BLOCK * sequence.blocks
         self.free -= self.prefixes.take(sequence.shared)
-        self.prefixes.queried += sequence.target
+        self.prefixes.queried += sequence.target if sequence.content else 0
         self.prefixes.hit += sequence.cached
         self.hold(sequence)
         self.running.append(sequence)
