@@ -142,7 +142,7 @@ def median(runs: list[Figures]) -> Figures:
 
 
 def in_simulator(prompt: int) -> dict[str, Figures]:
-    """Requests of 2,000 tokens that generate 400 each, and the prompt after two seconds; they end before it does."""
+    """Requests with short prompts that generate 2,000 tokens each, and the long prompt once all of them decode."""
     catalogue, running = hardware.load(), 64
 
     def run(long: bool, **settings: int) -> tuple[float, float, float]:
@@ -152,11 +152,12 @@ def in_simulator(prompt: int) -> dict[str, Figures]:
             compute_workers=1,
             memory=catalogue["h20"],
             memory_workers=2,
+            max_num_seqs=96,
             **settings,  # type: ignore[arg-type]
         )
-        arrival_s, prompts, outputs = [0.0] * running, [2000] * running, [400] * running
+        arrival_s, prompts, outputs = [0.0] * running, [64] * running, [2000] * running
         if long:
-            arrival_s, prompts, outputs = [*arrival_s, 2.0], [*prompts, prompt], [*outputs, 1]
+            arrival_s, prompts, outputs = [*arrival_s, 0.5], [*prompts, prompt], [*outputs, 1]
         result = simulate(deployment, Arrivals(np.array(arrival_s), np.array(prompts), np.array(outputs)))
         return result.tbt_s.p50 * 1e3, result.tbt_s.p99 * 1e3, float(result.log.first_s[-1]) - arrival_s[-1]
 

@@ -20,7 +20,7 @@ LEAST = 8  # tokens: prompts get on, however little time is left
 FURTHER = 2  # times as many tokens as were measured so far: what is beyond is not predicted
 FORGET = 0.9  # weight of earlier steps with chunks, per such step
 LEARN = 0.2  # weight of the latest step in a mean
-MARGIN = 0.9  # share of the bound that a step may be predicted to take
+MARGIN = 0.75  # of the bound that a step may be predicted to take: steps vary, and lanes wait for each other
 _UNITS = np.array([1.0, 1e2, 1e6])  # of the three parts: the equations are well conditioned in these
 
 

@@ -90,7 +90,8 @@ def check_greedy(
     got = [output.outputs[0].token_ids for output in outputs]
     assert got == [greedy(reference, prompt, tokens) for prompt in prompts]
     assert {segment.worker for output in outputs for segment in output.placement} == holders
-    assert all(memory.sequences <= 4 for memory in stats.memory.values())
+    if kv_tokens_per_worker is None:  # else cached parts of sequences are counted too
+        assert all(memory.sequences <= 4 for memory in stats.memory.values())
 
 
 def test_several_compute_workers_share_slots_without_touching_each_others_tokens(tmp_path: Path) -> None:
