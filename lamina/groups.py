@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.segments import by_worker, continued, forked
-from lamina.types import Admission, Request, Segment
+from lamina.steps import Admission
+from lamina.types import Request, Segment
 
 Ids: TypeAlias = "array[int]"  # token ids, of typecode "i": slices are compared as fast as memory is read
 

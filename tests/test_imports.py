@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     {
         "types",
+        "steps",
         "heads",
         "segments",
         "groups",

@@ -27,9 +27,10 @@ from lamina.protocol.channel import Channel, Hub
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.leases import ArenaPlan, Lease, Leases, messages
 from lamina.splitter import SliceOutput
+from lamina.steps import DecodeRows, StepPlan
 from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
 from lamina.transport.shm import ShmEndpoint
-from lamina.types import AttentionSpec, DecodeRows, DType, Overlap, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, Segment
 
 SPEC = AttentionSpec(0, 64, 8, 128, 128, 128**-0.5)
 CONTEXT = 1000

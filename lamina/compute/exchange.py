@@ -29,7 +29,8 @@ from lamina.protocol.wire import (
     pulled_pieces,
 )
 from lamina.splitter import SliceOutput
-from lamina.types import AttentionSpec, Overlap, Segment, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import AttentionSpec, Overlap, Segment
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lamina.memory.device.base import Array, Floats
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.protocol.control import ControlClient
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 
 Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
 

@@ -18,7 +18,8 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import Array
 from lamina.splitter import Crossing, as_numpy
-from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
+from lamina.steps import LAST_DRAWN, StepPlan
+from lamina.types import AttentionSpec
 
 
 @dataclass(frozen=True)

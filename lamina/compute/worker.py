@@ -58,8 +58,9 @@ from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
 from lamina.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.steps import Admission, StepPlan
 from lamina.topology import Epoch
-from lamina.types import Admission, Segment, StepPlan
+from lamina.types import Segment
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread

@@ -37,8 +37,9 @@ from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
+from lamina.steps import StepPlan
 from lamina.topology import Role, Topology
-from lamina.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams, StepPlan
+from lamina.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from lamina.errors import DeadlineError, LaminaError, TransportError
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Failed
 from lamina.schedule.turn import Turn
+from lamina.steps import Migration, StepPlan
 from lamina.topology import Topology
-from lamina.types import Migration, StepPlan
 
 PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
 MIGRATION_TIMEOUT_S = 600.0

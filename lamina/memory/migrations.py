@@ -25,8 +25,8 @@ from lamina.protocol.channel import ARRIVED, FETCHED, Outbox, Slot, Target
 from lamina.protocol.fetching import Piece
 from lamina.protocol.leases import STAGING_SLOTS, ArenaPlan, Lease
 from lamina.protocol.wire import migrated_pieces, migration_number
+from lamina.steps import Migration, StepPlan
 from lamina.transport.base import Arena
-from lamina.types import Migration, StepPlan
 
 Open = Callable[[str, Slot], Outbox]
 """As ``Links.outbox``."""

@@ -27,18 +27,8 @@ from lamina.protocol.wire import (
     read_queries,
 )
 from lamina.segments import by_sequence, forked, grown, moved, overlaps
-from lamina.types import (
-    AttentionSpec,
-    DType,
-    Fork,
-    KvCacheDType,
-    KvElement,
-    Migration,
-    Overlap,
-    Segment,
-    StepPlan,
-    Switch,
-)
+from lamina.steps import Fork, Migration, StepPlan, Switch
+from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
 
 
 @dataclass(frozen=True)

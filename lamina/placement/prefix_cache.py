@@ -23,7 +23,8 @@ from lamina.groups import Completion, Group, Ids, ids_of
 from lamina.placement.map import Found, Placement
 from lamina.placement.prefix_tree import GRAIN, Node, PrefixTree
 from lamina.segments import by_worker, moved
-from lamina.types import Fork, Segment
+from lamina.steps import Fork
+from lamina.types import Segment
 
 SHORTEST = 16  # tokens: a shorter prefix, as the first words of every chat, is not worth a fork
 

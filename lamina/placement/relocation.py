@@ -1,6 +1,6 @@
 """Live migration of a sequence's KV between memory workers. Pure: no clock, no sockets.
 
-One sequence moves at a time, in two copies (``types.Migration``). The first copies the KV of completed steps while the
+One sequence moves at a time, in two copies (``steps.Migration``). The first copies the KV of completed steps while the
 sequence keeps decoding. Then it pauses until none of its steps is in flight, and the second copies the rest: simpler
 than writing new KV to both workers, and correct at any speed of the network. The sequence keeps its slots at the source
 and reserves slots at the target for each copy. If the target has too few for the second one, the KV is dropped and
@@ -14,7 +14,8 @@ from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.types import Migration, Segment
+from lamina.steps import Migration
+from lamina.types import Segment
 
 CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
 

@@ -6,8 +6,9 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
+from lamina.steps import StepPlan
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, StepPlan
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):

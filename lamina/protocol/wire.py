@@ -26,7 +26,8 @@ import numpy.typing as npt
 from lamina.errors import PlacementError
 from lamina.heads import WHOLE, HeadShards
 from lamina.segments import by_sequence
-from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment, SequenceStep, StepPlan
+from lamina.steps import SequenceStep, StepPlan
+from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment
 
 Array = npt.NDArray[np.generic]
 

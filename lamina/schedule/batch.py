@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from lamina.groups import Completion, Group, Owner
 from lamina.segments import holding
-from lamina.types import LAST_DRAWN, DecodeRows
+from lamina.steps import LAST_DRAWN, DecodeRows
 
 
 class DecodeBatch:

@@ -19,7 +19,8 @@ from lamina.schedule.beam_search import Choice, continued
 from lamina.schedule.lane import Lane
 from lamina.schedule.readiness import Readiness
 from lamina.segments import by_worker, forked
-from lamina.types import Admission, Fork, Segment
+from lamina.steps import Admission, Fork
+from lamina.types import Segment
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from lamina.schedule.chunks import PromptBatch
 from lamina.schedule.pace import Pace
 from lamina.schedule.seats import Seats
 from lamina.segments import forked
-from lamina.types import DecodeRows, Fork, Segment, SequenceStep, StepPlan
+from lamina.steps import DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.types import Segment
 
 
 @dataclass(eq=False, slots=True)

@@ -4,9 +4,9 @@ The unit is a range of token slots on one worker. Three kinds of owners have the
 that begin with these tokens share; a request's prompt, which its completions share; and one completion.
 
 1. ``try_move`` reserves slots on the target, or refuses. A plan makes a *carrier*, a sequence that nobody runs. At the
-   source it shares the slots; at the target it gets slots of its own, which the target fills (``types.Migration``).
+   source it shares the slots; at the target it gets slots of its own, which the target fills (``steps.Migration``).
 2. When all has arrived, the next plan of any lane, for all lanes, says that the sequences that share the range have it
-   at the target (``types.Switch``). Steps planned before still read it at the source, where the carrier keeps it.
+   at the target (``steps.Switch``). Steps planned before still read it at the source, where the carrier keeps it.
 3. Once these have completed, a plan releases the carrier, and with it the slots at the source.
 
 Until the switch nothing depends on the move: if a worker is lost, or the owner ends, it is cancelled and the source is
@@ -23,7 +23,8 @@ from lamina.placement.prefix_tree import Node, PrefixTree
 from lamina.placement.relocation import Relocations
 from lamina.schedule.lane import Lane
 from lamina.segments import moved
-from lamina.types import Migration, Segment, Switch
+from lamina.steps import Migration, Switch
+from lamina.types import Segment
 
 TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
 MOST_TOKENS = 256  # of one move: smaller ones pay the protocol more often, larger ones hold two copies for longer

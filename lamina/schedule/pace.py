@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.schedule.chunks import PromptBatch
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 
 FIRST = 32  # tokens, while nothing is known
 LEAST = 8  # tokens: prompts get on, however little time is left

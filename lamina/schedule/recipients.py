@@ -16,8 +16,9 @@ import msgspec
 
 from lamina.pipeline import Pipeline
 from lamina.segments import for_sequence, forked, grown, moved
+from lamina.steps import Admission, DecodeRows, Fork, StepPlan, Switch
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Fork, Segment, StepPlan, Switch
+from lamina.types import Segment
 
 NOTHING_KEPT: Mapping[str, Mapping[int, int]] = {}
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run

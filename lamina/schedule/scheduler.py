@@ -40,8 +40,9 @@ from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
 from lamina.schedule.suspects import Hold
+from lamina.steps import Admission, DecodeRows, StepPlan
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Request, SamplingParams, StepPlan
+from lamina.types import Request, SamplingParams
 
 
 class Scheduler:

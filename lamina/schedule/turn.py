@@ -17,8 +17,9 @@ from lamina.schedule.pace import Pace
 from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
+from lamina.steps import StepPlan
 from lamina.topology import Topology
-from lamina.types import Balance, StepPlan
+from lamina.types import Balance
 
 DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
 

@@ -33,7 +33,8 @@ from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
 from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.simulate.step_times import Places, StepModel
-from lamina.types import Request, SamplingParams, Segment, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Request, SamplingParams, Segment
 
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 

@@ -37,20 +37,9 @@ from lamina.protocol.wire import (
 )
 from lamina.segments import forked
 from lamina.splitter import SliceOutput
+from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
 from lamina.transport.shm import ShmEndpoint
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Fork,
-    Migration,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.channels import Station, link
 
 ROWS = 24

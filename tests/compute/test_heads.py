@@ -17,17 +17,8 @@ from lamina.heads import HeadShards
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from lamina.protocol.wire import body_nbytes, check_segments, message_rows
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.compute.test_exchange import Connected, connected, overlaps
 from tests.compute.test_segments import NAMES, Sequences, drive
 

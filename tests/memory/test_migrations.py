@@ -16,23 +16,10 @@ from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
+from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
 from lamina.transport.base import Endpoint
 from lamina.transport.null import NullEndpoint
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Fork,
-    KvCacheDType,
-    Migration,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-    Switch,
-)
+from lamina.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
 from tests.channels import Station, link
 
 NAMES = ["memory0", "memory1", "memory2"]

@@ -5,7 +5,8 @@ import pytest
 from lamina.errors import PlacementError
 from lamina.heads import HeadShards
 from lamina.protocol.wire import check_placements, check_segments, nbytes_per_token, paper_nbytes_per_token
-from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, StepPlan
+from lamina.steps import Admission, DecodeRows, StepPlan
+from lamina.types import AttentionSpec, DType, SamplingParams, Segment
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from lamina.config import EngineConfig
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import DType, SamplingParams, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import DType, SamplingParams
 from tests.random_models import SERVED_VOCABULARY, greedy, served
 from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until

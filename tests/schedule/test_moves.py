@@ -13,7 +13,8 @@ from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Move
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import Balance, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Balance
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_prefixes import Caching
 from tests.schedule.test_scheduler import MANY

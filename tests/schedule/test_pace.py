@@ -12,7 +12,7 @@ from lamina.protocol.messages import StepDone
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import LEAST, MARGIN, StepTimes
 from lamina.schedule.turn import Turn
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 from tests.schedule.schedules import request
 
 BOUND_S = 0.1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.schedule.limits import Limits
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_epochs import Losing
 from tests.schedule.test_scheduler import MANY

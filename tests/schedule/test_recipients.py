@@ -17,17 +17,8 @@ from lamina.protocol.wire import message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
 from lamina.segments import by_sequence, for_sequence, forked, grown, moved
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.schedule.schedules import request
 from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 

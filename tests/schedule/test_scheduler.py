@@ -15,17 +15,8 @@ from lamina.groups import Completion, Group
 from lamina.memory.slab import Slab
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import (
-    LAST_DRAWN,
-    Admission,
-    Fork,
-    Migration,
-    Request,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.steps import LAST_DRAWN, Admission, Fork, Migration, SequenceStep, StepPlan
+from lamina.types import Request, SamplingParams, Segment
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")

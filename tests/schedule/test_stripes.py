@@ -15,8 +15,9 @@ from lamina.placement import prefix_cache
 from lamina.placement.stripes import StripedPlacement
 from lamina.protocol.wire import check_segments
 from lamina.schedule.turn import Turn
+from lamina.steps import StepPlan
 from lamina.topology import FIRST, Member, Topology
-from lamina.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
 from tests.schedule.schedules import ATTENTIONS, LIMITS
 from tests.schedule.test_turn import ENOUGH, FIXED, Driver
 

@@ -28,7 +28,8 @@ from lamina.protocol.messages import StepDone
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
-from lamina.types import AttentionSpec, DType, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import AttentionSpec, DType
 from tests.schedule.schedules import ATTENTIONS, LIMITS, request
 
 FIXED = Pipeline(3, 1)

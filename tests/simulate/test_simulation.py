@@ -31,7 +31,8 @@ from lamina.simulate import (
     write_requests,
 )
 from lamina.simulate import runtime as under_test
-from lamina.types import Pipelining, Request, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Pipelining, Request
 
 CATALOGUE = hardware.load()
 LLAMA = models.find("Llama-2-7B")
