@@ -28,7 +28,7 @@ GIVEN: dict[str, Any] = {
     "kv_tokens_per_worker": 77,
     "partition": "token",
     "balance": "ledger",
-    "slo_tbt_ms": 60.0,
+    "slo_tbt_ms": 60,
     "threads": 7,
     "lanes": 8,
     "pipelining": "fixed",
