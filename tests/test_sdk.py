@@ -248,7 +248,7 @@ def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None
 
 def test_closing_ends_the_workers_and_may_be_repeated() -> None:
     before = set(psutil.Process().children())
-    runtime = Lamina(**SMALL)
+    runtime = Lamina(**{**SMALL, "memory": "cpu:1"})
     workers = set(psutil.Process().children()) - before
     assert len(workers) == 2
     stream = runtime.stream(PROMPTS[0], ENDLESS)

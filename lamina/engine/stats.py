@@ -40,7 +40,7 @@ class PlacementStats:
     """
 
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    moving: Sequence[tuple[str, str, int]] = ()
+    moving: Sequence[tuple[str, str, int]] = field(default_factory=list)
     moved: Mapping[str, int] = field(default_factory=dict)
     moves: int = 0
     refused: int = 0

@@ -47,7 +47,7 @@ def assert_told(clients: list[threading.Thread], answers: list[httpx.Response], 
 def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     running = start()
     workers = running.workers()
-    assert len(workers) == 2, "compute worker and frontend"
+    assert len(workers) == 3, "engine, compute worker and frontend"
     clients, answers = ask_for_long_answers(running)
     assert running.process.stderr is not None
     running.process.send_signal(signal.SIGINT)

@@ -47,7 +47,8 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
     check_greedy(family, tmp_path, memory="cpu:2")
 
 
-@pytest.mark.parametrize("family", sweep(SERVED, ["gpt_oss"]))
+@pytest.mark.slow  # test_launch_gpus.py starts such workers too
+@pytest.mark.parametrize("family", SERVED)
 def test_the_code_for_gpus_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     check_greedy(family, tmp_path, compute="emulated:1", memory="emulated:1,cpu:1", lengths=(1, 3, 13, 30), tokens=3)

@@ -61,6 +61,7 @@ def worker_processes() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_workers_run_where_ray_has_room_and_a_node_is_lost(
     cluster: Any,
     checkpoint: Path,  # noqa: F811
