@@ -279,7 +279,7 @@ def test_a_killed_worker_ends_requests_with_its_name() -> None:
 SCRIPT = """
 import psutil, sys
 from lamina import Lamina, SamplingParams
-runtime = Lamina(dtype="float32", threads=1, kv_cache_memory_bytes=2**25)
+runtime = Lamina(memory="cpu:1", dtype="float32", threads=1, kv_cache_memory_bytes=2**25)
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 runtime.generate("x", SamplingParams(max_tokens=2))
 {end}
