@@ -43,7 +43,8 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
     """The segments of a sequence once ``new`` takes all tokens of its heads from its first on. Growing twice changes
     nothing.
 
-    A sequence grows with all heads at once: a segment that has one of them ends there with all of its own.
+    A sequence grows with all heads at once: a segment that has one of them ends there with all of its own. One that
+    grew to another worker and comes back before it has a token there goes on in the segment it had.
     """
     first, _ = new.tokens
     ended = []
@@ -53,6 +54,11 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
             ended.append(segment)
         elif start < first:
             ended.append(dataclasses.replace(segment, tokens=(start, first)))
+    for segment in ended:
+        if (segment.worker, segment.heads, segment.tokens[1]) == (new.worker, new.heads, first):
+            ended.remove(segment)
+            new = dataclasses.replace(new, tokens=(segment.tokens[0], new.tokens[1]))
+            break
     return [*ended, new]
 
 

@@ -209,7 +209,8 @@ class KvStore:
         *ended, last = grown(segments, new)
         if last.worker == self.worker:
             for key in self._keys(last):
-                self.slab.open(key)
+                if key not in self.slab:  # else it has come back
+                    self.slab.open(key)
             ended.append(last)
         if ended:
             self._segments[sequence] = ended

@@ -73,6 +73,8 @@ class DecodeBatch:
         start, stop = segment.tokens
         if stop is None and self._longest is not None:
             stop = start + self._longest
+            if stop <= position:  # it has come back to a worker where its segment had ended
+                stop = position + self._longest
         if stop is not None:
             self.postpone(completion.sequence, max(stop - position, 0))
 
