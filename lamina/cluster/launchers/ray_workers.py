@@ -34,7 +34,7 @@ REACH_S = 10.0
 def connect(address: str) -> str:
     """Join the Ray cluster at ``address`` ("auto": the one of this machine); returns this machine's address there.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if no cluster is found.
     """
     remedy = (
         "Start one with `ray start --head` on this machine, or join this machine with `ray start --address HOST:PORT` "
