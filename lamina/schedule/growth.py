@@ -43,12 +43,14 @@ class Growth:
         its way to another worker, or no other worker has room."""
         if worker is None or self._relocations.is_moving(group):
             return False
-        position = lane.decoding.position(completion.sequence)
+        position, before = lane.decoding.position(completion.sequence), completion.worker
         new = Segment(completion.sequence, worker, group.heads, (position, None))
-        self._placement.go_on(completion.worker, worker)
+        self._placement.go_on(before, worker)
         completion.segments = grown(completion.segments, new)
         self._relocations.settle(group)
         lane.decoding.turn_over(completion)
+        undone = Segment(new.sequence, before, group.heads, new.tokens)  # if it has grown in this plan already
+        lane.grown = [segment for segment in lane.grown if segment != undone]
         lane.grown.append(new)
         return True
 

@@ -125,7 +125,9 @@ class Recipients:
             rows = DecodeRows(sequences, [starts[place] for place in places], [])
             parts.setdefault(worker, {})["decoding"] = rows
         for chunk in plan.chunks:
-            add(self._homes[chunk.sequence], "chunks", chunk)
+            stop = chunk.start + len(chunk.tokens)
+            begun = [segment.worker for segment in self._segments[chunk.sequence] if segment.tokens[0] < stop]
+            add(dict.fromkeys(begun), "chunks", chunk)
         for worker in parts.keys() & replicas:  # compute workers with local memory get the whole plan
             del parts[worker]
         for worker, part in parts.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina.heads import HeadShards
@@ -201,6 +201,7 @@ class Told(Driver):
             self.moves = scheduler.moves.counts.moves
 
 
+@example(FIXED, 1, 13, 0.1, 6, "striped", 198851571)  # a chunk before the first segment of a worker
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
     depth=st.integers(1, DEPTH),
