@@ -88,7 +88,7 @@ class Cut:
         if not arguments or not isinstance(arguments[0], fx.Node):
             return None
         several = name(node) == "getitem" and name(arguments[0]) in _SPLITS
-        source = arguments[0].args[0] if several else arguments[0]
+        source: Any = arguments[0].args[0] if several else arguments[0]
         whole = shape(source)
         if whole is None:
             return None
@@ -100,7 +100,7 @@ class Cut:
             return cls(source, dim, np.array([index % whole[dim]]), True) if known else None
         if name(node) != "slice":
             return None
-        dim, *bounds = (*arguments[1:], *(0, None, None, 1)[len(arguments) - 1 :])
+        dim, *bounds = [*arguments[1:], *[0, None, None, 1][len(arguments) - 1 :]]
         return cls._ranged(source, dim % len(whole), slice(*bounds), whole)
 
     @classmethod
@@ -193,9 +193,10 @@ def _reduction(node: fx.Node, part: Part) -> Needs:
 
 def reduced(node: fx.Node) -> tuple[set[int], bool]:
     """The dimensions that a reduction runs over, and whether the result keeps them with size 1."""
-    over, keeps, *_ = (*node.args[1:], *(None, False)[len(node.args) - 1 :], None)
+    arguments: list[Any] = [*node.args[1:3], None, None]
+    over, keeps = arguments[:2]
     rank = len(sizes(node.args[0]))
-    dims: Any = [over] if isinstance(over, int) else over or range(rank)
+    dims = [over] if isinstance(over, int) else over or range(rank)
     return {dim % rank for dim in dims}, bool(keeps)
 
 
@@ -254,14 +255,12 @@ class Product:
                 x, weight, bias = (*arguments, None)[:3]
                 return cls(x, weight, bias, 1, 0)
             case "mm":
-                return cls(*arguments, None, 0, 1)
+                return cls(arguments[0], arguments[1], None, 0, 1)
             case "addmm" if not node.kwargs:
                 bias, x, weight = arguments
                 return cls(x, weight, bias, 0, 1)
-            case "bmm":
-                return cls(*arguments, None, 1, 2)
-            case "grouped_mm_fallback" | "_grouped_mm":  # rows of x sorted by expert, and where each expert's end
-                return cls(*arguments[:2], None, 1, 2)
+            case "bmm" | "grouped_mm_fallback" | "_grouped_mm":  # grouped: rows of x are sorted by expert
+                return cls(arguments[0], arguments[1], None, 1, 2)
         return None
 
     @property
