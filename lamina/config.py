@@ -38,6 +38,15 @@ class EngineConfig:
     ] = None
     _: KW_ONLY
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
+    tensor_parallel: Annotated[
+        int,
+        Meaning(
+            "Compute workers that share each copy of the weights: cpu:4 with 2 makes two copies. Each has a part of "
+            "every layer and some of the heads. If one of them is lost, the engine ends.",
+            unit="compute workers",
+            ge=1,
+        ),
+    ] = 1
     memory: Annotated[
         str | None,
         Meaning(
@@ -249,6 +258,8 @@ class EngineConfig:
                 f"balance {self.balance} moves ranges of a request's tokens between memory workers, which partition "
                 f"{self.partition} rules out: leave out one of them"
             )
+        if self.tensor_parallel > 1 and self.pipelining == "rotational":
+            raise ConfigError("tensor_parallel runs lanes in fixed order: leave out pipelining, or tensor_parallel")
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":

@@ -187,6 +187,8 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
     apart = config.memory_cores is not None or config.partition == "head"
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
+    if LOCAL in (entry.kind for entry in memory) and config.tensor_parallel > 1:
+        raise ConfigError("memory local is not available with tensor_parallel; give memory workers, such as cpu:1")
     if LOCAL in (entry.kind for entry in memory) and config.memory_cores is not None and len(memory) == 1:
         raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
     return memory

@@ -20,6 +20,7 @@ def make_store(control: ControlClient) -> tuple[KvStore, MemorySetup]:
         setup.kv_cache_dtype,
         control.device,
         setup.head_shards,
+        setup.ranks,
     )
     control.send(SlabReady())
     return store, setup

@@ -16,6 +16,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
+    ``rank`` of ``ranks``: which part of the model to load.
     """
 
     model: str
@@ -29,13 +30,16 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     trace: bool
     head_workers: int = 1
     local: bool = False
+    rank: int = 0
+    ranks: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
-    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
+    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``), which the
+    ``ranks`` of a replica share.
     """
 
     attentions: list[AttentionSpec]
@@ -46,6 +50,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
     head_shards: int = 1
+    ranks: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
