@@ -84,6 +84,19 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    kv_overcommit: Annotated[
+        float,
+        Meaning(
+            "KV that a memory worker and its disk hold together: cached prefixes beyond its memory wait in "
+            "kv_spill_dir, and come back for requests that begin with them.",
+            unit="times its memory",
+            ge=1,
+        ),
+    ] = 1.0
+    kv_spill_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Meaning("Folder on a local disk of each memory worker for its file of cached prefixes; see kv_overcommit."),
+    ] = None
     threads: Annotated[
         int | None,
         Meaning(
@@ -168,6 +181,13 @@ class EngineConfig:
                 "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
             )
+        if (self.kv_overcommit > 1) != (self.kv_spill_dir is not None):
+            raise ConfigError(
+                f"kv_overcommit is {self.kv_overcommit} and kv_spill_dir {self.kv_spill_dir}; give both a number above "
+                "1 and a folder, or leave out both"
+            )
+        if self.kv_spill_dir is not None and not self.prefix_cache:
+            raise ConfigError("kv_spill_dir holds cached prefixes, but prefix_cache is off; leave out one of the two")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
 

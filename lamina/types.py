@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from lamina.spills import Fetch, Spill
+
 
 class DType(enum.Enum):
     """Element type of weights, activations and KV, by its Hugging Face name."""
@@ -478,6 +480,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     rotates: bool = False
     histories: dict[int, list[int]] = {}
     grown: list[Segment] = []
+    spills: list[Spill] = []
+    fetches: list[Fetch] = []
 
     @property
     def runs(self) -> bool:

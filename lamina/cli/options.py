@@ -83,6 +83,8 @@ def _option(setting: Setting) -> Any:
     if int in setting.kinds:
         metavar = "<int|auto>" if setting.optional else "<int>"
         return Annotated[int | None, typer.Option(help=setting.help, metavar=metavar, parser=_number)]
+    if float in setting.kinds:
+        return Annotated[float | None, typer.Option(help=setting.help, metavar="<number>", parser=_fraction)]
     return Annotated[str | None, typer.Option(help=setting.help)]
 
 
@@ -90,6 +92,14 @@ def _number(text: str) -> int | str:
     """An int; other text is returned unchanged, so that the check of the setting reports it."""
     try:
         return int(text)
+    except ValueError:
+        return text
+
+
+def _fraction(text: str) -> float | str:
+    """As ``_number``, for a float."""
+    try:
+        return float(text)
     except ValueError:
         return text
 

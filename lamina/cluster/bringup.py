@@ -59,6 +59,8 @@ class ClusterPlan:
     cores: Mapping[str, frozenset[int]]  # by worker
     shared_cores: bool  # both pools run on the same cores
     kv_cache_dtype: KvCacheDType
+    kv_overcommit: float = 1.0
+    kv_spill_dir: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,15 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in plan.memories})
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
-        loaded.attentions, loaded.dtype, most, plan.memory_threads, asked.overlap, asked.trace, kv_dtype
+        loaded.attentions,
+        loaded.dtype,
+        most,
+        plan.memory_threads,
+        asked.overlap,
+        asked.trace,
+        kv_dtype,
+        plan.kv_overcommit,
+        plan.kv_spill_dir,
     )
     for name, capacity in capacities.items():
         control.send([name], msgspec.structs.replace(setup, capacity=capacity))

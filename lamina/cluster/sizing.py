@@ -1,5 +1,6 @@
 """Derives limits, cores, threads, lanes and bytes of KV from a configuration and a machine. Pure functions."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from lamina.cluster.bringup import ClusterPlan
@@ -173,6 +174,8 @@ def cluster_plan(
         tls=config.tls,
         shared_cores=shared,
         kv_cache_dtype=config.kv_cache_dtype,
+        kv_overcommit=config.kv_overcommit,
+        kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
     )
 
 

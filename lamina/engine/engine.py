@@ -84,6 +84,7 @@ class Engine:
             kv_heads=self._kv_heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            overcommit=config.kv_overcommit,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
@@ -218,7 +219,8 @@ class Engine:
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        found = (prefixes.queried, prefixes.hit)
+        disks = self._scheduler.disks
+        found = (prefixes.queried, prefixes.hit, disks.spilled, disks.fetched)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:

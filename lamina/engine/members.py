@@ -19,6 +19,7 @@ from lamina.protocol.messages import (
     Migrated,
     PeerLost,
     SlabUsage,
+    Stored,
     ToEngine,
     ToWorker,
     Working,
@@ -88,6 +89,8 @@ class Members:
             self.watch.progressed(message.lanes, worker)
         elif isinstance(message, Migrated):
             self._turn.scheduler.migrated(message.number)
+        elif isinstance(message, Stored):
+            self._note_stored(worker, message)
         elif isinstance(message, EpochEnded):
             self._note_ended(worker, message)
         elif isinstance(message, PeerLost):
@@ -96,6 +99,11 @@ class Members:
             self.watch.failed(worker, message)
         else:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+
+    def _note_stored(self, worker: str, message: Stored) -> None:
+        if message.error:
+            log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
+        self._turn.scheduler.disks.done(worker, message.number, message.complete, message.error)
 
     def tell(self, workers: Sequence[str], message: ToWorker) -> None:
         """Send a message; those that cannot be reached may be lost."""

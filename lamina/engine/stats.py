@@ -43,6 +43,7 @@ class EngineStats:
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
         links: pairs of workers, by transport and its reason.
         prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
+        spilled, fetched: tokens copied to disks of memory workers, and back.
     """
 
     running: int
@@ -59,6 +60,8 @@ class EngineStats:
     links: Sequence[tuple[Choice, int]] = ()
     prefix_queries: int = 0
     prefix_hits: int = 0
+    spilled: int = 0
+    fetched: int = 0
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

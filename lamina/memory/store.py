@@ -25,6 +25,7 @@ from lamina.protocol.wire import (
     read_queries,
 )
 from lamina.segments import by_sequence, forked, grown
+from lamina.spills import BLOCK, Fetch
 from lamina.types import AttentionSpec, DType, Fork, KvCacheDType, KvElement, Migration, Overlap, Segment, StepPlan
 
 
@@ -120,6 +121,8 @@ class KvStore:
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
         for segment in plan.grown:
             self._grow(segment)
+        for fetch in plan.fetches:
+            self._begin_fetch(fetch)
         return self._plan_step(plan)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
@@ -192,6 +195,14 @@ class KvStore:
                 f"it has {held} tokens, and new ones must follow these",
             )
         self.slab.append(key, migration.stop - migration.start)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        """Make slots for blocks that come from the disk: the plan may have forked the tokens before them."""
+        if fetch.worker == self.worker:
+            key = fetch.child, 0
+            if key not in self.slab:
+                self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
+            self.slab.append(key, len(fetch.blocks) * BLOCK)
 
     def _check_source(self, migration: Migration) -> None:
         segments = self._segments.get(migration.sequence, [])

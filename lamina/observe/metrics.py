@@ -66,6 +66,8 @@ class Metrics:
         yield CounterMetricFamily(
             "lamina_prefix_cache_hits", "Tokens found in the prefix cache, and so not computed.", stats.prefix_hits
         )
+        yield CounterMetricFamily("lamina_kv_tokens_spilled", "Tokens whose KV was copied to a disk.", stats.spilled)
+        yield CounterMetricFamily("lamina_kv_tokens_fetched", "Tokens whose KV came back from a disk.", stats.fetched)
         used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use by requests.", labels=["worker"])
         cached = GaugeMetricFamily(
             "lamina_kv_slots_cached", "Token slots of cached prefixes that no request uses.", labels=["worker"]

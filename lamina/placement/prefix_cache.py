@@ -16,7 +16,7 @@ part, since slots are allocated by token.
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lamina.groups import Completion, Group, Ids, ids_of
@@ -61,6 +61,15 @@ class Node:
         while node.sequence is None:
             node = next(iter(node.children.values()))
         return node.sequence
+
+    def whole(self) -> tuple[str, Ids]:
+        """Its salt, and its tokens with all before them."""
+        *_, first = nodes = list(self.path())
+        assert first.parent is not None
+        ids = ids_of([])
+        for node in reversed(nodes):
+            ids += node.tokens
+        return str(first.parent.key), ids
 
     def path(self) -> "Iterator[Node]":
         """It and those above it that have tokens."""
@@ -196,6 +205,7 @@ class PrefixCache:
 
     Attributes:
         queried: tokens of requests that were admitted. hit: those of them that were found.
+        on_kept: called with a worker and each new leaf of its tree.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True) -> None:
@@ -208,6 +218,7 @@ class PrefixCache:
         self._shared: dict[Group, Node] = {}  # the end of what each request shares
         self._forks: list[Fork] = []
         self._released: list[int] = []
+        self.on_kept: Callable[[str, Node], None] = _ignore
 
     def apply(self, topology: Topology) -> None:
         """The memory workers of ``topology`` keep KV; no request may share any of another."""
@@ -316,14 +327,36 @@ class PrefixCache:
     def let_go(self, group: Group) -> None:
         """A request that has left is released: what only it shared is idle."""
         node = self._shared.pop(group, None)
-        if node is None:
-            return
+        if node is not None:
+            self._free(group.home, node)
+
+    def _free(self, worker: str, node: Node) -> None:
+        """What nobody holds any more, of what a prefix begins with, is idle."""
         for one in node.path():
             one.holders -= 1
             if not one.holders:
-                self._placement.release(group.home, len(one.tokens))
-                self._placement.idle[group.home] += len(one.tokens)
-        self._trees[group.home].note(node)
+                self._placement.release(worker, len(one.tokens))
+                self._placement.idle[worker] += len(one.tokens)
+        self._trees[worker].note(node)
+
+    def pin(self, worker: str, salt: str, ids: Ids) -> Node:
+        """Reserve these tokens, which a worker keeps, until ``unpin``. Returns their end."""
+        tree = self._trees[worker]
+        node, _ = tree.find(salt, ids)
+        assert node is not None
+        if len(ids) < node.stop:
+            node = tree.split(node, len(ids))
+        tree.use(node)
+        self._hold(worker, node)
+        return node
+
+    def unpin(self, worker: str, node: Node) -> None:
+        """Undo ``pin``."""
+        for one in node.path():
+            one.users -= 1
+            if not one.users:
+                self._placement.will_release(worker, len(one.tokens))
+        self._free(worker, node)
 
     def _hold(self, worker: str, node: Node) -> None:
         for one in node.path():
@@ -356,6 +389,7 @@ class PrefixCache:
         leaf.users = leaf.holders = 1
         self._shared[group] = leaf
         tree.use(leaf)
+        self.on_kept(group.home, leaf)
         group.unshared = 0
         group.ids = None
 
@@ -383,6 +417,24 @@ class PrefixCache:
         leaf = self._add(tree, node, salt, ids[found:], completion.sequence, beginning)
         self._placement.idle[group.home] += length - found
         tree.use(leaf)
+        self.on_kept(group.home, leaf)
+
+    def adopt(self, worker: str, salt: str, ids: Ids, sequence: int) -> None:
+        """Keep the tokens of a sequence that no request has, and that a worker lacks. The caller releases it."""
+        tree = self._trees[worker]
+        node, found = tree.find(salt, ids)
+        if node is not None and found < min(node.stop, len(ids)):
+            node = tree.split(node, found)
+        if found < len(ids):
+            node = self._add(tree, node, salt, ids[found:], sequence, node)
+            self._placement.idle[worker] += len(ids) - found
+            self.on_kept(worker, node)
+        assert node is not None
+        tree.use(node)
+
+    def release(self, sequence: int) -> None:
+        """Let the next plan release a sequence that no request has."""
+        self._released.append(sequence)
 
     def keepable(self, group: Group, completion: Completion) -> int:
         """Tokens that an ended completion has in its first segment, and that others may share."""
@@ -426,6 +478,11 @@ class PrefixCache:
                 parent.sequence = next(self._sequences)
                 self._forks.append(Fork(sequence, parent.sequence, parent.stop))
                 tree.note(parent)
+                self.on_kept(worker, parent)
             self._released.append(sequence)
             self._placement.idle[worker] -= gone
             lacking -= gone
+
+
+def _ignore(worker: str, leaf: Node) -> None:
+    """Nobody wants to know."""

@@ -27,7 +27,8 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
-    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds.
+    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. ``overcommit`` times
+    as many tokens are held by the slab and a file in ``spill_dir`` together.
     """
 
     attentions: list[AttentionSpec]
@@ -37,6 +38,8 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
+    overcommit: float = 1.0
+    spill_dir: str = ""
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -246,6 +249,17 @@ class Migrated(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Stored(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: Spill or Fetch ``number`` is over. ``error``: of its disk.
+
+    Not ``complete``: some blocks were not copied, since the disk failed or the sequence was released.
+    """
+
+    number: int
+    complete: bool
+    error: str = ""
+
+
 class EpochEnded(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: it has dropped all of the epochs before ``epoch`` and sends nothing of them any more.
 
@@ -300,6 +314,7 @@ ToEngine = (
     | SlabUsage
     | Working
     | Migrated
+    | Stored
     | EpochEnded
     | Changed
     | PeerLost

@@ -9,7 +9,7 @@ a sequence with the first plan in which it runs it, which may be long after the 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,8 @@ _NOTHING: dict[str, Any] = {
     "migrations": [],
     "histories": {},
     "grown": [],
+    "spills": [],
+    "fetches": [],
 }
 
 
@@ -112,6 +114,7 @@ class Recipients:
             self._place(segment.sequence, grown(before, segment), replicas, now)
         if plan.grown:
             self._decoding.pop(plan.lane, None)
+        self._transfer(plan, add)
         decoding = self._decoding.get(plan.lane)
         strange = self._strange(plan, replicas, decoding)
         if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
@@ -127,6 +130,15 @@ class Recipients:
                 part["released"] = self._untold.pop(worker)[1]
         addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
         return addressed + self._whole(plan, replicas, strange, now)
+
+    def _transfer(self, plan: StepPlan, add: Callable[[Iterable[str], str, object], None]) -> None:
+        """Copies to disks and back, for the workers that have these."""
+        for spill in plan.spills:
+            add((spill.worker,), "spills", spill)
+        for fetch in plan.fetches:
+            add((fetch.worker,), "fetches", fetch)
+            if not fetch.start:  # else the plan forks it
+                self._begin(fetch.child, [Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
 
     def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
         """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""

@@ -30,6 +30,7 @@ from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest
 from lamina.placement.relocation import Relocations
+from lamina.placement.spill import Disks
 from lamina.schedule.admission import Admissions
 from lamina.schedule.beams import Beams
 from lamina.schedule.growth import Growth
@@ -57,10 +58,11 @@ class Scheduler:
         kv_heads: int,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        overcommit: float = 1.0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens."""
+        that begin with the same tokens. ``overcommit``: how many times its slots a memory worker and its disk hold."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -82,6 +84,8 @@ class Scheduler:
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, self._admissions.add)
+        self.disks.wake = lambda: self._ready.note_change(0)
         self._steps = itertools.count(1)
 
     def _new_lane(self) -> Lane:
@@ -90,7 +94,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests not dealt to a lane yet."""
-        return len(self._admissions)
+        return len(self._admissions) + len(self.disks.held)
 
     @property
     def running(self) -> int:
@@ -131,7 +135,8 @@ class Scheduler:
         most = self.limits.most_tokens(length, request.params, self.placement)
         group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
         self._requests[request.request_id] = group
-        self._admissions.add(group)
+        if not self.disks.hold(group):
+            self._admissions.add(group)
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
@@ -153,18 +158,16 @@ class Scheduler:
             self._retire(own)
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
-        running = (group for own in self._lanes for group in own.running)
-        struck = [group for group in running if group.alive and not lost.isdisjoint(group.workers)]
+        struck = [one for own in self._lanes for one in own.running if one.alive and not lost.isdisjoint(one.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
         for group in dropped:
             self.drop(group)
         for own in self._lanes:
             own.shrink(self.placement)
-            gone = [owner for owner in own.ending if not lost.isdisjoint(owner[0].workers)]
-            own.ending = [owner for owner in own.ending if owner not in gone]
-            for group, completion in gone:
-                self._give_back(group, completion)
+            for owner in own.strike(lost):
+                self._give_back(*owner)
+        self.disks.apply(topology, ends_epoch=True)
         self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
@@ -203,6 +206,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
+        self.disks.apply(topology, ends_epoch=False)
         self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
@@ -257,23 +261,23 @@ class Scheduler:
         admitted = beams.admitted + self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
+        disk_forks, *transfers = self.disks.changes()
         more_forks, more_released = self.prefixes.changes()
-        forks += beams.forks + more_forks
+        forks += [*beams.forks, *more_forks, *disk_forks]
         released += beams.released + more_released
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = own.grown, []
-        if not (forks or released or moved or migrations or admitted or chunks or rows.sequences or grown_here):
-            # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
-            # KV of its own has been dropped.
+        if not any((forks, released, moved, migrations, admitted, chunks, rows.sequences, grown_here, *transfers)):
+            # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.ending:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
         changes = forks, released, admitted, chunks, rows, moved, migrations
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here)
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, *transfers)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -413,9 +417,9 @@ class Scheduler:
         if group is None:
             return
         group.suspect = suspect
-        if group.lane < 0:
+        if group.lane < 0 and not self.disks.abandon(group):
             self._admissions.remove(group)
-        elif group in self._lanes[group.lane].dealt:
+        elif group.lane >= 0 and group in self._lanes[group.lane].dealt:
             self._take_back(group)
         for completion in group.completions:
             self._end(group, completion)

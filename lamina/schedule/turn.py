@@ -48,10 +48,14 @@ class Turn:
         plan_ahead: bool = True,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        overcommit: float = 1.0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``: as for ``Scheduler``."""
-        self.scheduler = Scheduler(limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache)
+        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``: as for
+            ``Scheduler``."""
+        self.scheduler = Scheduler(
+            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, overcommit
+        )
         self.in_flight: dict[int, StepPlan] = {}
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun
