@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lamina.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lamina.errors import (
         CapacityError,
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     )
     from lamina.sdk import Lamina
     from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, Segment
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",

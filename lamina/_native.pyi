@@ -238,7 +238,7 @@ def largest(
 
 def linear_available() -> bool:
     """
-    Whether this processor multiplies pairs of bfloat16 in one instruction; linear() needs it.
+    Whether linear() has kernels for this processor: AVX-512 with bfloat16 pairs, or AVX2.
     """
 
 def linear_packed_pairs(outputs: int, inputs: int) -> int:

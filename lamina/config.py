@@ -88,7 +88,7 @@ class EngineConfig:
         float,
         Meaning(
             "KV that a memory worker and its disk hold together: cached prefixes beyond its memory wait in "
-            "kv_spill_dir, and come back for requests that begin with them.",
+            "kv_spill_dir, and come back for requests that begin with them. Without prefix_cache, 1.",
             unit="times its memory",
             ge=1,
         ),
@@ -158,10 +158,22 @@ class EngineConfig:
             "new secret, kept in memory."
         ),
     ] = None
+    listen: Annotated[
+        str | None,
+        Meaning(
+            "HOST:PORT at which workers of other machines may join (`lamina worker`), with the cluster's secret. "
+            "Default: all workers are on this machine."
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
+    ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
-            "CPU list of the compute workers, as 0-3,8, divided evenly among them. Default: all cores for every worker."
+            "CPU list of this machine's compute workers, as 0-3,8, divided evenly among them. Default: all cores for "
+            "every worker."
         ),
     ] = None
     memory_cores: Annotated[str | None, Meaning("CPU list of the memory workers, as for the compute workers.")] = None
@@ -186,10 +198,13 @@ class EngineConfig:
                 f"kv_overcommit is {self.kv_overcommit} and kv_spill_dir {self.kv_spill_dir}; give both a number above "
                 "1 and a folder, or leave out both"
             )
-        if self.kv_spill_dir is not None and not self.prefix_cache:
-            raise ConfigError("kv_spill_dir holds cached prefixes, but prefix_cache is off; leave out one of the two")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
+
+
+def overcommit(config: EngineConfig) -> float:
+    """How many times its slots a memory worker and its disk hold."""
+    return config.kv_overcommit if config.prefix_cache else 1.0
 
 
 def check_writable(name: str, file: Path) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lamina.errors import ConfigError
@@ -19,6 +19,9 @@ class Environment:
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
             ``transport.rdma.devices`` chooses one).
         admin_key: ``LAMINA_ADMIN_KEY``, the key that allows to scale a running server (default: nobody may).
+        emulated_gpus: ``LAMINA_EMULATED_GPUS``, the GPUs that this machine pretends to have instead of its own, as a
+            pool, ``a100:2,rtx3090:6``; workers on them run the code for GPUs on the CPU (for tests).
+        secret: ``LAMINA_SECRET``, the cluster's secret, 64 hex digits, where no file of it is given (default: none).
         cache_dir: ``LAMINA_CACHE_DIR``, the directory of files kept between starts (default: ``lamina`` in
             ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home directory, nothing is kept).
     """
@@ -26,6 +29,8 @@ class Environment:
     log_level: str = "WARNING"
     rdma_device: str = ""
     admin_key: str = ""
+    emulated_gpus: str = ""
+    secret: str = field(default="", repr=False)
     cache_dir: Path | None = None
 
 
@@ -38,6 +43,8 @@ def environment() -> Environment:
         log_level=level,
         rdma_device=os.environ.get("LAMINA_RDMA_DEVICE", ""),
         admin_key=os.environ.get("LAMINA_ADMIN_KEY", ""),
+        emulated_gpus=os.environ.get("LAMINA_EMULATED_GPUS", ""),
+        secret=os.environ.get("LAMINA_SECRET", ""),
         cache_dir=_cache_dir(),
     )
 

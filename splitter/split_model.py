@@ -102,8 +102,8 @@ class SliceOutput:
 
 
 def as_numpy(tensor: Tensor) -> Array:
-    """The tensor's memory, or that of a copy, as a C-contiguous array; bfloat16 as uint16 bits."""
-    tensor = tensor.detach().contiguous()
+    """The tensor's memory, or that of a copy in host memory, as a C-contiguous array; bfloat16 as uint16 bits."""
+    tensor = tensor.detach().contiguous().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     array: Array = tensor.numpy()

@@ -16,7 +16,20 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports its own level and those above it in this list. "lamina" is lamina/__init__.py, the public names.
 LEVELS = (
-    {"types", "segments", "spills", "groups", "pipeline", "topology", "errors", "settings", "config", "env", "_native"},
+    {
+        "types",
+        "segments",
+        "spills",
+        "groups",
+        "pipeline",
+        "topology",
+        "errors",
+        "settings",
+        "config",
+        "env",
+        "version",
+        "_native",
+    },
     {"transport", "splitter", "kernels", "models"},
     {"protocol", "lowering", "placement"},
     {"schedule", "compute", "memory"},

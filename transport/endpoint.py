@@ -29,7 +29,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         secret: shared by the workers of one cluster, at least 16 bytes.
-        host: address of this machine that peers can reach (the system picks the port); None: the transport's default.
+        host: address of this machine to listen on (the system picks the port); None: the transport's default.
+        advertised: the address by which peers reach it; None: ``host``.
         spin_s: seconds a wait spins before it sleeps. Spin longer only if a core is free for it. The endpoint's
             attribute of this name may be changed between waits.
         silence_s: seconds without a sign of life after which a connection counts as lost; a transport that reconnects
@@ -39,6 +40,7 @@ class Options(TypedDict, total=False):
 
     secret: Required[bytes]
     host: str | None
+    advertised: str | None
     spin_s: float
     silence_s: float
     stall_s: float
@@ -139,6 +141,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
         super().__init__(name)
         self._secret = secret
         self._host = options.get("host")
+        self._advertised = options.get("advertised")
         self.spin_s = options.get("spin_s", SPIN_S)
         self._silence_s = options.get("silence_s", SILENCE_S)
         self._stall_s = options.get("stall_s", STALL_S)
@@ -146,8 +149,8 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
     def descriptor(self) -> bytes:
         """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
         own = self._registered()
-        native = own.arena.native
-        where = (own.listener.host, own.listener.port, own.arena.identity, native.nbytes, native.doorbells)
+        native, listens = own.arena.native, own.listener
+        where = (self._advertised or listens.host, listens.port, own.arena.identity, native.nbytes, native.doorbells)
         return msgspec.msgpack.encode(Descriptor(self.transport, PROTOCOL, self.name, *where))
 
     @property

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lamina.cluster.bringup import Cluster
+from lamina.cluster.gather import Wish
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
@@ -37,7 +38,6 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.control import HEARTBEAT, Bootstrap, ControlServer
 from lamina.protocol.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
 from lamina.schedule.limits import Limits
-from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, SamplingParams, StepPlan
 
 PROMPT = list(range(5, 21))
@@ -63,16 +63,16 @@ class Cost:
 class NoProcesses:
     """The workers are scripted: none of them is a process of its own."""
 
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        """None can be."""
-        raise AssertionError(f"{name} was started")
-
     def ended(self) -> Mapping[str, str]:
         """None ever is."""
         return {}
 
-    def end(self, worker: str) -> None:
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """None can be lost."""
+
+    def wishes(self) -> list[Wish]:
+        """Nobody has any."""
+        return []
 
     def close(self) -> None:
         """They stop when told to."""

@@ -11,16 +11,19 @@ import multiprocessing
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
+from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
+from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.serve.server import make_server, url
-from lamina.types import Client, FinishReason, Request, SamplingParams
+from lamina.types import Client, FinishReason, Request
 
 WORD_S = 0.005
 STREAM_S = 12.0
@@ -33,16 +36,20 @@ class Scripted:
     max_model_len = 1_000_000
     default_max_tokens = 16
 
+    dead = None
+
     def __init__(self) -> None:
         self.tokenizer = Tokenizer(find(None))
 
-    def submit(
-        self, request_id: str, prompt: list[int], params: SamplingParams, on_update: OnUpdate, client: Client
-    ) -> None:
+    def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
         """As the engine's."""
-        words = round(STREAM_S / WORD_S) if len(prompt) < 8 else 1
-        request = Request(request_id, None, prompt, params, client=client)
-        threading.Thread(target=self._answer, args=(request, words, on_update), daemon=True).start()
+        for one in submissions:
+            prompt = one.prompt
+            text = prompt if isinstance(prompt, str) else None
+            tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else prompt
+            words = round(STREAM_S / WORD_S) if len(tokens) < 8 else 1
+            request = Request(one.request_id, text, tokens, one.params, client=client)
+            threading.Thread(target=self._answer, args=(request, words, one.on_update), daemon=True).start()
 
     def _answer(self, request: Request, words: int, on_update: OnUpdate) -> None:
         for count in range(1, words + 1):

@@ -62,7 +62,7 @@ PAUSE_S = 1e-3
 class PipeControl:
     """A worker's end of a control plane that is a pipe."""
 
-    name, local_address = MEMORY, "127.0.0.1"
+    name, local_address, bind_address = MEMORY, "127.0.0.1", "127.0.0.1"
 
     def __init__(self, pipe: Connection, secret: bytes) -> None:
         self._pipe, self.data_secret = pipe, secret

@@ -22,6 +22,7 @@ from lamina.cli import (
     simulate,
     split,
     status,
+    worker,
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
 from lamina.env import LOG_FORMAT, environment
@@ -44,6 +45,7 @@ app.command()(chat.chat)
 app.command()(launch.launch)
 app.command()(status.status)
 app.command()(scale.scale)
+app.command()(worker.worker)
 app.command()(split.split)
 app.command()(plan.plan)
 app.command()(simulate.simulate)

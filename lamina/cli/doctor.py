@@ -146,7 +146,7 @@ def _gpus() -> Finding:
     if not gpus:
         return Finding("GPUs", "none")
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    return Finding("GPUs", names, Status.NOTE, "this version runs workers on CPUs only; the GPUs are not used")
+    return Finding("GPUs", names)
 
 
 def _model() -> Finding:

@@ -32,6 +32,8 @@ def launch(
     from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
+    if config.listen is not None:
+        _invite(config)
     with bind(host, port) as listener:
         if frontends == 0:
             with Lamina.from_config(config) as lamina:
@@ -43,6 +45,16 @@ def launch(
         model = find(config.model, weights=False)
         with FrontendProcesses(frontends, model.path, listener) as processes, Lamina.from_config(config) as lamina:
             processes.serve(lamina.engine, on_ready=lambda: _ready(lamina.engine, url(listener)))
+
+
+def _invite(config: EngineConfig) -> None:
+    """Say how workers of other machines join: the start may wait for them."""
+    from lamina.cli.console import notes, print_text
+
+    name, _, port = (config.listen or "").rpartition(":")
+    secret = f"--secret-file {config.secret_file}" if config.secret_file is not None else "(with LAMINA_SECRET set)"
+    command = f"lamina worker --engine {config.advertise or name}:{port} --role memory --kind cpu {secret}"
+    print_text(f"Workers of other machines join with\n  {command}\n", console=notes())
 
 
 def _ready(engine: "Engine", url: str) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,15 +11,14 @@ import msgspec
 from lamina.cluster.gather import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
-    START_TIMEOUT_S,
     Gather,
     Launcher,
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version
 from lamina.cluster.linking import link
-from lamina.cluster.pool import CPU, Assigned
+from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Choice, Transport, candidates
@@ -30,34 +29,46 @@ from lamina.protocol.messages import (
     Connect,
     Connected,
     Hello,
+    Inspect,
     MemorySetup,
     ModelLoaded,
     Registered,
+    Resources,
     SlabReady,
 )
 from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Epoch, Member, Role, Topology
-from lamina.transport.endpoint import spin_s
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, TransportName
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The workers and their settings, decided before any worker starts, except what depends on the model."""
+    """The workers and their settings, decided once they have greeted, except what depends on the model.
+
+    Attributes:
+        kinds: of devices, by worker. greetings: by worker.
+        threads: of a worker of a role, given its greeting. spins_s: see ``Fabric``.
+        kv_bytes: of each of so many memory workers of a machine with so many bytes free.
+        kv_bytes_on_gpu: given those free on it. kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
+        limits: of the scheduler; they also bound the slots that a worker can use.
+        is_open: workers on other machines may join.
+    """
 
     computes: tuple[str, ...]
-    memories: Mapping[str, Assigned]
+    memories: tuple[str, ...]
+    kinds: Mapping[str, str]
+    greetings: Mapping[str, Hello]
+    threads: Callable[[Role, Hello], int]
+    spins_s: Mapping[str, float]
     compute_setup: ComputeSetup
-    memory_threads: int
-    kv_bytes_per_worker: Callable[[], int]  # in the host's memory; called once the weights are loaded
-    kv_bytes_on_gpu: Callable[[int], int]  # given those free on it
-    kv_bytes_of_joiner: Callable[[int, int], int]  # see ``Fabric.kv_bytes``
-    limits: Limits  # of the scheduler; they also bound the slots that a worker can use
+    kv_bytes: Callable[[int, int], int]
+    kv_bytes_on_gpu: Callable[[int], int]
+    kv_bytes_of_joiner: Callable[[int, int, int], int]
+    limits: Limits
     pipeline: Pipeline
     transport: TransportName
     tls: bool
-    cores: Mapping[str, frozenset[int]]  # by worker
-    shared_cores: bool  # both pools run on the same cores
+    is_open: bool
     kv_cache_dtype: KvCacheDType
     kv_overcommit: float = 1.0
     kv_spill_dir: str = ""
@@ -77,7 +88,7 @@ class Cluster:
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
     epoch: Epoch = FIRST
     kv_cache_dtype: KvCacheDType = "auto"
-    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by memory worker
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
 
     @property
@@ -91,24 +102,36 @@ class Cluster:
         return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
 
 
+def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
+    """Wait for the first message of each worker.
+
+    Raises ConfigError if one is of another release, WorkerError or DeadlineError if one does not come.
+    """
+    greetings = Gather(control, workers, lambda worker, progress: None).all(Hello, names, timeout_s)
+    for name, hello in greetings.items():
+        check_version(name, hello)
+    return greetings
+
+
 def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_progress: OnProgress) -> Cluster:
     """Load the model, allocate slabs and arenas, connect every memory worker with every other worker.
 
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
-    everyone = (*plan.computes, *plan.memories)
-    greetings = gather.all(Hello, everyone, START_TIMEOUT_S)
-    control.send(plan.computes, plan.compute_setup)
-    loaded = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)[plan.computes[0]]
+    for name in plan.computes:
+        threads = plan.threads("compute", plan.greetings[name])
+        control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
+    loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = _with_turns(plan, len(loaded.attentions) + 1)
-    capacities = _capacities(plan, loaded, {name: greetings[name].gpu_bytes for name in plan.memories})
+    control.send(plan.memories, Inspect())  # not before: weights may be loaded where they are
+    capacities = _capacities(plan, loaded, gather.all(Resources, plan.memories, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
         loaded.attentions,
         loaded.dtype,
         most,
-        plan.memory_threads,
+        1,
         asked.overlap,
         asked.trace,
         kv_dtype,
@@ -116,10 +139,10 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         plan.kv_spill_dir,
     )
     for name, capacity in capacities.items():
-        control.send([name], msgspec.structs.replace(setup, capacity=capacity))
-    fabric = _fabric(workers, plan, loaded, setup, {hello.host for hello in greetings.values()})
+        threads = plan.threads("memory", plan.greetings[name])
+        control.send([name], msgspec.structs.replace(setup, capacity=capacity, threads=threads))
+    fabric = _fabric(workers, plan, loaded, setup)
     gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
-    hosts = {name: hello.host for name, hello in greetings.items()}
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
@@ -130,12 +153,21 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         loaded.parameters,
         plan.pipeline,
         fabric.links,
-        hosts,
+        {name: hello.host for name, hello in plan.greetings.items()},
         epoch,
         kv_dtype,
-        {name: assigned.kind for name, assigned in plan.memories.items()},
+        plan.kinds,
         fabric,
     )
+
+
+def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
+    """What the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
+    first = plan.computes[0]
+    for name in plan.computes[1:]:
+        machines = [plan.greetings[one].machine for one in (first, name)]
+        check_same_model(plan.compute_setup.model, loaded[first], machines[0], loaded[name], name, machines[1])
+    return loaded[first]
 
 
 def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
@@ -154,17 +186,17 @@ def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
-def _capacities(plan: ClusterPlan, loaded: ModelLoaded, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Token slots of each memory worker, from the bytes free on its GPU; 0: it uses the host's memory.
+def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Resources]) -> dict[str, int]:
+    """Token slots of each memory worker, from what is free on its GPU or its machine.
 
     Raises ConfigError for fewer than 2 slots.
     """
     per_token = _bytes_per_token(plan, loaded)
-    on_host = 0 if all(gpu_bytes.values()) else plan.kv_bytes_per_worker()
     most = plan.limits.max_sequences * plan.limits.max_model_len
+    hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_bytes}
     capacities = {}
-    for name, free in gpu_bytes.items():
-        nbytes = plan.kv_bytes_on_gpu(free) if free else on_host
+    for name, each in found.items():
+        nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes) if each.gpu_bytes else plan.kv_bytes(*_share(name, hosts, found))
         capacities[name] = min(most, nbytes // per_token)
         if capacities[name] < 2:
             raise ConfigError(
@@ -174,27 +206,49 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, gpu_bytes: Mapping[str, 
     return capacities
 
 
+def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> tuple[int, int]:
+    """How many memory workers share how many bytes: those of this worker's container, or of its machine if that leaves
+    each of them less."""
+    here = [one for one, host in hosts.items() if host == hosts[name]]
+    near = [one for one, host in hosts.items() if boot(host) == boot(hosts[name])]
+    shares = (
+        (len(here), min(found[one].free_bytes for one in here)),
+        (len(near), min(found[one].machine_bytes for one in near)),
+    )
+    return min(shares, key=lambda share: share[1] / share[0])
+
+
 def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup, hosts: set[str]) -> Fabric:
-    transports = candidates(plan.transport, hosts)
+def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+    transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0
+
+    def kv_bytes(found: Resources, largest: int, promised: int) -> int:
+        if found.gpu_bytes:
+            return plan.kv_bytes_on_gpu(found.gpu_bytes)
+        return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
+
     return Fabric(
-        start=workers.start,
+        launcher=workers,
         compute_setup=plan.compute_setup,
         memory_setup=setup,
+        threads=plan.threads,
+        loaded=loaded,
+        loaded_on=plan.greetings[plan.computes[0]].machine,
         bytes_per_token=_bytes_per_token(plan, loaded),
-        kv_bytes=plan.kv_bytes_of_joiner,
+        kv_bytes=kv_bytes,
         sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),
         spare=0 if Transport.RDMA in transports else SPARE_LINKS,
         transports=transports,
         wanted=plan.transport,
-        spins_s=spin_s(plan.cores.values()),
+        spins_s=plan.spins_s,
         tls=plan.tls,
+        is_open=plan.is_open,
     )
 
 
@@ -203,8 +257,10 @@ def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: 
     everyone = [*computes, *memories]
     roles: dict[str, Role] = {name: "compute" for name in computes}
     roles |= {name: "memory" for name in memories}
-    for group, role in ((computes, roles[computes[0]]), (memories, roles[memories[0]])):
-        control.send(group, fabric.register(role, len(computes), len(memories)))
+    for group in (computes, memories):
+        for name in group:
+            host = plan.greetings[name].host
+            control.send([name], fabric.register(roles[name], host, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
     pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}

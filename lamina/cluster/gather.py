@@ -1,9 +1,10 @@
 """Collects the workers' answers while a cluster is brought up, and turns their failures into exceptions."""
 
+import platform
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lamina import errors
 from lamina.errors import DeadlineError, TransportError, WorkerError
@@ -17,6 +18,7 @@ from lamina.protocol.messages import (
     LoadProgress,
     ModelLoaded,
     Registered,
+    Resources,
     SlabReady,
     ToEngine,
 )
@@ -30,7 +32,7 @@ CONNECT_TIMEOUT_S = 60.0
 OnProgress = Callable[[str, LoadProgress], None]
 """Called with a worker's name and its progress."""
 
-MessageT = TypeVar("MessageT", Hello, ModelLoaded, SlabReady, Registered, Granted, Linked, Connected)
+MessageT = TypeVar("MessageT", Hello, Resources, ModelLoaded, SlabReady, Registered, Granted, Linked, Connected)
 ResultT = TypeVar("ResultT")
 
 
@@ -62,6 +64,14 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
         answers = gather.all(asked.kind, asked.names, asked.timeout_s)
 
 
+class Wish(NamedTuple):
+    """What somebody on another machine wants of the engine: that a worker joins, or that ``leaver`` leaves."""
+
+    role: Role
+    kind: str
+    leaver: str = ""
+
+
 class Workers(Protocol):
     """Handle on the worker processes, wherever they run."""
 
@@ -69,11 +79,20 @@ class Workers(Protocol):
         """Workers that have exited, with the known reason."""
         ...
 
-    def end(self, worker: str) -> None:
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """End this worker at once. When this returns it can do nothing any more, and ``ended`` leaves it out.
+
+        Args:
+            cut: its peers close their connections to it. Then it may be out of reach and go on for a while, as long as
+                it shares memory with nobody who stays: ``ended`` names those who have to go with it.
+            reason: for those who have started it.
 
         Raises TransportError if it cannot be ended.
         """
+        ...
+
+    def wishes(self) -> Sequence[Wish]:
+        """What has been wished for since the last call."""
         ...
 
     def close(self) -> None:
@@ -84,8 +103,20 @@ class Workers(Protocol):
 class Launcher(Workers, Protocol):
     """Can also start workers."""
 
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        """Start another worker, as those of its role that were started before. Raises OSError."""
+    def default_kind(self, role: Role) -> str:
+        """The kind of workers that are added without one being named."""
+        ...
+
+    def check(self, role: Role, kind: str, count: int) -> None:
+        """Raises ConfigError if a pool of ``count`` workers of this role and kind is more than there can be."""
+        ...
+
+    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+        """Start another worker, as those of its role and kind that were started before. Raises OSError."""
+        ...
+
+    def kill(self, reason: str = "") -> None:
+        """End all workers at once. ``reason``: for those who have started them elsewhere."""
         ...
 
 
@@ -144,5 +175,6 @@ def failure(worker: str, message: Failed) -> errors.LaminaError:
     """The exception for a worker's last message: its own UserError, else a WorkerError."""
     kind = getattr(errors, message.kind, None)
     if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
-        return kind(message.message)
+        elsewhere = message.machine and message.machine != platform.node()
+        return kind(f"{worker} on {message.machine}: {message.message}" if elsewhere else message.message)
     return WorkerError(worker, f"{message.kind}: {message.message}\n{message.traceback}")

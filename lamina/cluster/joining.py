@@ -5,26 +5,29 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lamina.cluster.gather import CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S, START_TIMEOUT_S, Ask, Conversation
+from lamina.cluster.gather import CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S, START_TIMEOUT_S, Ask, Conversation, Launcher
 from lamina.cluster.linking import Pair, link
-from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
-from lamina.protocol.control import Bootstrap, ControlServer
+from lamina.protocol.control import ControlServer
 from lamina.protocol.leases import Messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
     Connected,
     Hello,
+    Inspect,
     MemorySetup,
     ModelLoaded,
     Register,
     Registered,
+    Resources,
     SlabReady,
 )
 from lamina.topology import Member, Role, Topology
+from lamina.transport.endpoint import SPIN_S
 from lamina.types import TransportName
+from lamina.version import __version__
 
 
 @dataclass(frozen=True)
@@ -32,33 +35,43 @@ class Fabric:
     """How the workers of a cluster are set up and linked.
 
     Attributes:
-        start: see ``Launcher``.
-        compute_setup, memory_setup: of every worker; capacities may differ.
+        launcher: starts workers.
+        compute_setup, memory_setup: of every worker; capacities and threads may differ.
+        threads: of a worker of a role, given its greeting.
+        loaded: what the first compute worker has loaded, on the machine ``loaded_on``.
         bytes_per_token: of KV on a memory worker.
-        kv_bytes: of another memory worker, given those that the largest has, and those promised to all and not used.
+        kv_bytes: of another memory worker, given what its machine has, the bytes that the largest has, and those
+            promised to the others on its machine and not used.
         sizes: of messages. spare: links that every arena has room for besides those at the start.
-        transports: that workers offer; wanted: as configured.
+        transports: that workers offer; wanted: as configured. is_open: workers on other machines may join.
+        spins_s: seconds for which waits busy-wait, by machine (``boot``).
         offers, links: of the workers so far, by name and by pair.
     """
 
-    start: Callable[[str, Role, Bootstrap], None]
+    launcher: Launcher
     compute_setup: ComputeSetup
     memory_setup: MemorySetup
+    threads: Callable[[Role, Hello], int]
+    loaded: ModelLoaded
+    loaded_on: str
     bytes_per_token: int
-    kv_bytes: Callable[[int, int], int]
+    kv_bytes: Callable[[Resources, int, int], int]
     sizes: Messages
     spare: int
     transports: tuple[Transport, ...]
     wanted: TransportName
-    spins_s: float
+    spins_s: Mapping[str, float]
     tls: bool
+    is_open: bool
     offers: dict[str, Offer] = field(default_factory=dict)
     links: dict[Pair, Choice] = field(default_factory=dict)
 
-    def register(self, role: Role, computes: int, memories: int) -> Register:
+    def register(self, role: Role, host: str, computes: int, memories: int) -> Register:
         """The arena of a worker of a cluster with so many of each role, itself included."""
         arena = self.sizes.compute_arena if role == "compute" else self.sizes.memory_arena
-        return Register(arena(computes, memories, self.spare), list(self.transports), self.spins_s, self.tls)
+        spin_s = self.spins_s.get(boot(host), SPIN_S)
+        plan = arena(computes, memories, self.spare)
+        return Register(plan, list(self.transports), spin_s, self.tls, self.is_open)
 
     def forget(self, members: Collection[str]) -> None:
         """Forget the offers and links of all but these."""
@@ -80,35 +93,68 @@ class Fabric:
         return (sizes.context, sizes.context) if sizes.context else None
 
 
+def boot(host: str) -> str:
+    """What the hosts (``transport.shm.host``) of all processes of one machine have in common, also in containers."""
+    return host.partition(" ")[0]
+
+
+def check_version(name: str, hello: Hello) -> None:
+    """Raises ConfigError if a worker is of another release than this process."""
+    if hello.version != __version__:
+        raise ConfigError(
+            f"{name} on {hello.machine} runs lamina {hello.version or 'of an unknown release'}, the engine "
+            f"{__version__}; install the same release on all machines"
+        )
+
+
+def check_same_model(path: str, first: ModelLoaded, on: str, other: ModelLoaded, name: str, machine: str) -> None:
+    """Raises ConfigError unless worker ``name`` has loaded what the first compute worker has, on the machine ``on``."""
+    if other.digest != first.digest:
+        raise ConfigError(
+            f"the checkpoint in {path} on {machine}, loaded by {name}, is not that on {on}: its digest is "
+            f"{other.digest}, and there it is {first.digest}. Copy the same files to all machines"
+        )
+    if other.attentions != first.attentions or other.dtype != first.dtype:
+        raise ConfigError(f"{name} on {machine} has split {path} otherwise than the others; install the same packages")
+
+
 def prepare_memory(
-    control: ControlServer, fabric: Fabric, name: str, promised: Callable[[], int]
+    control: ControlServer, fabric: Fabric, name: str, kind: str, promised: Callable[[str], int]
 ) -> Conversation[Member]:
-    """Wait for a memory worker that was started and have it make its slab. ``promised``: see ``Fabric.kv_bytes``.
+    """Wait for a memory worker that was started and have it make its slab.
+
+    ``promised``: bytes of KV promised to memory workers on a host and not used, see ``Fabric.kv_bytes``.
 
     Raises ConfigError if there is too little memory.
     """
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
+    check_version(name, hello[name])
+    host = hello[name].host
+    control.send([name], Inspect())
+    found: dict[str, Resources] = yield Ask(Resources, [name], START_TIMEOUT_S)
     most = fabric.memory_setup.capacity
-    nbytes = fabric.kv_bytes(most * fabric.bytes_per_token, promised())
+    nbytes = fabric.kv_bytes(found[name], most * fabric.bytes_per_token, promised(host))
     capacity = min(most, nbytes // fabric.bytes_per_token)
     if capacity < 2:
         raise ConfigError(
             f"{nbytes} bytes are free for the KV of {name}, and a token takes {fabric.bytes_per_token}; free memory"
         )
-    control.send([name], msgspec.structs.replace(fabric.memory_setup, capacity=capacity))
+    threads = fabric.threads("memory", hello[name])
+    control.send([name], msgspec.structs.replace(fabric.memory_setup, capacity=capacity, threads=threads))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
-    return Member(name, "memory", CPU, hello[name].host, capacity)
+    return Member(name, "memory", kind, host, capacity)
 
 
-def prepare_compute(control: ControlServer, fabric: Fabric, name: str) -> Conversation[Member]:
+def prepare_compute(control: ControlServer, fabric: Fabric, name: str, kind: str) -> Conversation[Member]:
     """Wait for a compute worker that was started and have it load the model. Raises ConfigError for another model."""
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
-    control.send([name], fabric.compute_setup)
+    check_version(name, hello[name])
+    threads = fabric.threads("compute", hello[name])
+    control.send([name], msgspec.structs.replace(fabric.compute_setup, threads=threads))
     loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
-    ours = fabric.memory_setup
-    if loaded[name].attentions != ours.attentions or loaded[name].dtype != ours.dtype:
-        raise ConfigError(f"{name} has loaded another model than the others: {fabric.compute_setup.model} has changed")
-    return Member(name, "compute", CPU, hello[name].host)
+    path = fabric.compute_setup.model
+    check_same_model(path, fabric.loaded, fabric.loaded_on, loaded[name], name, hello[name].machine)
+    return Member(name, "compute", kind, hello[name].host)
 
 
 def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Member) -> Conversation[None]:
@@ -118,7 +164,7 @@ def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Me
     """
     name, roles = joiner.name, {member.name: member.role for member in topology.members}
     computes, memories = list(topology.computes), list(topology.capacities)
-    control.send([name], fabric.register(joiner.role, len(computes), len(memories)))
+    control.send([name], fabric.register(joiner.role, joiner.host, len(computes), len(memories)))
     registered: dict[str, Registered] = yield Ask(Registered, [name], CONNECT_TIMEOUT_S)
     offers = {**fabric.offers, name: registered[name].offer}
     sizes = {(other, name): fabric.slots(roles, other, name) for other in roles if other != name}

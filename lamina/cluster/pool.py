@@ -6,20 +6,21 @@
     entry = kind [":" count]          # count defaults to 1
     kind  = "cpu" | "cuda" | "a100" | "rtx3090" | ...
 
-``cuda`` is any NVIDIA GPU. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
+``cuda`` is any NVIDIA GPU. ``remote`` is a worker that is started on another machine, whatever it runs on there: see
+`lamina worker`. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
 tests.
 """
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lamina.errors import ConfigError
 from lamina.topology import Role
 
-CPU, CUDA, EMULATED = "cpu", "cuda", "emulated"
+CPU, CUDA, EMULATED, REMOTE = "cpu", "cuda", "emulated", "remote"
 GPUS = {
     "p100": "NVIDIA P100",
     "v100": "NVIDIA V100",
@@ -75,7 +76,8 @@ class PoolEntry:
 
 
 class Assigned(NamedTuple):
-    """The kind of a worker, and its device: "cpu", "cuda:INDEX", or "emulated"."""
+    """The kind of a worker, and its device: "cpu", "cuda:INDEX", "emulated:INDEX", or "emulated"; "" if its own machine
+    decides."""
 
     kind: str
     device: str
@@ -83,11 +85,12 @@ class Assigned(NamedTuple):
 
 @dataclass(frozen=True)
 class Devices:
-    """Resources of this machine: usable CPU cores, bytes of RAM, GPUs by the driver's names."""
+    """Resources of this machine: usable CPU cores, bytes of RAM, GPUs by the driver's names, which may be emulated."""
 
     cores: int
     ram_bytes: int
     gpus: tuple[str, ...] = ()
+    emulated: bool = False
 
     def __str__(self) -> str:
         gpus = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "no GPU"
@@ -107,7 +110,7 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED] if known is None else list(known)
+    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED, REMOTE] if known is None else list(known)
     entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:
@@ -135,17 +138,31 @@ def parse_change(role: str, text: str) -> int:
     return int(match["count"])
 
 
-def assign(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> tuple[Assigned, ...]:
+def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) -> dict[Role, tuple[Assigned, ...]]:
+    """``assign`` for both pools, which share a GPU only where there are too few."""
+    assigned: dict[Role, tuple[Assigned, ...]] = {}
+    taken: list[str] = []
+    for role in sorted(pools, key=lambda role: any(entry.kind == CUDA for entry in pools[role])):
+        assigned[role] = assign(role, pools[role], devices, taken)
+        taken += [worker.device for worker in assigned[role]]
+    return assigned
+
+
+def assign(
+    role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = ()
+) -> tuple[Assigned, ...]:
     """A device of this machine for each worker of a pool; no two share a GPU.
 
-    Compute workers run on CPUs only so far.
+    ``taken``: devices of the other pool, used only if no other is left.
 
     Raises:
         ConfigError: naming the request, this machine's devices and a pool that works.
     """
     remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     assigned: list[Assigned] = []
-    free = dict(enumerate(devices.gpus))
+    prefix = EMULATED if devices.emulated else CUDA
+    named = [(f"{prefix}:{index}", name) for index, name in enumerate(devices.gpus)]
+    free = dict(sorted(named, key=lambda gpu: gpu[0] in taken))
     for entry in sorted(pool, key=lambda entry: entry.kind == CUDA):  # those that take any GPU come last
         if entry.kind in (CPU, EMULATED):
             if entry.count > (most := MOST_PER_CORE * devices.cores):
@@ -153,21 +170,17 @@ def assign(role: Role, pool: tuple[PoolEntry, ...], devices: Devices) -> tuple[A
                     f"{entry} asks for {entry.count} processes; this machine has {devices}, enough for {most} at most. "
                     f"{remedy}"
                 )
-            if entry.kind == EMULATED and role == "compute":
-                raise ConfigError(f"{entry}: only memory workers can be emulated so far. {remedy}")
             assigned += [Assigned(entry.kind, entry.kind)] * entry.count
             continue
         if entry.kind in PLANNED:
             raise ConfigError(f"{entry}: {entry.kind} is for `lamina plan` only; no worker runs on it. {remedy}")
         asked = f"{entry} asks for {entry.count} GPU{'s' if entry.count > 1 else ''}"
-        found = [index for index, name in free.items() if entry.kind == CUDA or _is_kind(name, entry.kind)]
+        found = [device for device, name in free.items() if entry.kind == CUDA or _is_kind(name, entry.kind)]
         if len(found) < entry.count:
             raise ConfigError(f"{asked}; this machine has {devices}. {remedy}")
-        if role == "compute":
-            raise ConfigError(f"{asked}, but this version runs compute workers on CPUs only. {remedy}")
-        for index in found[: entry.count]:
-            del free[index]
-            assigned.append(Assigned(entry.kind, f"cuda:{index}"))
+        for device in found[: entry.count]:
+            del free[device]
+            assigned.append(Assigned(entry.kind, device))
     return tuple(assigned)
 
 

@@ -1,16 +1,19 @@
-"""Derives limits, cores, threads, lanes and bytes of KV from a configuration and a machine. Pure functions."""
+"""Derives limits, cores, threads, lanes and bytes of KV from a configuration and what machines report. Pure."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lamina.cluster.bringup import ClusterPlan
-from lamina.cluster.pool import Assigned
-from lamina.config import EngineConfig
+from lamina.cluster.joining import boot
+from lamina.config import EngineConfig, overcommit
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
-from lamina.protocol.messages import ComputeSetup
+from lamina.protocol.messages import ComputeSetup, Hello
 from lamina.schedule.limits import Limits
+from lamina.topology import Role
+from lamina.transport.endpoint import spin_s
 from lamina.types import DType, Overlap
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
@@ -40,7 +43,7 @@ def most_sequences(config: EngineConfig, pipeline: Pipeline) -> int:
 
 
 def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
-    """Bytes of KV for each of ``workers`` memory workers when ``free_bytes`` are free. Raises ConfigError."""
+    """Bytes of KV for each of a machine's ``workers`` memory workers, given those free on it. Raises ConfigError."""
     wanted = config.kv_cache_memory_bytes
     if wanted is None:
         return int(free_bytes * KV_SHARE) // workers
@@ -132,54 +135,96 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
         raise ConfigError(f"{error}. Change lanes, pipelining or the compute pool") from error
 
 
+@dataclass(frozen=True)
+class Machines:
+    """The cores of the workers of each machine, as the workers report them."""
+
+    cores: Mapping[Role, Mapping[str, Sequence[Cores]]]  # by role and machine
+
+    @staticmethod
+    def of(roles: Mapping[str, Role], greetings: Mapping[str, Hello]) -> "Machines":
+        """From the first messages of all workers."""
+        cores: dict[Role, dict[str, list[Cores]]] = {"compute": {}, "memory": {}}
+        for name, hello in greetings.items():
+            cores[roles[name]].setdefault(boot(hello.host), []).append(frozenset(hello.cores))
+        return Machines(cores)
+
+    @property
+    def shared(self) -> bool:
+        """True if workers of both pools run on the same cores somewhere."""
+        computes, memories = self.cores["compute"], self.cores["memory"]
+        return any(
+            not frozenset.union(*each).isdisjoint(frozenset.union(*memories[machine]))
+            for machine, each in computes.items()
+            if machine in memories
+        )
+
+    def threads(self, role: Role, hello: Hello, wanted: int | None) -> int:
+        """Threads of a worker: one per core, or its share of those that its machine's workers of this role share.
+
+        One that joins gets what the others of its role have on its machine.
+        """
+        each = self.cores[role].get(boot(hello.host)) or [frozenset(hello.cores)]
+        return wanted or max(1, len(frozenset.union(*each)) // len(each))
+
+    def spins_s(self) -> dict[str, float]:
+        """How long waits busy-wait, by machine."""
+        computes, memories = self.cores["compute"], self.cores["memory"]
+        return {
+            machine: spin_s([*computes.get(machine, ()), *memories.get(machine, ())])
+            for machine in {*computes, *memories}
+        }
+
+
 def cluster_plan(
     config: EngineConfig,
     model: ModelDirectory,
     eos_token_ids: Sequence[int],
-    computes: tuple[str, ...],
-    memories: Mapping[str, Assigned],
-    available: Cores,
-    free_bytes: Callable[[], int],
+    kinds: Mapping[Role, Mapping[str, str]],
+    greetings: Mapping[str, Hello],
+    *,
+    is_open: bool,
     trace: bool,
 ) -> ClusterPlan:
-    """How to bring up these workers. ``free_bytes`` is called once the weights are loaded; ``trace``: record spans."""
-    compute_cores = worker_cores(config.compute_cores, len(computes), available)
-    memory_cores = worker_cores(config.memory_cores, len(memories), available)
-    shared = not frozenset.union(*compute_cores).isdisjoint(frozenset.union(*memory_cores))
-    order = pipeline(config, len(computes), shared)
+    """How to bring up the workers of ``kinds``, given their first messages. ``is_open``: workers of other machines may
+    join later; ``trace``: record spans. Raises ConfigError."""
+    roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
+    machines = Machines.of(roles, greetings)
+    order = pipeline(config, len(kinds["compute"]), machines.shared)
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),
         None if config.dtype == "auto" else DType(config.dtype),
         config.load_format,
         config.seed,
-        _threads(config, compute_cores),
+        1,
         bounds.max_num_batched_tokens,
         Overlap(config.q_first, config.mini_batches),
         sorted(eos_token_ids),
         trace,
     )
     return ClusterPlan(
-        computes=computes,
-        memories=memories,
-        kv_bytes_on_gpu=lambda free: kv_bytes_on_gpu(config, free),
-        cores=dict(zip((*computes, *memories), (*compute_cores, *memory_cores), strict=True)),
+        computes=tuple(kinds["compute"]),
+        memories=tuple(kinds["memory"]),
+        kinds={**kinds["compute"], **kinds["memory"]},
+        greetings=greetings,
+        threads=lambda role, hello: machines.threads(role, hello, config.threads),
+        spins_s=machines.spins_s(),
         compute_setup=setup,
-        memory_threads=_threads(config, memory_cores),
-        kv_bytes_per_worker=lambda: kv_bytes_per_worker(config, len(memories), free_bytes()),
-        kv_bytes_of_joiner=lambda largest, promised: kv_bytes_of_joiner(config, free_bytes(), largest, promised),
+        kv_bytes=lambda workers, free: kv_bytes_per_worker(config, workers, free),
+        kv_bytes_on_gpu=lambda free: kv_bytes_on_gpu(config, free),
+        kv_bytes_of_joiner=lambda free, largest, promised: kv_bytes_of_joiner(config, free, largest, promised),
         limits=bounds,
         pipeline=order,
         transport=config.transport,
         tls=config.tls,
-        shared_cores=shared,
+        is_open=is_open,
         kv_cache_dtype=config.kv_cache_dtype,
-        kv_overcommit=config.kv_overcommit,
+        kv_overcommit=overcommit(config),
         kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
     )
 
 
-def _threads(config: EngineConfig, cores: list[Cores]) -> int:
-    """Threads of each worker of a pool: one per core, or its share of the cores that the pool's workers share."""
-    together = len(frozenset.union(*cores)) // len(cores)
-    return config.threads or max(1, together)
+def check(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
+    """Find what is wrong before any worker starts. Raises ConfigError."""
+    limits(config, model, pipeline(config, computes, shared=False))

@@ -1,5 +1,6 @@
 """Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -7,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lamina.compute.device.base import Attend, Floats, Partial
 from lamina.compute.links import Letter, Mail
-from lamina.kernels.attention import partial
+from lamina.compute.runner import attend_natively
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
@@ -25,9 +27,6 @@ from lamina.protocol.wire import (
 )
 from lamina.splitter import SliceOutput, as_numpy
 from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
-
-Floats = npt.NDArray[np.float32]
-Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,11 @@ class StepExchange:
         overlap: Overlap,
         threads: int,
         rows: int,
+        attend: Attend | None = None,
     ) -> None:
+        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``."""
         self.rows = rows
+        self._attend = attend or functools.partial(attend_natively, threads=threads)
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
         self._dtype = dtype
@@ -200,8 +202,7 @@ class StepExchange:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        q, k, v = output.arrays
-        return partial(self._take(q, self._local.source.rows), k, v, self._local.segments, spec, self._threads)
+        return self._attend(output, self._local.source.rows, self._local.segments, spec)
 
     @property
     def peers(self) -> list[str]:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from lamina import _native
 from lamina.env import environment
-from lamina.lowering import LoweredModel
+from lamina.lowering import LoweredModel, Target
 from lamina.lowering.linear import packing
 from lamina.lowering.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
 from lamina.models.directory import CONFIG, ModelDirectory
@@ -70,29 +70,32 @@ class _Record(msgspec.Struct):
     weights: _Weights | None
 
 
-def prepare(place: ModelDirectory, dtype: DType | None, on_split: Callable[[], None]) -> Prepared:
+def prepare(
+    place: ModelDirectory, dtype: DType | None, on_split: Callable[[], None], target: Target = Target.CPU
+) -> Prepared:
     """Split and lower the model in ``place`` with element type ``dtype`` (None: the config's own), or read it back.
 
     ``on_split`` is called before the split, which takes seconds. Raises what ``load_config`` and ``split`` raise.
     """
-    key = cache_key(ingredients(place, dtype))
+    key = cache_key(ingredients(place, dtype, target))
     folder = environment().cache_dir
     if folder is not None and (known := _recall(folder / "models" / key, place)) is not None:
         return known
     on_split()
-    prepared = _split(place, dtype)
+    prepared = _split(place, dtype, target)
     if folder is not None:
         _keep(folder / "models" / key, prepared)
     return prepared
 
 
-def ingredients(place: ModelDirectory, dtype: DType | None) -> dict[str, bytes]:
+def ingredients(place: ModelDirectory, dtype: DType | None, target: Target = Target.CPU) -> dict[str, bytes]:
     """Everything that the result depends on."""
     packings = [packing(each) for each in ([dtype] if dtype else DType)]
     paths = [path.name for path in _native.attention_paths()]
     return {
         "config": (place.path / CONFIG).read_bytes(),
         "dtype": str(dtype and dtype.value).encode(),
+        "target": target.value.encode(),
         "tensors": "\n".join(sorted(place.tensors)).encode(),
         "packing": str([each and (each.linear.__name__, each.inputs_multiple) for each in packings]).encode(),
         "python": sys.version.encode(),
@@ -118,13 +121,13 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _split(place: ModelDirectory, dtype: DType | None) -> Prepared:
+def _split(place: ModelDirectory, dtype: DType | None, target: Target) -> Prepared:
     from lamina.lowering import lower
     from lamina.models.config import load_config, resolve_dtype
     from lamina.splitter import split
 
     config = load_config(place)
-    lowered = lower(split(config, resolve_dtype(config, dtype or "auto")))
+    lowered = lower(split(config, resolve_dtype(config, dtype or "auto")), target)
     return Prepared(lowered, _plan(place, lowered.dtype))
 
 

@@ -5,18 +5,19 @@ import gc
 import logging
 import sys
 
-_UNUSED = ("PIL", "scipy", "sklearn", "triton")
+_UNUSED = ("PIL", "scipy", "sklearn")
+_UNUSED_ON_CPU = ("triton",)
 
 
-def before_imports() -> None:
+def before_imports(device: str = "cpu") -> None:
     """Make importing torch and transformers cheaper. Call it before either is imported, in a process of its own.
 
-    If installed, packages that a text decoder on a CPU never uses cost half a second to import: this hides them. And
-    both libraries make a million objects that live as long as the process; scanning them for garbage again and again
-    takes a fifth of the start, so collection is off until ``once_set_up``.
+    If installed, packages that a text decoder on ``device`` never uses cost half a second to import: this hides them.
+    And both libraries make a million objects that live as long as the process; scanning them for garbage again and
+    again takes a fifth of the start, so collection is off until ``once_set_up``.
     """
     gc.disable()
-    for package in _UNUSED:
+    for package in (*_UNUSED, *(_UNUSED_ON_CPU if device == "cpu" else ())):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # None makes an import fail
     # A torch built for CUDA warns that triton is missing, for an operation counter that nothing here uses.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from lamina.kernels.attention import partial
+from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, LoweredSlice, Workspace
 from lamina.splitter import SliceOutput
 from lamina.types import AttentionSpec
+
+Floats = npt.NDArray[np.float32]
 
 
 def padded(rows: int) -> int:
@@ -16,6 +22,18 @@ def padded(rows: int) -> int:
     """
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
+
+
+def attend_natively(
+    output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec, threads: int
+) -> tuple[Floats, Floats]:
+    """Attention of prompt chunks to themselves: (out float32 [R, Hq, Dv], lse float32 [R, Hq]).
+
+    A slice's k and v serve as slab, row r as slot r. ``rows`` int64 [R] are those of its q that ``table`` covers.
+    """
+    q, k, v = output.arrays
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    return partial(q[first:last] if last - first == len(rows) else q[rows], k, v, table, spec, threads)
 
 
 class SliceRunner:
@@ -28,6 +46,16 @@ class SliceRunner:
         self.dtype = model.dtype
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
         *self._inner, self._last = model.with_weights(tensors)
+
+    def padded(self, rows: int) -> int:
+        """See ``padded``."""
+        return padded(rows)
+
+    def attend(
+        self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
+    ) -> tuple[Floats, Floats]:
+        """See ``attend_natively``."""
+        return attend_natively(output, rows, table, spec, torch.get_num_threads())
 
     def run(
         self,
@@ -63,7 +91,10 @@ class Rows:
 
     Attributes:
         workspace: memory for the step's slices; may be reused from another step with as many rows.
+        placed: what a GPU keeps of them.
     """
+
+    placed: object = None
 
     def __init__(self, ids: torch.Tensor, positions: torch.Tensor, workspace: Workspace | None = None) -> None:
         self.ids = ids

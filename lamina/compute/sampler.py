@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lamina.errors import LogitsError
 from lamina.lowering.elementwise import largest
+from lamina.protocol.logprobs import pack, pack_rows
 from lamina.protocol.messages import Draw
 from lamina.types import Logprob, SamplingParams
 
@@ -70,7 +71,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     ids = tokens.tolist()
     logprobs = _logprobs(logits, ids, rows) | _continuations(logits, rows)
     return [
-        Draw(row.sequence, token, logprobs.get(r, [])) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
+        Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
     ]
 
 
@@ -189,27 +190,28 @@ def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
     return (cumulative > target[:, None]).to(torch.uint8).max(-1).indices  # the first of equals
 
 
-def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, list[Logprob]]:
-    """By row that requests them: the drawn token, then the most likely ones, from the logits before any change."""
-    asking = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    if not asking:
-        return {}
-    logprobs = logits[asking].float().log_softmax(-1)
-    drawn = logprobs.gather(1, torch.tensor([[tokens[r]] for r in asking], device=logits.device))
-    ranks = ((logprobs > drawn).sum(-1) + 1).tolist()
-    most = min(max(rows[r].params.logprobs or 0 for r in asking), logits.shape[1])
-    top = logprobs.topk(most)
-    result = {}
-    for r, own, rank, values, ids in zip(
-        asking, drawn[:, 0].tolist(), ranks, top.values.tolist(), top.indices.tolist(), strict=True
-    ):
-        likely = list(zip(ids, values, strict=True))[: rows[r].params.logprobs]
-        result[r] = [Logprob(tokens[r], own, rank), *(Logprob(t, v, i + 1) for i, (t, v) in enumerate(likely))]
+def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, bytes]:
+    """Packed, by row that requests them: the drawn token, then the most likely ones, from the logits as they came."""
+    by_count: dict[int, list[int]] = {}
+    for r, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            by_count.setdefault(min(row.params.logprobs, logits.shape[1]), []).append(r)
+    result: dict[int, bytes] = {}
+    for count, asking in by_count.items():
+        # Without indices where all rows ask: indexing copies R x V values.
+        logprobs = (logits if len(asking) == len(rows) else logits[asking]).float().log_softmax(-1)
+        ids = torch.tensor([[tokens[r]] for r in asking], device=logits.device)
+        drawn = logprobs.gather(1, ids)
+        ranks = (logprobs > drawn).sum(-1) + 1
+        top = logprobs.topk(count)
+        ids, values = torch.cat([ids, top.indices], 1), torch.cat([drawn, top.values], 1)
+        packed = pack_rows(ranks.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy())
+        result.update(zip(asking, packed, strict=True))
     return result
 
 
-def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, list[Logprob]]:
-    """By row of a beam: the continuations that its search may choose (``lamina.schedule.beam_search``)."""
+def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, bytes]:
+    """Packed, by row of a beam: the continuations that its search may choose (``lamina.schedule.beam_search``)."""
     beams = [r for r, row in enumerate(rows) if row.params.use_beam_search]
     if not beams:
         return {}
@@ -227,5 +229,5 @@ def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, list[Logpro
         if row.generated >= row.params.min_tokens:
             best = own.topk(most)
             likely |= zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        found[r] = [Logprob(token, value, 0) for token, value in likely.items()]
+        found[r] = pack([Logprob(token, value, 0) for token, value in likely.items()])
     return found

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lamina.compute.exchange import Partial, StepExchange
+from lamina.compute.device.base import Partial, Runner
+from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
-from lamina.compute.runner import Rows, SliceRunner, pad
+from lamina.compute.runner import Rows, pad
 from lamina.lowering import Workspace
 from lamina.pipeline import Pipeline
 from lamina.protocol.timeline import Timeline
@@ -31,7 +32,7 @@ class Replica:
     number: int
     names: tuple[str, ...]
     pipeline: Pipeline
-    runner: SliceRunner
+    runner: Runner
     timeline: Timeline
 
     def begins(self, plan: StepPlan) -> bool:

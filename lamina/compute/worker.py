@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from lamina.compute.device.base import Device, Runner
+from lamina.compute.device.select import make
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
-from lamina.compute.runner import SliceRunner, padded
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
-from lamina.protocol.control import ControlClient, expect
+from lamina.models.digest import checkpoint_digest
+from lamina.protocol.control import Bootstrap, ControlClient, expect
 from lamina.protocol.fence import Fence
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.links import Links, Wait, set_up_links
@@ -352,9 +354,16 @@ class ComputeWorker:
                 self._done.append(StepDone(plan.step, []))
             return
         lane = self._lanes[plan.lane]
-        rows = padded(sum(len(step.tokens) for step in plan.sequences))
+        rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan, self._segments, self._mail, self._runner.dtype, self._overlap, self._threads, rows
+            plan,
+            self._segments,
+            self._mail,
+            self._runner.dtype,
+            self._overlap,
+            self._threads,
+            rows,
+            self._runner.attend,
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -408,7 +417,8 @@ class ComputeWorker:
 def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
-    runner = _load(control, setup)
+    torch.set_num_threads(setup.threads)
+    runner = _load(control, setup, make(control.device))
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
@@ -421,15 +431,14 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     return worker
 
 
-def _load(control: ControlClient, setup: ComputeSetup) -> SliceRunner:
+def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner:
     """The model with its weights, as the engine is told on the way."""
 
     def tell(stage: str, done: int, total: int) -> None:
         control.send(LoadProgress(stage, done, total))
 
-    torch.set_num_threads(setup.threads)
     place = directory.find(setup.model, weights=setup.load_format != "dummy")
-    prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1))
+    prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target)
     tell("splitting", 1, 1)
     loaded = tensors.load(
         place,
@@ -438,19 +447,21 @@ def _load(control: ControlClient, setup: ComputeSetup) -> SliceRunner:
         setup.load_format,
         setup.seed,
         lambda done, of: tell("weights", done, of),
+        device.place,
     )
-    runner = SliceRunner(prepared.lowered, loaded)
+    runner = device.runner(prepared.lowered, loaded)
     control.send(
         ModelLoaded(
             list(runner.attentions),
             runner.dtype,
             sum(tensor.numel() for tensor in loaded.values()),
-            padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
+            runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
+            checkpoint_digest(place),
         )
     )
     return runner
 
 
-def main() -> None:
+def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(build)
+    run_worker(build, bootstrap=bootstrap)

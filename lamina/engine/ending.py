@@ -1,4 +1,4 @@
-"""The end of an engine: its workers stop and hand over what they recorded."""
+"""Ends: of an engine, whose workers stop and hand over what they recorded, and of a request that made workers die."""
 
 import logging
 import time
@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lamina.cluster.gather import Workers
 from lamina.engine.watch import POLL_S
-from lamina.errors import TransportError
+from lamina.errors import LaminaError, TransportError
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Stop, Traced
 from lamina.protocol.timeline import Span
+from lamina.schedule.suspects import DEATHS_ALONE
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +50,12 @@ def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> 
             receiver(spans)
         except OSError as error:
             log.error("the timeline could not be written: %s", error)
+
+
+def poisonous(lost: Mapping[str, LaminaError]) -> str:
+    """The error of a request that ran alone when workers died, these ones last."""
+    last = "; ".join(str(why).partition("\n")[0] for why in lost.values())
+    return (
+        f"the request is not run again: {DEATHS_ALONE} times in a row, a worker died while it ran nothing but this "
+        f"request. The last time: {last}. Change the request; the workers' logs may show what they died of"
+    )

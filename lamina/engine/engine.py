@@ -12,8 +12,8 @@ from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
-from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
-from lamina.engine.ending import OnTrace, collect_spans, hand_over, tell_to_stop
+from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
 from lamina.engine.members import Members
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
@@ -42,6 +42,7 @@ from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
 class Engine:
@@ -84,7 +85,7 @@ class Engine:
             kv_heads=self._kv_heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
-            overcommit=config.kv_overcommit,
+            overcommit=overcommit(config),
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
@@ -346,8 +347,10 @@ class Engine:
             self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
-        while self._commands:
+        for _ in range(min(len(self._commands), MOST_COMMANDS)):
             self._commands.popleft()()
+        if self._commands:
+            self._control.wake()
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:
@@ -398,7 +401,8 @@ class Engine:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
         if lost := members.lost():
-            members.lose(lost)
+            if (poison := members.lose(lost)) is not None:
+                self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
             if not members.memory_grows:
                 self._end_stranded()
         members.watch.check()

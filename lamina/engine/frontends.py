@@ -7,6 +7,7 @@ fill the engine's memory.
 
 import logging
 import threading
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ from lamina.protocol.frontends import (
 log = logging.getLogger(__name__)
 
 MOST_UNSENT = 16384  # messages, one a turn, that a frontend has not taken
+MOST_AT_ONCE = 64  # prompts of one message queued before other messages are looked at: a millisecond or two
 POLL_MS = 100
 CLOSE_TIMEOUT_S = 5.0
 
@@ -67,6 +69,25 @@ class _Member:
         return f"{self.name}-{number}"
 
 
+@dataclass(eq=False)
+class _Submission:
+    """A ``Submit`` of which the first ``queued`` prompts are in the engine.
+
+    Attributes:
+        aborted: numbers of requests to end as soon as they are in the engine.
+    """
+
+    member: _Member
+    message: Submit
+    queued: int = 0
+    aborted: set[int] = field(default_factory=set)
+
+    @property
+    def numbers(self) -> range:
+        """Of its requests, in order."""
+        return range(self.message.first, self.message.first + len(self.message.prompts))
+
+
 class Frontends:
     """Frontends that have joined. ``join``, ``leave`` and the properties may be used by any thread."""
 
@@ -74,6 +95,7 @@ class Frontends:
         """Listen in ``folder``. Raises TransportError if that fails."""
         self._engine = engine
         self._members: dict[str, _Member] = {}
+        self._submissions: deque[_Submission] = deque()  # of the thread that reads
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.ROUTER)
         self._answers = self._context.socket(zmq.ROUTER)
@@ -141,26 +163,33 @@ class Frontends:
     def _run(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromFrontend)
         while not self._closed.is_set():
-            if not self._requests.poll(POLL_MS):
-                continue
-            identity, payload = self._requests.recv_multipart()
-            member = self._members.get(identity.decode())
-            if member is None:
-                continue  # it has left
-            member.heard += 1
-            try:
-                self._take(member, decoder.decode(payload))
-            except msgspec.DecodeError as error:
-                member.lost = f"it sent an invalid message: {error}"
+            if self._requests.poll(0 if self._submissions else POLL_MS):
+                self._receive(decoder)
+            if self._submissions:
+                # In turns: a message with one prompt must not wait for one with thousands.
+                submission = self._submissions.popleft()
+                if not self._submit(submission):
+                    self._submissions.append(submission)
+
+    def _receive(self, decoder: msgspec.msgpack.Decoder[FromFrontend]) -> None:
+        identity, payload = self._requests.recv_multipart()
+        member = self._members.get(identity.decode())
+        if member is None:
+            return  # it has left
+        member.heard += 1
+        try:
+            self._take(member, decoder.decode(payload))
+        except msgspec.DecodeError as error:
+            member.lost = f"it sent an invalid message: {error}"
 
     def _take(self, member: _Member, message: FromFrontend) -> None:
         if isinstance(message, Submit):
-            self._send(member, self._submit(member, message))
+            self._submissions.append(_Submission(member, message))
         elif isinstance(message, Finish):
             self._engine.finish(member.request_id(message.request), message.index)
         elif isinstance(message, Abort):
             for number in message.requests:
-                self._engine.abort(member.request_id(number))
+                self._abort(member, number)
         elif isinstance(message, GetStats):
             self._send(member, StatsOf(message.number, self._engine.stats()))
         elif isinstance(message, Scale):
@@ -185,24 +214,44 @@ class Frontends:
         else:
             future.add_done_callback(done)
 
-    def _submit(self, member: _Member, message: Submit) -> Submitted:
-        numbers = range(message.first, message.first + len(message.prompts))
+    def _submit(self, submission: _Submission) -> bool:
+        """Queue the next prompts; True once all are queued, or none because one was refused."""
+        member, message = submission.member, submission.message
+        begin, end = submission.queued, min(submission.queued + MOST_AT_ONCE, len(message.prompts))
         try:
-            for place, (number, prompt) in enumerate(zip(numbers, message.prompts, strict=True)):
+            for place in range(begin, end):
+                number = submission.numbers[place]
                 params = message.params[place if len(message.params) > 1 else 0]
                 member.running.add(number)
                 self._engine.submit_tokens(
-                    member.request_id(number), unpacked(prompt), params, self._receiver(member, number), message.client
+                    member.request_id(number),
+                    unpacked(message.prompts[place]),
+                    params,
+                    self._receiver(member, number),
+                    message.client,
                 )
+                submission.queued += 1
+                if number in submission.aborted:
+                    self._engine.abort(member.request_id(number))
         except LaminaError as error:
-            for number in numbers:
+            for number in submission.numbers[: submission.queued + 1]:
                 member.running.discard(number)
                 self._engine.abort(member.request_id(number))
-            return Submitted(message.first, type(error).__name__, str(error))
+            self._send(member, Submitted(message.first, type(error).__name__, str(error)))
+            return True
         if member.lost is not None:  # meanwhile
-            for number in numbers:
+            for number in submission.numbers[: submission.queued]:
                 self._engine.abort(member.request_id(number))
-        return Submitted(message.first)
+            return True
+        if end == len(message.prompts):
+            self._send(member, Submitted(message.first))
+        return end == len(message.prompts)
+
+    def _abort(self, member: _Member, number: int) -> None:
+        self._engine.abort(member.request_id(number))
+        for submission in self._submissions:
+            if submission.member is member and number in submission.numbers:
+                submission.aborted.add(number)
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 

@@ -62,9 +62,14 @@ class Joins:
     """
 
     def __init__(
-        self, control: ControlServer, workers: Workers, fabric: Fabric, topology: Topology, promised: Callable[[], int]
+        self,
+        control: ControlServer,
+        workers: Workers,
+        fabric: Fabric,
+        topology: Topology,
+        promised: Callable[[str], int],
     ) -> None:
-        """``promised``: bytes of KV that memory workers may still come to use."""
+        """``promised``: bytes of KV that the memory workers of a host may still come to use."""
         self._control, self._workers, self._fabric, self._promised = control, workers, fabric, promised
         self._joiners: dict[str, Joiner] = {}
         self._numbers = {
@@ -83,19 +88,19 @@ class Joins:
         """Joiners of this role."""
         return sum(joiner.role == role for joiner in self._joiners.values())
 
-    def start(self, role: Role, on_failed: Callable[[LaminaError, bool], None]) -> str:
+    def start(self, role: Role, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
         """Start another worker, under a new name, which is returned. Raises LaminaError if it cannot be started."""
         name = f"{role}{next(self._numbers[role])}"
         bootstrap = self._control.admit(name)
         try:
-            self._fabric.start(name, role, bootstrap)
+            self._fabric.launcher.start(name, role, kind, bootstrap)
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error
         if role == "memory":
-            conversation = prepare_memory(self._control, self._fabric, name, self._promised)
+            conversation = prepare_memory(self._control, self._fabric, name, kind, self._promised)
         else:
-            conversation = prepare_compute(self._control, self._fabric, name)
+            conversation = prepare_compute(self._control, self._fabric, name, kind)
         joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
         self._joiners[name] = joiner
         self._advance(joiner, None)
@@ -203,7 +208,7 @@ class Joins:
         if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
             self._stale = joiner.asked.kind, left
         try:
-            self._workers.end(joiner.name)
+            self._workers.end(joiner.name, reason=str(error))
         except TransportError as stuck:  # it may still write into its leases: nobody else gets them
             log.warning("%s", stuck)
         else:

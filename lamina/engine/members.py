@@ -25,6 +25,7 @@ from lamina.protocol.messages import (
     Working,
 )
 from lamina.schedule.recipients import Recipients
+from lamina.schedule.suspects import Deaths
 from lamina.schedule.turn import Turn
 from lamina.topology import Topology
 
@@ -51,6 +52,7 @@ class Members:
         self.watch = Watch(control, workers, turn, topology)
         self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self.recoveries = self.recomputed = 0
+        self._behind = set[str]()  # whose disks are too slow, as was logged
         self._changes = 0  # of the topology within epochs
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
         fabric = cluster.fabric
@@ -103,7 +105,15 @@ class Members:
     def _note_stored(self, worker: str, message: Stored) -> None:
         if message.error:
             log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
-        self._turn.scheduler.disks.done(worker, message.number, message.complete, message.error)
+        disks = self._turn.scheduler.disks
+        disks.done(worker, message.number, message.complete, message.error)
+        if disks.missed[worker] > self.usage[worker].capacity and worker not in self._behind:
+            self._behind.add(worker)
+            log.warning(
+                "the disk of %s is too slow: %d tokens of prefixes were forgotten before it had them",
+                worker,
+                disks.missed[worker],
+            )
 
     def tell(self, workers: Sequence[str], message: ToWorker) -> None:
         """Send a message; those that cannot be reached may be lost."""
@@ -123,23 +133,27 @@ class Members:
             worker: TransportError(f"worker {worker} holds all others up: {why}") for worker, why in overdue.items()
         }
 
-    def lose(self, lost: Mapping[str, LaminaError]) -> None:
+    def lose(self, lost: Mapping[str, LaminaError]) -> str | None:
         """End the epoch: go on without these workers, and replace them. If no worker of a role is left, requests wait
-        for the replacement; raises the reason for the loss if there will be none."""
+        for the replacement; raises the reason for the loss if there will be none.
+
+        Returns the request that makes workers die, if this loss proves one: the caller ends it.
+        """
         pools, role = self.pools, self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.can_lose(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
+        deaths = self._deaths(lost)
         for worker in lost:
-            self._workers.end(worker)
+            self._workers.end(worker, cut=True)
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
         self._ending = Ending(topology, lost_at, now)
         self._control.apply(topology)
         self.watch.apply(topology)
+        remains = self._turn.apply(topology, deaths)
         if pools is not None:
-            pools.lose(lost, topology)
-        remains = self._turn.apply(topology)
+            pools.lose(lost, topology, free=remains.on_trial)
         self.usage = {name: usage for name, usage in self.usage.items() if name in topology.names}
         self.recomputed += remains.recomputed
         for why in lost.values():
@@ -158,6 +172,13 @@ class Members:
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
         self.tell(topology.computes, EndEpoch(topology))
+        return remains.poison
+
+    def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
+        """Which of these have ended by themselves, rather than been stopped or cut off."""
+        died = self.watch.died & lost.keys()
+        computes = self.topology.computes
+        return Deaths(died & self.topology.capacities.keys(), [n for n, name in enumerate(computes) if name in died])
 
     def _adopt(self, topology: Topology) -> int:
         """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
@@ -172,9 +193,10 @@ class Members:
         self.tell(sorted(topology.names), Change(self._changes, topology))
         return self._changes
 
-    def _unused(self) -> int:
-        """Token slots of memory workers that hold nothing."""
-        return sum(usage.capacity - usage.used for usage in self.usage.values())
+    def _unused(self, host: str) -> int:
+        """Token slots of a host's memory workers that hold nothing."""
+        there = [self.usage[member.name] for member in self.topology.members if member.host == host and member.capacity]
+        return sum(usage.capacity - usage.used for usage in there)
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending

@@ -5,10 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import CPU, PoolEntry, assign
+from lamina.cluster.pool import REMOTE
 from lamina.engine.joins import Joiner, Joins
 from lamina.engine.leaves import Leaves
 from lamina.engine.restarts import Restarts
@@ -20,6 +19,8 @@ from lamina.schedule.turn import Turn
 from lamina.topology import Member, Role, Topology
 
 log = logging.getLogger(__name__)
+
+AWAIT_S = 600.0  # for another machine's worker to take the place of the last one of a pool
 
 Adopt = Callable[[Topology], int]
 """Makes a topology that of the whole cluster, within the epoch; returns the number of the Change."""
@@ -63,18 +64,21 @@ class Pools:
         topology: Topology,
         turn: Turn,
         adopt: Adopt,
-        unused: Callable[[], int],
+        unused: Callable[[str], int],
         max_restarts: int,
     ) -> None:
-        """``unused``: token slots of memory workers that hold nothing. ``max_restarts``: see ``EngineConfig``."""
+        """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
+        ``EngineConfig``."""
         self.topology = topology
+        self._workers = workers
         self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
-        self._joins = Joins(control, workers, fabric, topology, lambda: unused() * fabric.bytes_per_token)
+        self._joins = Joins(control, workers, fabric, topology, lambda host: unused(host) * fabric.bytes_per_token)
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Role]] = []  # replacements, and when to start them
+        self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
+        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
 
     # -- what callers ask for
@@ -83,9 +87,10 @@ class Pools:
         """Let workers join, or leave where a change is negative. Raises ConfigError, having changed nothing, if that is
         impossible."""
         leavers = [name for role, change in changes.items() if change < 0 for name in self._leavers(role, -change)]
+        kinds = {role: self._fabric.launcher.default_kind(role) for role in changes}
         for role, change in changes.items():
             if change > 0:
-                self._check_growth(role, change)
+                self._check_growth(role, kinds[role], change)
         self._leaves.check(leavers, self.topology)
         resize.left = sum(map(abs, changes.values()))
         for name in leavers:
@@ -93,11 +98,11 @@ class Pools:
             self._leaves.begin(name, self.topology)
         for role, change in changes.items():
             for _ in range(change):
-                self._start(role, resize)
+                self._start(role, kinds[role], resize)
 
-    def _check_growth(self, role: Role, count: int) -> None:
-        present = sum(member.role == role for member in self.topology.members) + self._joins.count(role)
-        assign(role, (PoolEntry(CPU, present + count),), find_devices())
+    def _check_growth(self, role: Role, kind: str, count: int) -> None:
+        same = sum(member.role == role and member.kind == kind for member in self.topology.members)
+        self._fabric.launcher.check(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
         replicas = len(self.topology.computes) + self._joins.count("compute") + count
@@ -125,20 +130,22 @@ class Pools:
         reserved = self._turn.scheduler.placement.reserved
         return sorted(staying, key=lambda name: reserved[name])[:count]
 
-    def _start(self, role: Role, resize: Resize | None) -> None:
+    def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
         """Start another worker, on behalf of ``resize`` or as a replacement."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
-            if again:
-                self._start(role, resize)
+            if kind == REMOTE:
+                log.warning("a %s worker of another machine does not join: %s", role, error)
+            elif again:
+                self._start(role, kind, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", role, error)
                 resize.fail(error)
             else:
-                self._replace(role, error)
+                self._replace(role, kind, error)
 
         try:
-            name = self._joins.start(role, on_failed)
+            name = self._joins.start(role, kind, on_failed)
         except LaminaError as error:
             on_failed(error, False)
         else:
@@ -149,15 +156,17 @@ class Pools:
 
     def can_lose(self, role: Role) -> bool:
         """True if another worker of this role is on its way, or may be started, should the last one be lost."""
-        return self._restarts[role].most > 0
+        return self._restarts[role].most > 0 or self._fabric.is_open
 
     def grows(self, role: Role) -> bool:
         """True if another worker of this role is on its way."""
-        return self._joins.count(role) > 0 or any(one == role for _, one in self._due)
+        awaited = self._awaited.get(role, 0.0) > self._control.liveness.awake_s
+        return awaited or self._joins.count(role) > 0 or any(one == role for _, one, _ in self._due)
 
-    def lose(self, lost: Mapping[str, LaminaError], topology: Topology) -> None:
-        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them."""
-        roles = {member.name: member.role for member in self.topology.members}
+    def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
+        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
+        ``free``, at once, and not counted: a request is being looked for that makes workers die."""
+        members = {member.name: member for member in self.topology.members}
         self._fabric.forget(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
@@ -166,15 +175,34 @@ class Pools:
                 self._leaves.lose(name)
                 self._note(name)
             else:
-                self._replace(roles[name], reason)
+                self._replace(members[name].role, members[name].kind, reason, free)
         for name in self._leaves.apply(topology):  # they have to stay
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, role: Role, reason: LaminaError) -> None:
+    def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:
         self._reasons[role] = reason
-        at = self._restarts[role].next(self._control.liveness.awake_s)
+        now, restarts = self._control.liveness.awake_s, self._restarts[role]
+        if kind == REMOTE:
+            self._awaited[role] = now + AWAIT_S
+            log.warning("%s; another takes its place once it comes", reason)
+            return
+        at = now if free and restarts.most else restarts.next(now)
         if at is not None:
-            self._due.append((at, role))
+            self._due.append((at, role, kind))
+
+    def _grant_wishes(self) -> None:
+        """Let workers of other machines join and leave."""
+        for wish in self._workers.wishes():
+            try:
+                if not wish.leaver:
+                    self._start(wish.role, wish.kind, None)
+                elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
+                    if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
+                        raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
+                    self._leaves.check([wish.leaver], self.topology)
+                    self._leaves.begin(wish.leaver, self.topology)
+            except LaminaError as error:
+                log.warning("%s", error)
 
     # -- every turn of the engine
 
@@ -191,9 +219,10 @@ class Pools:
         Raises the reason if the cluster has no worker of a role and none is on its way.
         """
         now = self._control.liveness.awake_s
-        for at, role in [due for due in self._due if due[0] <= now]:
-            self._due.remove((at, role))
-            self._start(role, None)
+        for due in [due for due in self._due if due[0] <= now]:
+            self._due.remove(due)
+            self._start(due[1], due[2], None)
+        self._grant_wishes()
         self._joins.turn(self.topology, self._joined if steady else None)
         if steady:
             self._change()

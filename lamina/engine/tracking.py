@@ -2,9 +2,10 @@
 
 from collections.abc import Collection
 
-from lamina.engine.updates import OnTokens, TokenUpdate, pack
+from lamina.engine.updates import OnTokens, TokenUpdate
 from lamina.groups import Completion, Group
 from lamina.protocol.frontends import CompletionTokens
+from lamina.protocol.logprobs import unpack
 from lamina.protocol.messages import Draw
 from lamina.schedule.beam_search import BeamSearch, Choice
 from lamina.schedule.ends import TokenEnds
@@ -55,7 +56,7 @@ class TrackedRequest:
         if search is None or self.finished:
             return None
         completion.answered = True
-        self._continuations[group.completions.index(completion)] = draw.logprobs
+        self._continuations[group.completions.index(completion)] = unpack(draw.logprobs)
         if len(self._continuations) < search.places:
             return None
         choice = search.advance([self._continuations[place] for place in range(search.places)])
@@ -86,7 +87,7 @@ class TrackedRequest:
         else:
             news.token_ids.append(token)
         if self._with_logprobs:
-            news.logprobs.append(pack(draw.logprobs))
+            news.logprobs.append(draw.logprobs)
         reason = ends.at(token, count)
         if reason is None:
             return False

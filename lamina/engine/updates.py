@@ -1,12 +1,12 @@
 """Updates of a request since the last one, as token ids and as text, and the output that they add up to."""
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lamina.groups import Group
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.frontends import CompletionTokens
+from lamina.protocol.logprobs import unpack
 from lamina.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
 
 
@@ -122,7 +122,7 @@ class Whole:
         named: list[list[Logprob]] | None = None
         if completion.logprobs is not None:
             named = self._logprobs.setdefault(completion.index, [])
-            named += [unpack(position, self._tokenizer) for position in completion.logprobs[len(named) :]]
+            named += [unpack(position, self._tokenizer.token_text) for position in completion.logprobs[len(named) :]]
         return CompletionOutput(
             completion.index,
             text=completion.texts[0] + completion.rest,
@@ -142,25 +142,3 @@ def whole(tokenizer: Tokenizer, on_output: Callable[[RequestOutput], None]) -> O
         on_output(gathered.output())
 
     return on_update
-
-
-def pack(entries: Sequence[Logprob]) -> bytes:
-    """The drawn token and the most likely ones of a position: 8 bytes each, and 4 for the rank of the drawn one.
-
-    Objects take thirty times as much: a client that requests twenty and does not read would fill the memory.
-    """
-    count = len(entries)
-    ids, values = [entry.token_id for entry in entries], [entry.logprob for entry in entries]
-    return struct.pack(f"<i{count}i{count}f", entries[0].rank if entries else 0, *ids, *values)
-
-
-def unpack(packed: bytes, tokenizer: Tokenizer) -> list[Logprob]:
-    """The packed entries, with their texts."""
-    count = (len(packed) - 4) // 8
-    rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
-    ids, values = numbers[:count], numbers[count:]
-    # The first is the drawn token; the others are in the order of their ranks.
-    return [
-        Logprob(token, value, place or rank, tokenizer.token_text(token))
-        for place, (token, value) in enumerate(zip(ids, values, strict=True))
-    ]

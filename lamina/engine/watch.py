@@ -69,6 +69,12 @@ class Watch:
         """Members whose processes have exited, with the known reason."""
         return {worker: reason for worker, reason in self._workers.ended().items() if worker in self._topology.names}
 
+    @property
+    def died(self) -> set[str]:
+        """Members that have ended by themselves: their processes have exited, or they said why they would."""
+        failed = {name for name, message in self._failures.items() if message.kind != DeadlineError.__name__}
+        return failed | self.ended.keys()
+
     def lost(self) -> dict[str, LaminaError]:
         """Members that take no more part, with the cause; some of their processes may still run."""
         self.silent = self._control.liveness.suspects()

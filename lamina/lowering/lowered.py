@@ -8,6 +8,7 @@ as a graph.
 """
 
 import copy
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +24,14 @@ from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, S
 from lamina.types import AttentionSpec, DType
 
 LINEAR = torch.ops.aten.linear.default
+HOST = torch.device("cpu")
+
+
+class Target(enum.Enum):
+    """What slices are lowered for. A GPU takes torch's operators as they are, see ``lamina.lowering.placed``."""
+
+    CPU = "cpu"
+    GPU = "gpu"
 
 
 @dataclass(frozen=True)
@@ -108,10 +117,17 @@ class PositionTable:
 
     FIRST, MOST = 1 << 12, 1 << 17  # positions in the first table, and in the largest
 
-    def __init__(self, prelude: fx.GraphModule, constants: list[Tensor], positions: int) -> None:
+    def __init__(
+        self,
+        prelude: fx.GraphModule,
+        constants: list[Tensor],
+        positions: int,
+        device: torch.device = HOST,
+    ) -> None:
         self._most = min(positions, self.MOST)
         self._prelude = prelude
         self._constants = constants
+        self._device = device
         shorter, longer = (self._compute(torch.arange(count)) for count in (2, 3))
         # The dimension whose length is the number of positions; None for a result without one.
         self._dims = [
@@ -122,18 +138,19 @@ class PositionTable:
         self._table: tuple[Tensor, ...] = ()
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, ...]:
-        return tuple(value.contiguous() for value in self._prelude(*self._constants, positions))
+        return tuple(value.contiguous() for value in self._prelude(*self._constants, positions.to(self._device)))
 
     def at(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The prelude's results for positions int64 [T]."""
+        """The prelude's results for positions int64 [T], which are in host memory."""
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > self._most:
             return self._compute(positions)
         if needed > self._count:
             self._count = min(self._most, max(self.FIRST, 1 << (needed - 1).bit_length()))
             self._table = self._compute(torch.arange(self._count))
+        there = positions.to(self._device)
         return tuple(
-            value if dim is None else value.index_select(dim, positions)
+            value if dim is None else value.index_select(dim, there)
             for value, dim in zip(self._table, self._dims, strict=True)
         )
 
@@ -185,15 +202,16 @@ class LoweredModel:
         return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in enumerate(self.parts)]
 
 
-def lower(model: SplitModel) -> LoweredModel:
-    """Lower the graphs of ``model``, which is not changed, for this processor."""
-    pack = packing(model.dtype)
+def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
+    """Lower the graphs of ``model``, which is not changed, for this processor or for GPUs."""
+    pack = packing(model.dtype) if target is Target.CPU else None
     graphs: dict[fx.GraphModule, SliceGraphs] = {}
     for part in model.slices:
         if part.graph not in graphs:
             main, packed = _pack(part, pack, model.dtype) if pack else (copy.deepcopy(part.graph), frozenset[int]())
             graphs[part.graph] = _hoist(part, main, packed)
-            fuse(graphs[part.graph].main)
+            if target is Target.CPU:
+                fuse(graphs[part.graph].main)
             if not part.last:
                 _announce_query(graphs[part.graph].main)
     return LoweredModel(

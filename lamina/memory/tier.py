@@ -7,6 +7,7 @@ The worker's thread copies one block of one layer at a time; a thread beside it 
 import collections
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from lamina.spills import BLOCK, Fetch, Spill, blocks_of
 from lamina.types import StepPlan
 
 AHEAD = 2
+STALLED_S = 30.0
 
 OnDone = Callable[[int, bool, str], None]
 """Called with the number of a copy or fetch, whether it is complete, and the disk's error."""
@@ -33,7 +35,8 @@ class _Transfer:
     Attributes:
         slots: of each block. next: the block that is handed to the disk next.
         layer: of the first block on its way that is not (copies) or is (fetches) on the disk: the one copied next.
-        moving: the blocks that the disk is at work on, oldest first.
+        moving: the blocks that the disk is at work on, oldest first. left: blocks that are not done.
+        since: when something was done last.
     """
 
     number: int
@@ -46,6 +49,7 @@ class _Transfer:
     content: bytearray | None = None
     moving: "collections.deque[Future[Any]]" = field(default_factory=collections.deque)
     left: int = 0
+    since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.left = len(self.blocks)
@@ -104,10 +108,15 @@ class Tier:
     def work(self) -> bool:
         """Copy one block of one layer, or take note of what the disk has done, for the first transfer that allows it.
         False if all wait for the disk."""
+        now = time.monotonic()
         for one in self._transfers:
             try:
                 if self._write(one) if one.writes else self._read(one):
+                    one.since = now
+                    self._transfers.sort(key=lambda each: each.since)  # they take turns
                     return True
+                if now - one.since > STALLED_S:
+                    raise TimeoutError(f"nothing was read or written for {STALLED_S:.0f} s")
             except OSError as error:
                 self._end(one, complete=False, error=f"{type(error).__name__}: {error}")
                 return True

@@ -18,12 +18,14 @@ _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor on disk. ``dtype`` is the format's name for it (BF16, F32, ...); ``nbytes`` counts its data."""
+    """One tensor on disk. ``dtype`` is the format's name for it (BF16, F32, ...); ``nbytes`` counts its data, which
+    begin at byte ``start`` of the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    start: int = 0
 
 
 def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
@@ -86,7 +88,11 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         tensors = {name: item for name, item in header.items() if name != "__metadata__"}
         entries = {
             name: TensorEntry(
-                file, item["dtype"], tuple(item["shape"]), item["data_offsets"][1] - item["data_offsets"][0]
+                file,
+                item["dtype"],
+                tuple(item["shape"]),
+                item["data_offsets"][1] - item["data_offsets"][0],
+                8 + length + item["data_offsets"][0],
             )
             for name, item in tensors.items()
         }

@@ -20,6 +20,7 @@ from lamina.types import LoadFormat
 
 Progress = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]
+HOST = torch.device("cpu")
 _DUMMY_STD = 0.02  # of dummy matrices: most families' initialisation
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
@@ -67,8 +68,9 @@ def load(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     on_progress: Progress | None = None,
+    device: torch.device = HOST,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors ``names`` of a model on the CPU, in memory of their own. Tied names share one tensor.
+    """Load the tensors ``names`` of a model on ``device``, in memory of their own. Tied names share one tensor.
 
     Args:
         names: of ``plan.expected``. Nothing else is read.
@@ -84,8 +86,8 @@ def load(
         raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} unknown names)")
     done = _Done(sum(plan.expected[name].nbytes for name in names), on_progress)
     if load_format == "dummy":
-        return _dummy(names, plan.expected, plan.ties, seed, done)
-    return _Checkpoint(directory, plan).read(names, done)
+        return _dummy(names, plan.expected, plan.ties, seed, done, device)
+    return _Checkpoint(directory, plan, device).read(names, done)
 
 
 class _Done:
@@ -103,8 +105,9 @@ class _Done:
 class _Checkpoint:
     """One checkpoint's files, and how the model's tensors are made from them."""
 
-    def __init__(self, directory: ModelDirectory, plan: WeightPlan) -> None:
+    def __init__(self, directory: ModelDirectory, plan: WeightPlan, device: torch.device) -> None:
         self._directory = directory
+        self._device = device
         self._expected = plan.expected
         self._recipes = plan.recipes
         self._ties = plan.ties
@@ -189,11 +192,12 @@ class _Checkpoint:
             file = self._directory.tensors[key].file
             if file not in files:
                 try:
-                    files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                    files[file] = stack.enter_context(safe_open(file, framework="pt", device=str(self._device)))
                 except SafetensorError as error:
                     raise ModelError(f"{file} has a broken safetensors header ({error}): copy it again") from error
             tensor: torch.Tensor = files[file].get_tensor(key)
-            mapped.add(tensor.untyped_storage().data_ptr())
+            if tensor.device == HOST:  # elsewhere it was copied, not mapped
+                mapped.add(tensor.untyped_storage().data_ptr())
             return tensor.to(wanted)
 
         try:
@@ -216,14 +220,19 @@ def _own(tensor: torch.Tensor, mapped: set[int]) -> torch.Tensor:
 
 
 def _dummy(
-    names: Sequence[str], expected: Mapping[str, torch.Tensor], ties: Mapping[str, str], seed: int, done: _Done
+    names: Sequence[str],
+    expected: Mapping[str, torch.Tensor],
+    ties: Mapping[str, str],
+    seed: int,
+    done: _Done,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name in names:
         source = ties.get(name, name)
         if source not in made:
-            made[source] = _dummy_tensor(source, expected[source], seed)
+            made[source] = _dummy_tensor(source, expected[source], seed).to(device)
         result[name] = made[source]
         done.add(result[name])
     return result

@@ -36,7 +36,7 @@ class Node:
         key: in the parent's children: the first token, or the salt.
         sequence: with these tokens on the worker; leaves have one, the others share that of any leaf below.
         users: requests that share it and go on. holders: the same with those that have ended but not been released.
-        used: when it was used last, counted in uses.
+        used: when it was used last, counted in uses. copied: all of its blocks are on the worker's disk.
     """
 
     key: int | str
@@ -48,6 +48,7 @@ class Node:
     users: int = 0
     holders: int = 0
     used: int = 0
+    copied: bool = False
 
     @property
     def start(self) -> int:
@@ -111,6 +112,7 @@ class PrefixTree:
             users=node.users,
             holders=node.holders,
             used=node.used,
+            copied=node.copied,
         )
         assert node.parent is not None
         node.parent.children[node.key] = upper
@@ -205,7 +207,7 @@ class PrefixCache:
 
     Attributes:
         queried: tokens of requests that were admitted. hit: those of them that were found.
-        on_kept: called with a worker and each new leaf of its tree.
+        on_kept, on_evicted: called with a worker and each new leaf of its tree, and each that it gives up.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True) -> None:
@@ -219,6 +221,7 @@ class PrefixCache:
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self.on_kept: Callable[[str, Node], None] = _ignore
+        self.on_evicted: Callable[[str, Node], None] = _ignore
 
     def apply(self, topology: Topology) -> None:
         """The memory workers of ``topology`` keep KV; no request may share any of another."""
@@ -473,11 +476,13 @@ class PrefixCache:
                 tree.split(leaf, leaf.stop - amount)
             gone = len(leaf.tokens)
             sequence = leaf.any_sequence
+            self.on_evicted(worker, leaf)
             parent = tree.remove(leaf)
             if parent is not None:
                 parent.sequence = next(self._sequences)
                 self._forks.append(Fork(sequence, parent.sequence, parent.stop))
                 tree.note(parent)
+                parent.copied = parent.copied or leaf.copied
                 self.on_kept(worker, parent)
             self._released.append(sequence)
             self._placement.idle[worker] -= gone

@@ -117,7 +117,8 @@ class Disks:
     """The disks of all memory workers. Does nothing without blocks.
 
     Attributes:
-        spilled, fetched: tokens so far. held: requests that wait for blocks.
+        spilled, fetched: tokens so far. held: requests that wait for blocks. missed: by worker, tokens that were given
+            up before the disk had them.
         wake: called when ``changes`` has something for a plan.
     """
 
@@ -133,6 +134,7 @@ class Disks:
         waited for any more."""
         self.spilled = self.fetched = 0
         self.held: dict[Group, None] = {}
+        self.missed = collections.Counter[str]()
         self._placement = placement
         self._prefixes = prefixes
         self._sequences = sequences
@@ -147,9 +149,9 @@ class Disks:
         self._wanted: list[_Coming] = []  # in no plan yet
         self._coming: dict[int, _Coming] = {}  # by number
         self._arrived: list[_Coming] = []
-        self._failed = set[str]()  # workers whose disks are not written to any more
+        self._failed = set[str]()  # workers whose disks are not used any more
         self._follow(placement.capacities)
-        prefixes.on_kept = self.note_kept
+        prefixes.on_kept, prefixes.on_evicted = self.note_kept, self.note_evicted
 
     def _follow(self, capacities: Mapping[str, int]) -> None:
         counts = {worker: blocks_of(capacity, self._overcommit) for worker, capacity in capacities.items()}
@@ -157,9 +159,9 @@ class Disks:
         self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
 
     def apply(self, topology: Topology, *, ends_epoch: bool) -> None:
-        """The memory workers of ``topology`` take part from now on. When an epoch ends, nothing is on its way any more.
+        """The memory workers of ``topology`` keep prefixes from now on. With the end of an epoch, transfers end too.
 
-        Call it before ``Placement.apply`` and ``PrefixCache.apply``.
+        Call it before ``Placement.apply``.
         """
         for worker in [worker for worker in self._copying if ends_epoch or worker not in topology.capacities]:
             copying = self._copying.pop(worker)
@@ -172,13 +174,19 @@ class Disks:
         if ends_epoch:
             self._wanted, self._coming, self._arrived = [], {}, []
         self._follow(topology.capacities)
+        self._prefixes.apply(topology)
 
     # -- to the disk -------------------------------------------------------------------------------------------------
 
     def note_kept(self, worker: str, leaf: Node) -> None:
         """A prefix has been cached."""
-        if worker in self._uncopied:
+        if worker in self._uncopied and worker not in self._failed:
             self._uncopied[worker].append((leaf, 0))
+
+    def note_evicted(self, worker: str, leaf: Node) -> None:
+        """A prefix is given up."""
+        if worker in self._disks and not leaf.copied:
+            self.missed[worker] += len(leaf.tokens)
 
     def _copies(self, worker: str) -> list[Spill]:
         """The next copy of a worker, if it is time for one."""
@@ -197,6 +205,7 @@ class Disks:
             salt, ids = leaf.whole()
             disk, keys = self._disks[worker], keys_of(salt, ids, len(ids))
             places = [place for place in range(first, len(keys)) if keys[place] not in disk][:MOST_BLOCKS]
+            leaf.copied = not places
             blocks = disk.take(len(places))
             if not blocks:
                 continue
@@ -221,7 +230,7 @@ class Disks:
         for worker, disk in self._disks.items():
             resident = found[worker].length // BLOCK if worker in found else 0
             stop = (resident + disk.run(keys, resident)) * BLOCK
-            if stop >= most + BLOCK and worker not in self._placement.closed:
+            if stop >= most + BLOCK and worker not in self._placement.closed | self._failed:
                 best, most = (worker, resident), stop
         if best is None:
             return False
@@ -272,6 +281,7 @@ class Disks:
             self._arrived.append(coming)
         if error:
             self._failed.add(worker)
+            self._uncopied[worker].clear()
         self.wake()
 
     def _note_copied(self, copying: _Copying, complete: bool) -> None:
@@ -282,7 +292,8 @@ class Disks:
             return
         self.spilled += len(copying.keys) * BLOCK
         self._disks[worker].put(copying.keys, copying.spill.blocks)
-        self._uncopied[worker].appendleft((copying.leaf, copying.following))
+        if worker not in self._failed:
+            self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
     def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
         """What the next plan says: forks, copies to disks, and fetches, of which the forks are the beginnings.

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,8 +25,10 @@ from lamina.protocol.liveness import Liveness
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
+    Inspect,
     MemorySetup,
     Register,
+    Resources,
     Step,
     Stop,
     ToEngine,
@@ -40,7 +42,11 @@ from lamina.transport.refusals import Refusals
 
 MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
 
+Inspection = Callable[[int, int], Resources]
+"""Answers ``Inspect``, given when it was sent and the time here, both in nanoseconds."""
+
 ENGINE = "engine"
+ANY = "0.0.0.0"
 HEARTBEAT = b"/heartbeat"
 MAX_MESSAGES = 1024  # read by one ``receive``: a worker that floods the engine must not starve its turns
 MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
@@ -61,6 +67,10 @@ class Bootstrap(msgspec.Struct, frozen=True):
     parent_pid: int
     device: str = "cpu"
     """What the worker runs on: "cpu", "cuda:INDEX", or "emulated"."""
+    local_address: str = ""
+    """At which peers reach the worker; empty: the address that packets to the engine leave from."""
+    bind_address: str = ""
+    """That the worker listens on for peers; empty: ``local_address``."""
 
     def __repr__(self) -> str:
         return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
@@ -88,7 +98,8 @@ class ControlServer:
 
     Args:
         secret: all keys are derived from it; None: from a new one.
-        host: address of this machine to listen on, which workers can reach.
+        host: address of this machine to listen on.
+        advertised: address of this machine that workers reach; empty: ``host``.
 
     Raises TransportError if it cannot listen there, or may not open as many files as it needs.
     """
@@ -100,6 +111,7 @@ class ControlServer:
         *,
         secret: Secret | None = None,
         host: str = LOOPBACK,
+        advertised: str = "",
     ) -> None:
         _require_descriptors(len(workers))
         self._secret = secret or new_secret()
@@ -127,7 +139,10 @@ class ControlServer:
             except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
                 raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
             undo.pop_all()
-        self._address, self._engine_key, self._parent_pid = f"tcp://{host}:{port}", public, parent_pid or os.getpid()
+        self._address = f"tcp://{LOOPBACK if host == ANY else host}:{port}"
+        self._engine_key, self._parent_pid = public, parent_pid or os.getpid()
+        self._local_address = advertised
+        self._bind_address = host if advertised else ""
         self.bootstraps: Mapping[str, Bootstrap] = {name: self._issue(name) for name in workers}
         self._members = set(workers)
         self._joining = set[str]()
@@ -139,11 +154,31 @@ class ControlServer:
         self._closed = False
         self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
 
+    @property
+    def secret(self) -> Secret:
+        """The cluster's."""
+        return self._secret
+
+    @property
+    def keys(self) -> tuple[bytes, bytes]:
+        """The engine's CURVE keys, public and secret."""
+        return self._secret.curve_keys(ENGINE)
+
     def _issue(self, name: str) -> Bootstrap:
         public, private = self._secret.curve_keys(name)
         self._keys.workers[public] = name
         data_secret = self._secret.data_plane
-        return Bootstrap(name, self._address, self._engine_key, public, private, data_secret, self._parent_pid)
+        return Bootstrap(
+            name,
+            self._address,
+            self._engine_key,
+            public,
+            private,
+            data_secret,
+            self._parent_pid,
+            local_address=self._local_address,
+            bind_address=self._bind_address,
+        )
 
     def admit(self, name: str) -> Bootstrap:
         """Let another worker connect, under a name that was never used. It is pinged and heard until ``dismiss`` or, as
@@ -278,11 +313,13 @@ class ControlClient:
 
     Attributes:
         data_secret: proves on the data plane that a worker belongs to this cluster.
-        local_address: of this machine, for peers on machines that can reach the engine.
+        local_address: at which peers reach this worker. bind_address: that it listens on for them.
     """
 
-    def __init__(self, bootstrap: Bootstrap) -> None:
+    def __init__(self, bootstrap: Bootstrap, inspection: Inspection | None = None) -> None:
+        """``inspection`` answers ``Inspect``; without it, nothing does."""
         self.name = bootstrap.name
+        self._inspection = inspection
         self.device = bootstrap.device
         self.data_secret = bootstrap.data_secret
         self._context = zmq.Context()
@@ -290,7 +327,8 @@ class ControlClient:
         self._socket.linger = 2000  # a last Failed must still be sent
         heartbeat = self._connect(bootstrap, HEARTBEAT)
         threading.Thread(target=_echo, args=(heartbeat,), name="heartbeat", daemon=True).start()
-        self.local_address = local_address(bootstrap.address)
+        self.local_address = bootstrap.local_address or local_address(bootstrap.address)
+        self.bind_address = bootstrap.bind_address or self.local_address
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -310,22 +348,27 @@ class ControlClient:
 
     def receive(self, timeout_s: float) -> ToWorker:
         """The engine's next message. Raises DeadlineError after ``timeout_s``."""
-        if not self._socket.poll(_milliseconds(timeout_s)):
-            raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
-        return self._decode(self._socket.recv())
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if (message := self.poll(max(deadline - time.monotonic(), 0.0))) is not None:
+                return message
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
 
     def poll(self, timeout_s: float = 0.0) -> ToWorker | None:
-        """The engine's next message; None if none has arrived within ``timeout_s``."""
+        """The engine's next message; None if none has arrived within ``timeout_s``, or if it was an ``Inspect``, which
+        is answered here."""
         if timeout_s and not self._socket.poll(_milliseconds(timeout_s)):
             return None
         try:
-            return self._decode(self._socket.recv(zmq.NOBLOCK))
+            message: ToWorker = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
-
-    def _decode(self, payload: bytes) -> ToWorker:
-        message: ToWorker = self._decoder.decode(payload)
-        return message
+        if not isinstance(message, Inspect):
+            return message
+        if self._inspection is not None:
+            self.send(self._inspection(message.sent_ns, time.monotonic_ns()))
+        return None
 
     def close(self) -> None:
         """Flush what was sent (at most 2 s) and close."""

@@ -21,6 +21,7 @@ from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Regi
 from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Fetch, Peer, deadline_error
+from lamina.transport.endpoint import SPIN_S
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, host
 from lamina.transport.tcp import TcpEndpoint
@@ -43,11 +44,13 @@ class Member:
 
     Attributes:
         secret: known to the workers of this cluster alone. address: of this machine, as peers reach it.
+        bind: of this machine, to listen on; empty: ``address``.
     """
 
     name: str
     secret: bytes
     address: str
+    bind: str = ""
 
 
 @dataclass
@@ -89,7 +92,8 @@ def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
         case Transport.SHM:
             return ShmEndpoint(member.name)
         case Transport.TCP:
-            return TcpEndpoint(member.name, secret=member.secret, host=member.address, tls=tls)
+            listen = {"host": member.bind or member.address, "advertised": member.address}
+            return TcpEndpoint(member.name, secret=member.secret, tls=tls, **listen)
         case Transport.RDMA if tls:
             raise TransportError("rdma cannot be encrypted, which --tls requires")
         case Transport.RDMA:
@@ -120,7 +124,8 @@ class Links:
         self.plan: ArenaPlan = register.arena
         self.hub = Hub(self.arena, self.plan.pool)
         self.offer = offer
-        self._spin_s = register.spin_s
+        self._spin_s, self._open = register.spin_s, register.open
+        self._settled = False
         self._books = Leases(self.plan)
         self._leases: dict[str, Lease] = {}
         self._own = arena
@@ -130,6 +135,7 @@ class Links:
         self._left = set[str]()  # peers without a link whose processes may still run: their leases stay
         self._round: _Round | None = None
         self._closed = False
+        self._current = self._choose_wait()
 
     def grant(self, grant: Grant) -> Granted:
         """Lease each of these peers a part of the arena; if it has too little room, none of them."""
@@ -178,6 +184,7 @@ class Links:
         # Every peer may first time out on all the others.
         patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (link.workers - 2)
         self._round = _Round(link.round, waiting, failures, patience_s, time.monotonic() + patience_s)
+        self._current = self._choose_wait()
 
     @property
     def is_linking(self) -> bool:
@@ -192,7 +199,7 @@ class Links:
         current = self._round
         if current is None:
             return None
-        waiting, failures, wait = current.waiting, current.failures, self._wait()
+        waiting, failures, wait = current.waiting, current.failures, self.wait
         places = {name: _place(self._leases[name]) for name in waiting}
         until = time.monotonic() + timeout_s
         while waiting:
@@ -220,18 +227,30 @@ class Links:
         return Linked(failures)
 
     def settle(self) -> Wait:
-        """Close endpoints that no link uses; returns how to wait for messages from now on, see ``Endpoint.wait``."""
+        """The first links stand: close endpoints that none uses, unless later workers may. Returns how to wait for
+        messages from now on, see ``Endpoint.wait``."""
         self._members = set(self._links)
+        self._settled = True
+        used = self._used()
         for transport, endpoint in list(self._endpoints.items()):
-            if all(link.endpoint is not endpoint for link in self._links.values()):
+            if endpoint not in used and not self._open:
                 endpoint.close()
                 del self._endpoints[transport]
-        if len(self._endpoints) == 1:  # a wait on one of several must leave time for the others
-            next(iter(self._endpoints.values())).spin_s = self._spin_s
-        return self._wait()
+        self._current = self._choose_wait()
+        return self.wait if self._open else self._current
 
-    def _wait(self) -> Wait:
-        endpoints = list(self._endpoints.values())
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """See ``Endpoint.wait``: on all endpoints that links use."""
+        return self._current(targets, timeout_s)
+
+    def _used(self) -> list[AnyEndpoint]:
+        return [one for one in self._endpoints.values() if any(link.endpoint is one for link in self._links.values())]
+
+    def _choose_wait(self) -> Wait:
+        endpoints = (self._used() if self._settled else []) or list(self._endpoints.values())
+        alone = self._settled and len(endpoints) == 1  # a wait on one of several must leave time for the others
+        for endpoint in endpoints:
+            endpoint.spin_s = self._spin_s if alone else SPIN_S
         return endpoints[0].wait if len(endpoints) == 1 else WaitInTurns(self.name, self._own.native, endpoints)
 
     @property
@@ -363,7 +382,7 @@ def set_up_links(control: ControlClient, resources: contextlib.ExitStack) -> tup
 
     Raises TransportError, PeerLostError, DeadlineError, WorkerError.
     """
-    member = Member(control.name, control.data_secret, control.local_address)
+    member = Member(control.name, control.data_secret, control.local_address, control.bind_address)
     links = open_links(member, expect(control, Register))
     resources.callback(links.close)
     control.send(Registered(links.offer))

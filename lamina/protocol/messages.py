@@ -7,7 +7,7 @@ from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Logprob, Overlap, StepPlan
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, StepPlan
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
@@ -46,13 +46,15 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: make this arena and let peers in by these transports; answered by Registered.
 
     ``tls``: only by transports that are encrypted or stay on one machine. ``spin_s``: seconds that waits busy-wait
-    before they sleep, if all links use one transport.
+    before they sleep, if all links use one transport. ``open``: later workers may link by a transport that no link uses
+    yet.
     """
 
     arena: ArenaPlan
     transports: list[Transport]
     spin_s: float
     tls: bool = False
+    open: bool = False
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True):
@@ -144,9 +146,41 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: started, on this ``host`` (see ``transport.shm``), with so many bytes free on its GPU."""
+    """Worker to engine: started.
+
+    Attributes:
+        host: see ``transport.shm``. machine: its name for people.
+        version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+    """
 
     host: str
+    version: str = ""
+    machine: str = ""
+    cores: list[int] = []
+
+
+class Inspect(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker, any time: what is free on your machine, and what time is it there? Answered by Resources.
+
+    ``sent_ns``: by the engine's monotonic clock.
+    """
+
+    sent_ns: int = 0
+
+
+class Resources(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: at ``now_ns`` of its monotonic clock.
+
+    Attributes:
+        sent_ns: as in Inspect.
+        free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
+        gpu_bytes: free on its GPU; 0: it has none.
+    """
+
+    sent_ns: int
+    now_ns: int
+    free_bytes: int
+    machine_bytes: int
     gpu_bytes: int = 0
 
 
@@ -161,13 +195,15 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the model is split and its weights are in memory.
 
-    ``context_nbytes``: the largest message from one replica to the next.
+    ``context_nbytes``: the largest message from one replica to the next. ``digest``: of the checkpoint, see
+    ``models.digest``.
     """
 
     attentions: list[AttentionSpec]
     dtype: DType
     parameters: int
     context_nbytes: int
+    digest: str = ""
 
 
 class SlabReady(msgspec.Struct, tag=True, frozen=True):
@@ -198,11 +234,11 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence; ``logprobs`` has the drawn token first, empty if none were requested."""
+    """The token drawn for one sequence; ``logprobs`` as ``protocol.logprobs`` packs them, empty without a request."""
 
     sequence: int
     token: int
-    logprobs: list[Logprob] = []
+    logprobs: bytes = b""
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
@@ -290,19 +326,34 @@ class Traced(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it cannot continue. ``kind`` is the exception's class name; ``user`` marks a UserError."""
+    """Worker to engine: it cannot continue. ``kind`` is the exception's class name; ``user`` marks a UserError;
+    ``machine`` is as in Hello."""
 
     kind: str
     message: str
     user: bool
     traceback: str
+    machine: str = ""
 
 
 ToWorker = (
-    ComputeSetup | MemorySetup | Register | Grant | Link | Connect | Step | Release | EndEpoch | Change | Forget | Stop
+    ComputeSetup
+    | MemorySetup
+    | Inspect
+    | Register
+    | Grant
+    | Link
+    | Connect
+    | Step
+    | Release
+    | EndEpoch
+    | Change
+    | Forget
+    | Stop
 )
 ToEngine = (
     Hello
+    | Resources
     | LoadProgress
     | ModelLoaded
     | SlabReady

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import platform
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from lamina.env import LOG_FORMAT, environment
 from lamina.errors import UserError
 from lamina.protocol.control import Bootstrap, ControlClient
 from lamina.protocol.lifeline import exit_with
-from lamina.protocol.messages import Failed, Hello
-from lamina.transport.shm import host
+from lamina.protocol.machine import greeting, inspection
+from lamina.protocol.messages import Failed
 
 
 class Worker(Protocol):
@@ -32,22 +33,30 @@ What the worker has to give back at its end goes onto the stack, which is closed
 """
 
 
-def run_worker(build: Build, gpu_bytes: Callable[[str], int] = lambda device: 0) -> None:
-    """Body of a worker process: read the bootstrap from standard input, build the worker, serve.
+def read_bootstrap() -> Bootstrap:
+    """What this process was started with, from its standard input. Once."""
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
+
+
+def run_worker(
+    build: Build, gpu_bytes: Callable[[str], int] = lambda device: 0, bootstrap: Bootstrap | None = None
+) -> None:
+    """Body of a worker process: build the worker that the bootstrap (None: on standard input) describes, and serve.
 
     ``gpu_bytes``: bytes free on a device, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
     """
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
-    bootstrap = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
+    bootstrap = bootstrap or read_bootstrap()
     exit_with(bootstrap.parent_pid)
     with contextlib.ExitStack() as resources:
-        control = ControlClient(bootstrap)
+        control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_bytes))
         resources.callback(control.close)
         try:
-            control.send(Hello(host(), gpu_bytes(bootstrap.device)))
+            control.send(greeting())
             build(control, resources).run()
         except Exception as error:
             # Sent before the links close, so that a peer's complaint about that cannot arrive first.
-            control.send(Failed(type(error).__name__, str(error), isinstance(error, UserError), traceback.format_exc()))
+            trace, by_user = traceback.format_exc(), isinstance(error, UserError)
+            control.send(Failed(type(error).__name__, str(error), by_user, trace, platform.node()))
             raise SystemExit(1) from error

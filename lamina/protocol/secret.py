@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from lamina.env import environment
 from lamina.errors import ConfigError
 
 NBYTES = 32
@@ -46,13 +47,21 @@ def new() -> Secret:
     return Secret(secrets.token_bytes(NBYTES))
 
 
-def from_file(file: str | os.PathLike[str]) -> Secret:
-    """The secret in ``file``; the file is created, readable by its owner alone, if it does not exist.
+def configured(file: str | os.PathLike[str] | None, *, create: bool = True) -> Secret | None:
+    """The secret in ``file``, else that of the variable LAMINA_SECRET; None if neither is given. Raises ConfigError."""
+    if file is not None:
+        return from_file(file, create=create)
+    text = environment().secret
+    return _parse(text, "LAMINA_SECRET") if text else None
+
+
+def from_file(file: str | os.PathLike[str], *, create: bool = True) -> Secret:
+    """The secret in ``file``; with ``create``, the file is made, readable by its owner alone, if it does not exist.
 
     Raises ConfigError if others can read it or its content is invalid.
     """
     path = Path(file)
-    if os.path.exists(path):
+    if os.path.exists(path) or not create:
         return _read(path)
     made = new()
     try:
@@ -80,12 +89,16 @@ def _read(path: Path) -> Secret:
         raise ConfigError(
             f"{path} has mode {mode:03o}, so others may know the cluster secret; run chmod 600 on it or create another"
         )
+    return _parse(text, str(path))
+
+
+def _parse(text: str, where: str) -> Secret:
     try:
-        data = bytes.fromhex(text)
+        data = bytes.fromhex(text.strip())
     except ValueError:
         data = b""
     if len(data) != NBYTES:
         raise ConfigError(
-            f"{path} is not a cluster secret: it holds {len(text)} characters, not {2 * NBYTES} hex digits"
+            f"{where} is not a cluster secret: it holds {len(text)} characters, not {2 * NBYTES} hex digits"
         )
     return Secret(data)

@@ -11,7 +11,7 @@ a waiting one with fewer. No request gives way twice, so that each of them ends 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.groups import Group
@@ -42,12 +42,17 @@ class _Kept:
 
 
 class Admissions:
-    """Waiting requests; ``deal`` selects those that go to lanes."""
+    """Waiting requests; ``deal`` selects those that go to lanes.
+
+    Attributes:
+        only: the requests that may be admitted; None: all may.
+    """
 
     def __init__(
         self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations, prefixes: PrefixCache
     ) -> None:
         """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
+        self.only: Collection[str] | None = None
         self._max_sequences = max_sequences
         self._rows = rows
         self._placement = placement
@@ -91,7 +96,7 @@ class Admissions:
     @property
     def may_share(self) -> bool:
         """True if ``share`` is due."""
-        return self._steps >= self._shared + SHARE and len(self) > 0
+        return self._steps >= self._shared + SHARE and len(self) > 0 and self.only is None
 
     def share(self, seats: Seats) -> list[Client]:
         """Prefer the waiting request whose client has fewest seats, if others have more than their share.
@@ -198,6 +203,9 @@ class Admissions:
     def _in_turn(self) -> Iterator[Group]:
         """The one that room is kept for, the preferred one, those set aside, then the first of the others until the
         caller leaves it there."""
+        if self.only is not None:
+            yield from [group for group in self._aside if group.request.request_id in self.only]
+            return
         kept = None if self._kept is None else self._kept.group
         yield from [group for group in (kept, self._preferred) if group is not None]
         yield from [group for group in self._aside if group is not kept]
@@ -254,3 +262,9 @@ class Admissions:
     def _keep_no_more(self, group: Group) -> None:
         if self._kept is not None and self._kept.group is group:
             self._kept = None
+
+
+def giving(clients: Sequence[Client], running: Iterable[Group]) -> Group | None:
+    """Of running requests, the latest one of the first of these clients that may give way; each does so only once."""
+    able = [one for one in running if one.alive and not one.gave_way and one.request.client in clients]
+    return min(able, key=lambda one: (clients.index(one.request.client), -one.arrival), default=None)

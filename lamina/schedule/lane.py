@@ -21,6 +21,13 @@ class Planned:
     decoding: Mapping[int, Owner]
     prompted: dict[int, Owner]
 
+    def drawn(self, members: Mapping[int, Owner]) -> Mapping[int, Owner]:
+        """Those that draw a token and go on, by sequence. ``members``: the sequences that decode in the lane now."""
+        if not self.prompted and self.decoding is members:
+            return self.decoding
+        drawn = {**self.decoding, **self.prompted}
+        return {sequence: owner for sequence, owner in drawn.items() if not owner[1].finished}
+
 
 @dataclass(eq=False, slots=True)
 class Lane:
@@ -50,6 +57,16 @@ class Lane:
 
     def __post_init__(self) -> None:
         self.decoding = DecodeBatch(self.longest)
+
+    def take(self, step: int | None) -> Planned:
+        """Remove a step that has completed from those in flight. None: the oldest."""
+        planned = self.in_flight[0]
+        if step is not None and planned.plan.step != step:
+            planned = next(one for one in self.in_flight if one.plan.step == step)
+            if planned.plan.runs and planned is not next(one for one in self.in_flight if one.plan.runs):
+                raise AssertionError(f"step {step} of lane {planned.plan.lane} was completed before an earlier one")
+        self.in_flight.remove(planned)
+        return planned
 
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
@@ -129,6 +146,18 @@ class Lane:
         planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
         return max(self.decoding.position(first.sequence) - planned, first.goal)
 
+    def retire(self) -> list[Group]:
+        """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
+        retired = [owner for owner in self.finished if self.completed >= max(owner[0].until, owner[1].until)]
+        for group, completion in retired:
+            completion.retired = True
+            group.seats -= 1
+            if not group.seats:
+                del self.running[group]
+        self.ending += retired
+        self.finished = [owner for owner in self.finished if not owner[1].retired]
+        return [group for group, _ in retired]
+
     def end(self, group: Group, completion: Completion) -> None:
         """A completion has ended: no step that is planned from now on runs it."""
         self.decoding.leave(completion.sequence)
@@ -162,10 +191,14 @@ class Lane:
             content.clear()
         self.decoding, self.completed = DecodeBatch(self.longest), 0
 
-    def take_over(self, group: Group, dealt: bool, paused: bool) -> None:
+    def take_over(self, group: Group, dealt: bool, paused: bool, held: bool) -> None:
         """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``paused``: it is on
-        its way to another memory worker."""
+        its way to another memory worker; ``held``: it may not run before requests are dealt out again."""
         self.running[group] = None
+        if held:
+            for completion in group.completions:
+                completion.until = 0
+            return
         self.histories |= group.histories
         if dealt:
             self.dealt[group] = None
@@ -215,9 +248,11 @@ class Lane:
                     placement.release(worker, tokens - kept.get(worker, 0))
 
 
-def deal_again(lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group], bool]) -> None:
+def deal_again(
+    lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group], bool], may_run: Callable[[Group], bool]
+) -> None:
     """Deal all requests out to the lanes of ``seats``, which are empty: those with most sequences first. No step is in
-    flight."""
+    flight. Those that may not run keep their KV."""
     groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
     dealt = {group for own in lanes for group in own.dealt}
     ending = [owner for own in lanes for owner in own.ending]
@@ -228,7 +263,7 @@ def deal_again(lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group],
         group.lane, group.until = seats.emptiest, 0
         seats.change(group.lane, group.seats, group.request.client)
         own = lanes[group.lane]
-        own.take_over(group, group in dealt, is_paused(group))
+        own.take_over(group, group in dealt, is_paused(group), not may_run(group))
         if group in prompts_run:
             own.prompts_run.append(group)
     for owner in ending:  # a request's lane releases the sequence that it may still fork from

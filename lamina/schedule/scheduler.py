@@ -1,8 +1,7 @@
 """Continuous batching: which tokens of which sequences run in the next step of a lane.
 
 A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort``, ``drop``,
-``use_lanes``, ``apply`` and ``change``, in the order they are called. It holds no clock, socket or tensor, so a
-simulator can drive it as the engine does.
+``use_lanes``, ``hold``, ``apply`` and ``change``, in the order they are called. It holds no clock, socket or tensor.
 
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
@@ -31,14 +30,16 @@ from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest
 from lamina.placement.relocation import Relocations
 from lamina.placement.spill import Disks
-from lamina.schedule.admission import Admissions
+from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
 from lamina.schedule.growth import Growth
+from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
+from lamina.schedule.suspects import Hold
 from lamina.topology import Topology
 from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
 
@@ -78,7 +79,13 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
-        self._relocations = Relocations(placement, self.prefixes, self._computed, self._held, self.drop)
+        self._relocations = Relocations(
+            placement,
+            self.prefixes,
+            lambda group: self._lanes[group.lane].computed(group),
+            lambda group: self._lanes[group.lane].held(group),
+            self.drop,
+        )
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
         self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(
@@ -86,6 +93,7 @@ class Scheduler:
         )
         self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, self._admissions.add)
         self.disks.wake = lambda: self._ready.note_change(0)
+        self._holding = Holding(self._admissions, self.drop)
         self._steps = itertools.count(1)
 
     def _new_lane(self) -> Lane:
@@ -94,7 +102,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests not dealt to a lane yet."""
-        return len(self._admissions) + len(self.disks.held)
+        return len(self._admissions) + len(self._holding) + len(self.disks.held)
 
     @property
     def running(self) -> int:
@@ -109,7 +117,7 @@ class Scheduler:
     @property
     def sequences(self) -> int:
         """Sequences that would decode if all prompts were done, of requests that have room or may still get it."""
-        waiting = 0 if self.full else self.waiting
+        waiting = 0 if self.full else len(self._admissions)
         return min(self._seats.total + waiting, self.limits.max_sequences)
 
     @property
@@ -146,6 +154,25 @@ class Scheduler:
             self.active, self.rotates = active, rotates
             self._moving = True
 
+    @property
+    def _all_running(self) -> Iterator[Group]:
+        return itertools.chain.from_iterable(own.running for own in self._lanes)
+
+    @property
+    def owners(self) -> dict[int, Owner]:
+        """The requests and completions that lanes have, by sequence."""
+        return {one.sequence: (group, one) for group in self._all_running for one in group.completions}
+
+    def alive(self, request_id: str) -> list[int]:
+        """The completions of a request that still draw tokens; none if it has ended."""
+        return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
+
+    def hold(self, hold: Hold) -> None:
+        """Let others wait. Those that may run again do once no step is in flight; to hold one that runs, ``apply``."""
+        known = [self._requests[one] for one in hold.held if one in self._requests]
+        self._holding.use(hold, [group for group in known if group.lane < 0])
+        self._moving = True
+
     def apply(self, topology: Topology) -> Remains:
         """End the epoch: only the memory workers of ``topology`` hold KV from now on.
 
@@ -158,17 +185,17 @@ class Scheduler:
             self._retire(own)
         self._relocations.cancel()
         lost = self.placement.capacities.keys() - topology.names
-        struck = [one for own in self._lanes for one in own.running if one.alive and not lost.isdisjoint(one.workers)]
+        struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
-        for group in dropped:
+        unknown = [group for own in self._lanes for group in own.dealt if not self._holding.may_run(group)]
+        for group in dict.fromkeys([*unknown, *dropped]):
             self.drop(group)
         for own in self._lanes:
             own.shrink(self.placement)
             for owner in own.strike(lost):
                 self._give_back(*owner)
         self.disks.apply(topology, ends_epoch=True)
-        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -207,7 +234,6 @@ class Scheduler:
         """
         self._moving = self._moving or deal_again
         self.disks.apply(topology, ends_epoch=False)
-        self.prefixes.apply(topology)
         self.placement.apply(topology)
         self._relocations.apply(topology)
         self._admissions.apply(topology)
@@ -219,7 +245,7 @@ class Scheduler:
         """Deal the requests out again, those with most sequences first."""
         self._moving = False
         self._seats = Seats(self.active)
-        deal_again(self._lanes, self._seats, self._relocations.is_paused)
+        deal_again(self._lanes, self._seats, self._relocations.is_paused, self._holding.may_run)
         self._admissions.given_back()
         self._ready.restart()
         for lane, own in enumerate(self._lanes):
@@ -250,7 +276,6 @@ class Scheduler:
             self.prefixes.keep_prompt(group)
         released = self._release(own)
         moved = self._relocated(lane)
-        own.decoding.let_go()
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
         self._growth.make_way(own)
@@ -258,10 +283,11 @@ class Scheduler:
             self._relocations.drain()
         self._share_seats()
         self._deal()
+        self._holding.make_way(self._all_running)
         admitted = beams.admitted + self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
-        disk_forks, *transfers = self.disks.changes()
+        disk_forks, spills, fetches = self.disks.changes()
         more_forks, more_released = self.prefixes.changes()
         forks += [*beams.forks, *more_forks, *disk_forks]
         released += beams.released + more_released
@@ -270,14 +296,15 @@ class Scheduler:
         )
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = own.grown, []
-        if not any((forks, released, moved, migrations, admitted, chunks, rows.sequences, grown_here, *transfers)):
+        if not any((forks, released, moved, migrations, admitted, chunks, rows.sequences, grown_here, spills, fetches)):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.ending:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
         changes = forks, released, admitted, chunks, rows, moved, migrations
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, *transfers)
+        more = self.rotates, histories, grown_here, spills, fetches
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, *more)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -289,21 +316,10 @@ class Scheduler:
         if not self._admissions.may_share:
             return
         holders = self._admissions.share(self._seats)
-        if not holders:
-            return
-        running = itertools.chain.from_iterable(lane.running for lane in self._lanes)
-        giving = [group for group in running if group.alive and not group.gave_way and group.request.client in holders]
-        if giving:
-            group = min(giving, key=lambda one: (holders.index(one.request.client), -one.arrival))
+        if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
             successor = self._withdraw(group)
             successor.gave_way = True
             self._admissions.add(successor)
-
-    def _held(self, group: Group) -> Mapping[str, int]:
-        return self._lanes[group.lane].held(group)
-
-    def _computed(self, group: Group) -> int | None:
-        return self._lanes[group.lane].computed(group)
 
     def _release(self, lane: Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
@@ -384,12 +400,7 @@ class Scheduler:
         The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
         """
         own = self._lanes[lane]
-        planned = own.in_flight[0]
-        if step is not None and planned.plan.step != step:
-            planned = next(one for one in own.in_flight if one.plan.step == step)
-            if planned.plan.runs and planned is not next(one for one in own.in_flight if one.plan.runs):
-                raise AssertionError(f"step {step} of lane {lane} was completed before an earlier one")
-        own.in_flight.remove(planned)
+        planned = own.take(step)
         self._ready.note_completed(lane)
         if not planned.plan.runs:
             return {}
@@ -397,10 +408,7 @@ class Scheduler:
         self._admissions.step_completed()
         if own.finished:
             self._retire(own)
-        if not planned.prompted and planned.decoding is own.decoding.members:
-            return planned.decoding
-        drawn = {**planned.decoding, **planned.prompted}
-        return {sequence: owner for sequence, owner in drawn.items() if not owner[1].finished}
+        return planned.drawn(own.decoding.members)
 
     def finish(self, group: Group, completion: Completion) -> None:
         """A completion has ended, by itself or as its caller wants. After the last one the request's id is free."""
@@ -418,7 +426,7 @@ class Scheduler:
             return
         group.suspect = suspect
         if group.lane < 0 and not self.disks.abandon(group):
-            self._admissions.remove(group)
+            self._holding.remove(group)
         elif group.lane >= 0 and group in self._lanes[group.lane].dealt:
             self._take_back(group)
         for completion in group.completions:
@@ -431,7 +439,7 @@ class Scheduler:
         flight have completed and the next plan has been applied.
         """
         if group.lane >= 0 and group.alive:
-            self._admissions.put_back(self._withdraw(group))
+            self._holding.put_back(self._withdraw(group))
 
     def _withdraw(self, group: Group) -> Group:
         """Give up the KV of a request; returns what is to be admitted again."""
@@ -485,16 +493,8 @@ class Scheduler:
 
     def _retire(self, lane: Lane) -> None:
         """Let the next plan release finished completions that no step in flight runs."""
-        for owner in lane.finished:
-            group, completion = owner
-            if lane.completed >= max(group.until, completion.until):
-                completion.retired = True
-                lane.ending.append(owner)
-                self._ready.note_change(group.lane)
-                group.seats -= 1
-                self._seats.change(group.lane, -1, group.request.client)
-                self._seats.leaving -= 1
-                self._admissions.given_back()
-                if not group.seats:
-                    del lane.running[group]
-        lane.finished = [owner for owner in lane.finished if not owner[1].retired]
+        for group in lane.retire():
+            self._ready.note_change(group.lane)
+            self._seats.change(group.lane, -1, group.request.client)
+            self._seats.leaving -= 1
+            self._admissions.given_back()

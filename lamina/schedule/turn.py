@@ -1,5 +1,6 @@
 """One round of decisions: answers in, plans out. Pure; the engine and the simulator drive the same object."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 from lamina.groups import Owner
@@ -12,6 +13,7 @@ from lamina.schedule.lanes import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Scheduler
+from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
 from lamina.topology import Topology
 from lamina.types import StepPlan
 
@@ -63,20 +65,38 @@ class Turn:
         self._serves = True  # there are workers of both roles
         self._depth = DEPTH if plan_ahead else 1
         self._answers = Answers()
+        self._suspects = Suspects()
         self._chooser = chooser(pipeline)
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
-    def apply(self, topology: Topology) -> Remains:
+    def apply(self, topology: Topology, deaths: Deaths = NONE) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
 
-        Returns what the workers keep; what others had of KV is computed again.
+        ``deaths``: of workers, which a request may have brought about. Returns what the workers keep; what others had
+        of KV is computed again.
         """
         self._ended = True
+        plans, owners = list(self.in_flight.values()), self.scheduler.owners
+        struck = exposed(plans, owners, deaths, lambda plan: self._pipeline.replicas_of(plan.lane, plan.rotates))
+        on_trial = self._suspects.searching and bool(struck)
+        poison = self._suspects.note_death(struck, at_work(plans, owners))
+        self.scheduler.hold(self._suspects.hold)
         self.in_flight.clear()
         self._answers = Answers()
         self._follow(topology)
-        return self.scheduler.apply(topology)
+        return dataclasses.replace(self.scheduler.apply(topology), poison=poison, on_trial=on_trial)
+
+    def _clear_suspects(self, ran: StepPlan | None = None) -> None:
+        """Let those run that were held for suspects which a step has cleared, or which have ended."""
+        before = self._suspects.hold
+        if ran is not None:
+            owners = self.scheduler.owners
+            found = [(owners[sequence], position) for sequence, position in rows(ran) if sequence in owners]
+            self._suspects.note_run((group.request.request_id, one.index, at) for (group, one), at in found)
+        self._suspects.prune(self.scheduler.alive)
+        if self._suspects.hold != before:
+            self.scheduler.hold(self._suspects.hold)
 
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
@@ -120,6 +140,8 @@ class Turn:
         The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
         """
         plan = self.in_flight.pop(done.step)
+        if self._suspects.searching:
+            self._clear_suspects(plan)
         if self._chooser is not None and done.rows:
             self._sequences = self.scheduler.sequences
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
@@ -142,6 +164,8 @@ class Turn:
         """
         if self._ended or self._paused or not self._serves:
             return
+        if self._suspects.searching:
+            self._clear_suspects()
         if self._chooser is not None and self._chooser.due:
             chosen = self._chooser.choose(self._sequences, now)
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)

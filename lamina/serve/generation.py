@@ -93,7 +93,9 @@ class Generation:
         answer = envelope(self._form.answer, self._id, self._engine.model_name)
         yield msgspec.json.encode(answer)[:-1] + b',"choices":['
         between = b""
-        for prompt in sorted(gathered):
+        for place, prompt in enumerate(sorted(gathered)):
+            if place % MOST_POSITIONS == MOST_POSITIONS - 1:
+                await asyncio.sleep(0)  # let other requests run, and hear of a client that has left
             update = gathered.pop(prompt)
             pieces = self._sent.advance(prompt, update, most=1 + update.tokens)
             # Long encoding runs in a thread, so that the event loop stays responsive.

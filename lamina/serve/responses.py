@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lamina.engine.updates import RequestUpdate, unpack
+from lamina.engine.updates import RequestUpdate
 from lamina.models.tokenizer import Tokenizer
+from lamina.protocol.logprobs import unpack
 from lamina.types import Logprob
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -60,7 +61,9 @@ class Sent:
                 text = prefix + "".join(completion.texts[start:stop]) + (completion.rest if last else "")
                 logprobs = None
                 if completion.logprobs is not None:
-                    logprobs = [unpack(packed, self._tokenizer) for packed in completion.logprobs[start:stop]]
+                    logprobs = [
+                        unpack(packed, self._tokenizer.token_text) for packed in completion.logprobs[start:stop]
+                    ]
                 if text or logprobs or (ends and last):
                     reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
                     yield Piece(choice, text, logprobs, self._offsets[choice], reason)

@@ -38,7 +38,7 @@ void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t
 void register_linear(nb::module_ &module) {
     using namespace nb::literals;
     module.def("linear_available", &available,
-               "Whether this processor multiplies pairs of bfloat16 in one instruction; linear() needs it.");
+               "Whether linear() has kernels for this processor: AVX-512 with bfloat16 pairs, or AVX2.");
     module.def("linear_packed_pairs", &packed_pairs, "outputs"_a, "inputs"_a,
                "Pairs of bfloat16, of 4 bytes each, in a packed weight [outputs, inputs]. inputs is even.");
     module.def("linear_pack", &pack_binding, "weight"_a, "outputs"_a, "inputs"_a, "packed"_a, "threads"_a,

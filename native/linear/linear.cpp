@@ -20,21 +20,39 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
     return (panels_of(linear) + panels_per_task - 1) / panels_per_task;
 }
 
+PanelKernel panels_for(attention::Path path) {
+    switch (path) {
+#if defined(__x86_64__)
+    case attention::Path::Avx512Bf16:
+        return avx512bf16_panels();
+    case attention::Path::Avx2:
+        return avx2_panels();
+#endif
+    default:
+        return {};
+    }
+}
+
+const PanelKernel &panels() {
+    static const PanelKernel widest = panels_for(attention::available_paths().back());
+    return widest;
+}
+
 // Rows [begin, end), in blocks of equal size that a panel's sums fit, times panels [first, last).
 void multiply_panels(const Linear &linear, int64_t begin, int64_t end, int64_t first, int64_t last) {
-    const int64_t blocks = (end - begin + kMostRows - 1) / kMostRows;
+    const PanelKernel kernel = panels();
+    const int64_t blocks = (end - begin + kernel.most_rows - 1) / kernel.most_rows;
     for (int64_t panel = first; panel < last; ++panel)
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t row = begin + (end - begin) * block / blocks;
-            multiply_panel(linear, row, begin + (end - begin) * (block + 1) / blocks - row, panel);
+            kernel.multiply(linear, row, begin + (end - begin) * (block + 1) / blocks - row, panel);
         }
 }
 
 } // namespace
 
 bool available() {
-    const auto paths = attention::available_paths();
-    return std::ranges::find(paths, attention::Path::Avx512Bf16) != paths.end();
+    return panels().multiply != nullptr;
 }
 
 void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *packed, int threads) {
@@ -54,7 +72,8 @@ void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *pac
 void multiply(std::span<const Linear> group, int threads) {
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / (kPanel * inputs * 2));
-    const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * 2) / kMostRows) * kMostRows;
+    const int64_t block = panels().most_rows;
+    const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * 2) / block) * block;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;
     for (const Linear &linear : group)

@@ -5,10 +5,13 @@
 
 namespace lamina::linear {
 
-constexpr int64_t kMostRows = 14; // registers hold their sums over a panel
+struct PanelKernel {
+    int64_t most_rows; // in one call
+    // Rows [first_row, first_row + rows) of task.x times panel number `panel`, into their rows of task.out.
+    void (*multiply)(const Linear &task, int64_t first_row, int64_t rows, int64_t panel);
+};
 
-// Rows [0, rows) of task.x times panel number `panel`, into their rows of task.out; rows is at most
-// kMostRows.
-void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel);
+PanelKernel avx2_panels();
+PanelKernel avx512bf16_panels();
 
 } // namespace lamina::linear

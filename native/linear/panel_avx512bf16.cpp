@@ -8,7 +8,8 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kAhead = 4096; // bytes of the weight prefetched before they are needed
+constexpr int64_t kAhead = 4096;  // bytes of the weight prefetched before they are needed
+constexpr int64_t kMostRows = 14; // registers hold their sums over a panel
 
 __m512bh pairs(__m512i words) {
     return reinterpret_cast<__m512bh>(words);
@@ -64,10 +65,14 @@ template <size_t... I> constexpr Multiply choose(int64_t rows, std::index_sequen
     return table[rows - 1];
 }
 
-} // namespace
-
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
     choose(rows, std::make_index_sequence<kMostRows>{})(task, first_row, panel);
+}
+
+} // namespace
+
+PanelKernel avx512bf16_panels() {
+    return {kMostRows, multiply_panel};
 }
 
 } // namespace lamina::linear

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.pool import GPUS, MAX_COUNT, Assigned, Devices, PoolEntry, assign, parse
+from lamina.cluster.pool import GPUS, MAX_COUNT, Assigned, Devices, PoolEntry, assign, assign_pools, parse
 from lamina.errors import ConfigError
 
 KINDS = ["cpu", *GPUS]
@@ -90,9 +90,28 @@ def test_too_few_gpus_are_refused_with_the_ones_found() -> None:
         assign("compute", parse("a100:4"), devices)
 
 
-def test_gpus_that_exist_are_refused_for_what_this_version_lacks() -> None:
+def test_a_gpu_of_another_kind_is_refused() -> None:
     devices = Devices(cores=16, ram_bytes=2**37, gpus=("NVIDIA H200",))
-    with pytest.raises(ConfigError, match=r"h200:1 asks for 1 GPU, but .* CPUs only. Use --compute cpu:1"):
-        assign("compute", parse("h200:1"), devices)
     with pytest.raises(ConfigError, match=r"h20:1 asks for 1 GPU; this machine has 1 x NVIDIA H200 \([^)]*\). Use"):
         assign("compute", parse("h20:1"), devices)
+
+
+@pytest.mark.parametrize(
+    ("compute", "memory", "computes", "memories"),
+    [
+        ("a100:2", "rtx3090:1", ["cuda:1", "cuda:3"], ["cuda:0"]),
+        ("cuda:1", "rtx3090:2", ["cuda:1"], ["cuda:0", "cuda:2"]),  # a kind by name comes first
+        ("cuda:3", "cuda:1,cpu:1", ["cuda:0", "cuda:1", "cuda:2"], ["cpu", "cuda:3"]),
+        ("a100:2", "cuda:3", ["cuda:1", "cuda:3"], ["cuda:0", "cuda:2", "cuda:1"]),  # one in both roles
+    ],
+)
+def test_pools_share_gpus_only_where_there_are_too_few(
+    compute: str, memory: str, computes: list[str], memories: list[str]
+) -> None:
+    a100, rtx3090 = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090"
+    devices = Devices(cores=16, ram_bytes=2**37, gpus=(rtx3090, a100, rtx3090, a100))
+    assigned = assign_pools({"compute": parse(compute), "memory": parse(memory)}, devices)
+    assert [worker.device for worker in assigned["compute"]] == computes
+    assert [worker.device for worker in assigned["memory"]] == memories
+    emulated = assign_pools({"compute": parse(compute)}, Devices(16, 2**37, devices.gpus, emulated=True))
+    assert emulated["compute"][0].device.startswith("emulated:")

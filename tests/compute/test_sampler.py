@@ -21,6 +21,7 @@ from transformers import (
 
 from lamina.compute.sampler import Row, distribution, sample
 from lamina.errors import LogitsError
+from lamina.protocol.logprobs import unpack
 from lamina.types import SamplingParams
 
 VOCABULARY = 60
@@ -186,15 +187,16 @@ def test_logprobs_are_the_models_own() -> None:
     assert torch.equal(logits, before)
     expected = torch.log_softmax(logits.double(), -1)
     ranking = expected[0].argsort(descending=True).tolist()
-    drawn, *top = first.logprobs
+    entries = unpack(first.logprobs, str)
+    drawn, *top = entries
     assert drawn.token_id == first.token != 11
     assert drawn.rank == ranking.index(first.token) + 1
     assert [entry.token_id for entry in top] == ranking[:4]
     assert [entry.rank for entry in top] == [1, 2, 3, 4]
-    for entry in first.logprobs:
+    for entry in entries:
         assert entry.logprob == pytest.approx(expected[0, entry.token_id].item(), abs=1e-5)
-    assert second.logprobs == []
-    assert [(entry.token_id, entry.rank) for entry in third.logprobs] == [(11, 1)]
+    assert second.logprobs == b""
+    assert [(entry.token_id, entry.rank) for entry in unpack(third.logprobs, str)] == [(11, 1)]
 
 
 def test_no_end_before_min_tokens() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Gather
+from lamina.cluster.gather import Gather, Wish
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
@@ -17,10 +17,9 @@ from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
 from lamina.protocol import liveness
-from lamina.protocol.control import Bootstrap, ControlClient, ControlServer
+from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Failed, Hello, SlabReady
 from lamina.schedule.limits import Limits
-from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 END_S = 30.0
@@ -33,14 +32,14 @@ class NoWorkers:
     def __init__(self) -> None:
         self.closed = 0
 
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        raise AssertionError(f"{name} was started")
-
     def ended(self) -> Mapping[str, str]:
         return {}
 
-    def end(self, worker: str) -> None:
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
+
+    def wishes(self) -> list[Wish]:
+        return []
 
     def close(self) -> None:
         self.closed += 1

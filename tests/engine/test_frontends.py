@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,13 @@ from lamina.engine.frontends import Frontends
 from lamina.engine.remote import RemoteEngine
 from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole, pack
+from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole
 from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.frontends import CompletionTokens
+from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, SamplingParams
 
 END_S = 20.0
@@ -37,6 +39,9 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.after_turn: Callable[[], None] = lambda: None
+        self.places = 3
+        self.accepts = threading.Event()
+        self.accepts.set()
         self.dead: str | None = None
         self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
         self.aborted: list[str] = []
@@ -45,7 +50,8 @@ class ScriptedEngine:
     def submit_tokens(
         self, request_id: str, tokens: list[int], params: SamplingParams, on_tokens: OnTokens, client: Client
     ) -> None:
-        if len(self.queued) == 3:
+        assert self.accepts.wait(END_S)
+        if len(self.queued) == self.places:
             raise OverloadedError("three are enough")
         if len(tokens) == 99:
             raise RequestError("99 is too long")
@@ -175,6 +181,24 @@ async def test_of_requests_submitted_together_none_is_left_if_one_is_refused(
         await submit(remote, *submissions([2**40]))
     with pytest.raises(RequestError, match="not valid Unicode"):
         await submit(remote, *submissions("\ud800"))
+
+
+async def test_a_message_with_thousands_of_prompts_delays_no_other(
+    engine: ScriptedEngine, remote: RemoteEngine
+) -> None:
+    engine.places = 10_000
+    many = [Submission(f"many{n}", [5], SamplingParams(), Caller()) for n in range(3_000)]
+    engine.accepts.clear()
+    large = asyncio.create_task(submit(remote, *many))
+    await until(lambda: "many2999" in remote._named)
+    small = asyncio.create_task(submit(remote, Submission("small", [6], SamplingParams(), Caller())))
+    await until(lambda: "small" in remote._named)
+    remote.abort("many2999")  # before it is in the engine
+    engine.accepts.set()
+    await asyncio.gather(large, small)
+    prompts = [tokens for tokens, *_ in engine.queued.values()]
+    assert len(prompts) == 3_001 and prompts.index([6]) <= 3 * frontends.MOST_AT_ONCE
+    await until(lambda: list(engine.queued)[-1] in engine.aborted)
 
 
 async def test_when_the_engine_stops_every_request_ends_once(engine: ScriptedEngine, remote: RemoteEngine) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lamina.cluster.bringup import Cluster
+from lamina.cluster.gather import Wish
 from lamina.config import EngineConfig
 from lamina.engine import watch
 from lamina.engine.engine import Engine
@@ -15,10 +16,9 @@ from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Pipeline
-from lamina.protocol.control import Bootstrap, ControlClient, ControlServer
+from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
 from lamina.schedule.limits import Limits
-from lamina.topology import Role
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 1.0
@@ -27,14 +27,14 @@ LIMIT_S = 1.0
 class Workers:
     """Nobody ends."""
 
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        raise AssertionError(f"{name} was started")
-
     def ended(self) -> dict[str, str]:
         return {}
 
-    def end(self, worker: str) -> None:
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
+
+    def wishes(self) -> list[Wish]:
+        return []
 
     def close(self) -> None:
         pass

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from lamina.engine.reading import Reading
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import RequestUpdate, Whole, pack, unpack
+from lamina.engine.updates import RequestUpdate, Whole
 from lamina.groups import Completion, Group
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.placement.map import Placement
+from lamina.protocol.logprobs import pack, unpack
 from lamina.protocol.messages import Draw
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
@@ -81,7 +82,7 @@ def test_updates_add_up_to_the_same_whole_however_they_are_read(
             continue
         drawn[index].append(token)
         entries = [Logprob(token, -1.5, 7), Logprob(3, -0.25, 1), Logprob(4, -0.5, 2)]
-        completion.finished = under_test.append(completion, Draw(0, token, entries))
+        completion.finished = under_test.append(completion, Draw(0, token, pack(entries)))
         if publish:
             under_test.publish()
     under_test.end(FinishReason.ABORT)
@@ -116,17 +117,17 @@ def test_packed_logprobs_come_out_as_they_went_in(entries: list[tuple[int, float
     given = [Logprob(9, -2.0, rank), *(Logprob(token, value, n) for n, (token, value) in enumerate(entries, 1))]
     packed = pack(given)
     assert len(packed) == 4 + 8 * len(given)
-    back = unpack(packed, TOKENIZER)
+    back = unpack(packed, TOKENIZER.token_text)
     assert [(e.token_id, e.logprob, e.rank) for e in back] == [(e.token_id, e.logprob, e.rank) for e in given]
     assert all(e.text == TOKENIZER.decode([e.token_id], skip_special_tokens=False) for e in back)
-    assert unpack(pack([]), TOKENIZER) == []
+    assert unpack(pack([]), TOKENIZER.token_text) == []
 
 
 def test_what_is_kept_does_not_grow_with_what_was_drawn() -> None:
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=200, logprobs=1, ignore_eos=True), published)
     for _ in range(100):
-        under_test.append(group.completions[0], Draw(0, 300, [Logprob(300, -1.0, 1)]))
+        under_test.append(group.completions[0], Draw(0, 300, pack([Logprob(300, -1.0, 1)])))
         under_test.publish()
     assert [update.tokens for update in published] == [1] * 100
 
@@ -160,7 +161,7 @@ def test_what_ends_a_completion_and_what_is_left_of_its_text(
     ended = 0
     for number, piece in enumerate(pieces, 1):
         token = tokenizer.ids[piece]
-        if under_test.append(group.completions[0], Draw(0, token, [Logprob(token, -1.0, 1)])):
+        if under_test.append(group.completions[0], Draw(0, token, pack([Logprob(token, -1.0, 1)]))):
             ended = number
             break
         if number % at_once == 0:

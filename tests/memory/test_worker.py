@@ -60,6 +60,7 @@ class Control:
     """A worker's end of the control plane, in one process with the test."""
 
     name, local_address, data_secret, device = "memory0", "127.0.0.1", b"a secret of 16 bytes or more", "cpu"
+    bind_address = local_address
 
     def __init__(self) -> None:
         self.inbox: collections.deque[Any] = collections.deque()

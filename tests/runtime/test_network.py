@@ -15,7 +15,6 @@ from typing import Literal
 
 import pytest
 
-from lamina.cluster import bringup
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -138,7 +137,7 @@ def start(
         max_num_batched_tokens=16,  # a prompt comes in chunks, whose K and V are read by the memory workers
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bringup, "START_TIMEOUT_S", PATIENCE_S)  # an emulated machine takes its time
+        patch.setattr("lamina.launch.START_TIMEOUT_S", PATIENCE_S)  # an emulated machine takes its time
         patch.setenv("LAMINA_CACHE_DIR", str(Path(model.path, network_model.CACHE)))
         engine = launch(config, workers=workers, host=host)
     assert {choice.transport for choice in engine.cluster.links.values()} == {Transport(transport)}

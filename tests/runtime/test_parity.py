@@ -12,6 +12,7 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
+from lamina.lowering import Target
 from lamina.types import DType, RequestOutput, SamplingParams
 from tests.random_models import SERVED, SERVED_VOCABULARY, greedy, served
 from tests.runtime.checkpoints import write_prepared
@@ -49,21 +50,27 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sweep(SERVED, ["gpt_oss"]))
 def test_the_code_for_gpus_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    check_greedy(family, tmp_path, memory="emulated:1,cpu:1", lengths=(1, 3, 13, 30), tokens=3)
+    check_greedy(family, tmp_path, compute="emulated:1", memory="emulated:1,cpu:1", lengths=(1, 3, 13, 30), tokens=3)
 
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)  # of prompts
 
 
 def check_greedy(
-    family: str, tmp_path: Path, memory: str, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS
+    family: str,
+    tmp_path: Path,
+    memory: str,
+    lengths: tuple[int, ...] = LENGTHS,
+    tokens: int = TOKENS,
+    compute: str = "cpu:1",
 ) -> None:
-    reference = write_prepared(served(family), tmp_path)
+    target = Target.GPU if compute.startswith("emulated") else Target.CPU
+    reference = write_prepared(served(family), tmp_path, target=target)
     draw = random.Random(family)
     prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in lengths]
     config = EngineConfig(
         model=str(tmp_path),
-        compute="cpu:1",
+        compute=compute,
         memory=memory,
         dtype=DType.FLOAT32,
         max_num_seqs=4,

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
 from lamina.placement.spill import FULL
 from lamina.types import RequestOutput
-from tests.runtime.test_prefix_cache import GREEDY, drawn, model, run, start, tokens, wait_until_idle
+from tests.runtime.test_prefix_cache import GREEDY, drawn, model, run, start, tokens
 from tests.runtime.test_survival import Killable, wait_for_recoveries, wait_until
 
 assert model
@@ -44,6 +45,16 @@ def wait_until_copied(engine: Engine) -> None:
     wait_until(lambda: not disks._copying and all(map(is_copied, disks._uncopied)), "blocks are not copied")
 
 
+def settle(engine: Engine) -> None:
+    """Wait until no request has KV any more, and what the workers report is what the engine has reserved."""
+    stats, placement = engine.stats, engine._scheduler.placement
+    wait_until(lambda: not any(placement.reserved.values()), "tokens stay reserved")
+    wait_until(
+        lambda: {name: memory.cached + memory.used for name, memory in stats().memory.items()} == placement.idle,
+        "slots stay in use",
+    )
+
+
 def resumed(engine: Engine, first: list[RequestOutput]) -> list[RequestOutput]:
     """The next turn of each chat, one after another."""
     outputs = []
@@ -64,7 +75,12 @@ def file_of(pid: int, folder: Path) -> Path:
 def test_chats_come_back_from_the_disk_with_the_same_tokens(model: Path, folder: Path, kv_cache_dtype: str) -> None:
     """Several times as many as memory holds; then a disk fails, and then a memory worker is lost."""
     workers = Killable()
-    memory = {"kv_cache_memory_bytes": 300_000, "memory": "cpu:2", "compute": "cpu:1", "kv_cache_dtype": kv_cache_dtype}
+    memory: dict[str, Any] = {
+        "kv_cache_memory_bytes": 300_000,
+        "memory": "cpu:2",
+        "compute": "cpu:1",
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     engine = start(model, workers, **memory, kv_overcommit=OVERCOMMIT, kv_spill_dir=str(folder))
     try:
         total = sum(engine.cluster.capacities.values())
@@ -78,16 +94,16 @@ def test_chats_come_back_from_the_disk_with_the_same_tokens(model: Path, folder:
         stats = engine.stats()
         assert stats.fetched > 0.5 * sum(len(prompt) for prompt in prompts())
         assert all(output.cached_tokens >= 128 for output in second)
-        wait_until_idle(engine)
+        settle(engine)
         together = run(engine, [(output.prompt_token_ids, GREEDY) for output in second])
-        wait_until_idle(engine)
+        settle(engine)
 
         os.truncate(file_of(workers.pids["memory0"], folder), 4096)  # reads past the end fail
         failing = resumed(engine, first)
         workers.signal("memory1", signal.SIGKILL)
         wait_for_recoveries(engine, 1)
         survived = resumed(engine, first)
-        wait_until_idle(engine)
+        settle(engine)
         assert not engine._scheduler.disks.held
     finally:
         engine.close()

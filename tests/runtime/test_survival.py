@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import signal
 import sys
@@ -103,10 +104,13 @@ class Streams:
     def _ended(self) -> bool:
         return len(self.outputs) == self._wanted
 
-    def results(self) -> list[list[CompletionOutput]]:
+    def wait(self) -> list[RequestOutput]:
         with self._changed:
             assert self._changed.wait_for(self._ended, END_S), f"{len(self.outputs)} of {self._wanted}"
-        outputs = [self.outputs[str(number)] for number in range(self._wanted)]
+        return [self.outputs[str(number)] for number in range(self._wanted)]
+
+    def results(self) -> list[list[CompletionOutput]]:
+        outputs = self.wait()
         assert not [output.error for output in outputs if output.error]
         return [output.outputs for output in outputs]
 
@@ -270,3 +274,50 @@ def test_many_losses_some_at_the_same_time(
     finally:
         engine.close()
     assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+
+
+POISON = """
+import os
+import signal
+from lamina.memory import store, worker
+apply, serve, poisonous = store.KvStore.apply, store.KvStore.serve, set()
+def watched(self, plan):
+    for admission in plan.admitted:
+        if admission.params.seed == 666:
+            poisonous.update(range(admission.sequence, admission.sequence + admission.count))
+    return apply(self, plan)
+def deadly(self, layer, step, *arguments):
+    if any(one.sequence in poisonous and one.stop > 12 for one in step.plan.sequences):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return serve(self, layer, step, *arguments)
+store.KvStore.apply, store.KvStore.serve = watched, deadly
+worker.main()
+"""
+
+
+class Mortal(Killable):
+    """Memory workers that die of position 12 of any request with seed 666."""
+
+    def command(self, name: str, module: str) -> list[str]:
+        poisoned = [sys.executable, "-P", "-c", POISON]
+        return poisoned if name.startswith("memory") else super().command(name, module)
+
+
+def test_a_request_that_makes_workers_die_is_ended_alone(
+    checkpoint: Path, undisturbed: list[list[CompletionOutput]]
+) -> None:
+    """More workers die of it than may be restarted: those deaths are accounted for."""
+    poison = [5] * 8, SamplingParams(seed=666, max_tokens=20, ignore_eos=True)
+    workers = Mortal()
+    engine = launch(config(checkpoint, 1, 2, max_restarts=2), workers=workers)
+    try:
+        outputs = Streams(engine, [*REQUESTS[:7], poison]).wait()
+        error = outputs[-1].error or ""
+        assert "while it ran nothing but this request" in error and "was ended by signal 9" in error
+        assert not [output.error for output in outputs[:-1] if output.error]
+        assert_same([output.outputs for output in outputs[:-1]], undisturbed[:7])
+        assert 3 <= engine.stats().recoveries <= math.ceil(math.log2(8)) + 4
+        wait_until(lambda: len(engine.stats().memory) == 2, "a worker is not replaced")
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()

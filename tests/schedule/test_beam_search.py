@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lamina.compute.sampler import Row, sample
+from lamina.protocol.logprobs import unpack
 from lamina.schedule.beam_search import BeamSearch, continued
 from lamina.types import Logprob, SamplingParams
 from tests.random_models import PAD, SERVED_VOCABULARY, random_model, served
@@ -55,7 +56,7 @@ def continuations(
     """What the sampler says of every beam."""
     logits = model(torch.tensor([PROMPT + beam for beam in beams])).logits[:, -1]
     rows = [Row(place, params, generated=len(beam), eos_token_ids=ends) for place, beam in enumerate(beams)]
-    return [draw.logprobs for draw in sample(logits, rows)]
+    return [unpack(draw.logprobs) for draw in sample(logits, rows)]
 
 
 CASES = {

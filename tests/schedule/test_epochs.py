@@ -1,6 +1,7 @@
 """Workers that are lost, join and leave at any point of a schedule: only what had not completed is lost with them, and
 no token is drawn twice."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 from lamina.errors import RequestError
 from lamina.pipeline import Pipeline
 from lamina.schedule.limits import Limits
+from lamina.schedule.suspects import Hold
 from lamina.topology import FIRST, Member, Topology
 from lamina.types import Request
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_scheduler import MANY, Cluster, MemoryModel, requests
+
+NOBODY = Hold()
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -35,6 +39,7 @@ class Losing(Cluster):
         self.unservable: set[int] = set()
         workers = [Member("compute0", "compute", "cpu", ""), Member("compute1", "compute", "cpu", "")]
         workers += [Member(memory.name, "memory", "cpu", "", capacity) for memory in self.memories]
+        self.hold = NOBODY
         self._numbers = itertools.count()
         self.topology = Topology(FIRST, tuple(workers), Pipeline(lanes, 2) if lanes > 1 else Pipeline(2, 2))
 
@@ -44,8 +49,21 @@ class Losing(Cluster):
         except RequestError:  # too long for the workers that are left
             self.unservable.add(index)
 
-    def end_epoch(self, number: int) -> None:
+    def plan(self, lane: int) -> None:
+        """As ever, but nothing that is held runs."""
+        super().plan(lane)
+        for step in itertools.chain.from_iterable(plan.sequences for plan in self._in_flight[lane]):
+            assert self.hold.may_run(str(self._owners[step.sequence][0]))
+
+    def release(self) -> None:
+        """Nobody is held any more."""
+        self.hold = NOBODY
+        self.scheduler.hold(self.hold)
+
+    def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
         """Memory worker ``number`` is lost, if it is not the last one; else a compute worker is, and no KV."""
+        self.hold = dataclasses.replace(hold, held=frozenset(filter(self.scheduler.alive, hold.held)))
+        self.scheduler.hold(self.hold)
         lost = [memory.name for memory in self.memories[number : number + 1] if self._is_dispensable(memory.name)]
         computes = self.topology.computes
         self.topology = self.topology.without(lost or computes[1:])
@@ -110,6 +128,13 @@ class Losing(Cluster):
         return {group.completions[0].sequence for group in self.scheduler._requests.values()}
 
 
+holds = st.one_of(
+    st.just(NOBODY),
+    st.sets(st.integers(0, 5)).map(lambda held: Hold(frozenset(map(str, held)))),
+    st.sets(st.integers(0, 5), max_size=2).map(lambda only: Hold(only=frozenset(map(str, only)))),
+)
+
+
 @given(
     requests=requests,
     memories=st.integers(1, 3),
@@ -119,13 +144,14 @@ class Losing(Cluster):
     capacity=st.sampled_from([60, 60, 27]),
     longest=st.sampled_from([None, None, 5, 11]),
     migration_turns=st.integers(1, 6),
-    ends=st.dictionaries(st.integers(0, 30), st.integers(0, 2), max_size=6),
+    ends=st.dictionaries(st.integers(0, 30), st.tuples(st.integers(0, 2), holds), max_size=6),
+    releases=st.sets(st.integers(0, 40), max_size=4),
     joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=4),
     leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=4),
     deals=st.sets(st.integers(0, 30), max_size=3),
     drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=3),
 )
-def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_same_tokens(
+def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_same_tokens(  # noqa: PLR0912
     requests: list,
     memories: int,
     lanes: int,
@@ -134,7 +160,8 @@ def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_sa
     capacity: int,
     longest: int | None,
     migration_turns: int,
-    ends: dict[int, int],
+    ends: dict[int, tuple[int, Hold]],
+    releases: set[int],
     joins: dict[int, int],
     leaves: dict[int, int],
     deals: set[int],
@@ -150,7 +177,9 @@ def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_sa
         if turn in drops:
             cluster.drop(drops[turn])
         if turn in ends:
-            cluster.end_epoch(ends[turn])
+            cluster.end_epoch(*ends[turn])
+        if turn in releases or turn == 41:
+            cluster.release()
         if turn in joins:
             cluster.join(joins[turn])
         if turn in leaves:
@@ -163,7 +192,7 @@ def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_sa
                 cluster.complete(lane)
             if not paused:
                 cluster.plan(lane)
-        if turn > 30 and not cluster.busy:
+        if turn > 41 and not cluster.busy:
             break
     cluster.leave()
     assert not cluster.scheduler.placement.closed

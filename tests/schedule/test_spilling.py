@@ -14,9 +14,11 @@ from lamina.groups import ids_of
 from lamina.placement import spill
 from lamina.placement.spill import Blocks, keys_of
 from lamina.schedule.limits import Limits
+from lamina.schedule.suspects import Hold
 from lamina.spills import Fetch, Spill
 from lamina.types import StepPlan
 from tests.schedule.schedules import LIMITS
+from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_prefixes import Caching
 from tests.schedule.test_scheduler import MANY
 
@@ -86,9 +88,9 @@ class Spilling(Caching):
         failed = not complete and sequence in memory.here and self._random.random() < 0.1
         self.scheduler.disks.done(one.worker, one.number, complete, "the disk is full" if failed else "")
 
-    def end_epoch(self, number: int) -> None:
+    def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
         self._transfers.clear()  # the workers forget them
-        super().end_epoch(number)
+        super().end_epoch(number, hold)
 
     @property
     def busy(self) -> bool:

@@ -9,9 +9,10 @@ import httpx
 
 from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.protocol.choice import Choice, Transport
+from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -11,7 +11,8 @@ import httpx
 import pytest
 import uvicorn
 
-from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, pack
+from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
+from lamina.protocol.logprobs import pack
 from lamina.serve import generation
 from lamina.serve import server as serving
 from lamina.serve.app import create_app

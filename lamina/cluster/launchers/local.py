@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lamina.cluster.devices import find_devices
+from lamina.cluster.gather import Wish
+from lamina.cluster.pool import CPU, PoolEntry, assign
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
@@ -33,6 +36,34 @@ COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
 MODULES: Mapping[Role, str] = {"compute": COMPUTE, "memory": MEMORY}
 
 
+def worker_command(module: str) -> list[str]:
+    """The command of a worker's process. -P: no modules from the working directory."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def start_process(command: list[str], bootstrap: Bootstrap, shared_cores: bool) -> subprocess.Popen[bytes]:
+    """Start a worker. Its keys go through a pipe, not the command line. ``shared_cores``: others compute on its cores.
+
+    The process may have ended when this returns.
+    """
+    environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment.pop("LAMINA_SECRET", None)  # workers have keys of their own
+    if shared_cores:
+        environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
+    reading, writing = os.pipe()
+    with contextlib.suppress(BrokenPipeError), open(writing, "wb") as ours:
+        with open(reading, "rb") as stdin:
+            process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                process_group=0,  # so that Ctrl-C in a terminal reaches the parent alone
+            )
+        ours.write(msgspec.msgpack.encode(bootstrap))
+    return process
+
+
 class LocalWorkers:
     """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first."""
 
@@ -50,53 +81,51 @@ class LocalWorkers:
         return self._processes
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
-        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too.
-
-        Its keys go through a pipe, not the command line.
-        """
+        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too."""
         self._cores[module] = self._cores.get(module, frozenset()) | cores
         self._shared_cores = shared_cores
-        environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        if shared_cores:
-            environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
-        reading, writing = os.pipe()
-        with contextlib.suppress(BrokenPipeError), open(writing, "wb") as ours:  # it has exited: ``ended`` reports how
-            own = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
-            try:
-                with open(reading, "rb") as stdin:
-                    self._processes[name] = subprocess.Popen(
-                        self.command(name, module),
-                        stdin=stdin,
-                        stdout=subprocess.DEVNULL,
-                        env=environment,
-                        process_group=0,  # so that Ctrl-C in a terminal reaches the engine alone
-                    )
-            finally:
-                os.sched_setaffinity(0, own)
-            self._exits.register(os.pidfd_open(self._processes[name].pid), selectors.EVENT_READ, name)
-            ours.write(msgspec.msgpack.encode(bootstrap))
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
+        try:
+            process = start_process(self.command(name, module), bootstrap, shared_cores)
+        finally:
+            os.sched_setaffinity(0, own)
+        self._processes[name] = process
+        self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
+    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
         """Start another worker, on all cores of those of its role that were started before."""
         module = MODULES[role]
-        self.spawn(name, module, bootstrap, self._cores[module], self._shared_cores)
+        cores = self._cores.get(module) or frozenset(os.sched_getaffinity(0))
+        self.spawn(name, module, bootstrap, cores, self._shared_cores)
+
+    def check(self, role: Role, kind: str, count: int) -> None:
+        """Raises ConfigError unless this machine has room for a pool of ``count`` such workers."""
+        assign(role, (PoolEntry(kind, count),), find_devices())
+
+    def default_kind(self, role: Role) -> str:
+        """See ``Launcher``."""
+        return CPU
+
+    def wishes(self) -> list[Wish]:
+        """None: this process alone decides."""
+        return []
 
     def command(self, name: str, module: str) -> list[str]:
-        """The command of a worker, which must run it in the started process itself. -P: no modules from the cwd."""
-        return [sys.executable, "-P", "-m", module]
+        """The command of a worker, which must run it in the started process itself."""
+        return worker_command(module)
 
     def ended(self) -> Mapping[str, str]:
         """Workers that have exited, with their exit status. One system call, however many run."""
         if self._closing:
             return {}
         for exited, _ in self._exits.select(0):
-            self._ended[exited.data] = _describe(self._processes[exited.data].wait())
+            self._ended[exited.data] = describe_exit(self._processes[exited.data].wait())
             self._exits.unregister(exited.fileobj)
             os.close(exited.fd)
         return self._ended
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
         """Kill one worker and wait until it has exited: from then on it cannot write into the arenas of others.
 
         Raises TransportError if the kernel does not end it.
@@ -115,7 +144,7 @@ class LocalWorkers:
             self._exits.unregister(descriptor.fileobj)
             os.close(descriptor.fd)
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
         """Kill all workers at once."""
         for process in self._processes.values():
             process.kill()
@@ -137,5 +166,6 @@ class LocalWorkers:
         self._exits.close()
 
 
-def _describe(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """How a process has ended, from its return code."""
     return f"its process was ended by signal {-code}" if code < 0 else f"its process exited with status {code}"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
-from lamina.kernels.gpu.device import find, require
+from lamina.kernels.gpu.device import count_by_bus, find, require
 from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.triton_compile import ALIGNMENT, Binary, compile_program
 from lamina.kernels.segments import SegmentTable
@@ -28,6 +28,7 @@ class Cuda:
     def __init__(self, index: int) -> None:
         """Raises ConfigError if the GPU does not exist or a package is missing."""
         require(index, find())
+        count_by_bus()
         self.device = cupy.cuda.Device(index)
         self.device.use()
         properties = cupy.cuda.runtime.getDeviceProperties(index)

@@ -22,13 +22,16 @@ EMULATED = "emulated"
 
 
 def backend(name: str) -> Backend:
-    """The GPU "cuda:INDEX", or Triton's interpreter for "emulated". Raises ConfigError if it cannot be used."""
-    if name == EMULATED:
+    """The GPU "cuda:INDEX", or Triton's interpreter for "emulated", with or without an index.
+
+    Raises ConfigError if it cannot be used.
+    """
+    kind, _, index = name.partition(":")
+    if kind == EMULATED:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
         from lamina.kernels.gpu.interpreter import Interpreter
 
         return Interpreter()
-    kind, _, index = name.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(f"unknown device {name!r}; give cpu, {EMULATED}, or cuda:INDEX")
     from lamina.kernels.gpu.device import find, require

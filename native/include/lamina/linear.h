@@ -7,7 +7,7 @@
 
 namespace lamina::linear {
 
-// Whether this processor multiplies pairs of bfloat16 in one instruction.
+// Whether there are kernels for this processor's instructions: AVX-512 with bfloat16 pairs, or AVX2.
 bool available();
 
 // A weight [outputs, inputs] cut into panels of kPanel outputs: [outputs / kPanel][inputs / 2][kPanel] pairs

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lamina.cluster import devices
+from lamina.protocol import machine
 
 GIB = 1 << 30
 
@@ -18,14 +18,14 @@ def test_files_that_are_only_cached_leave_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | str, used: int, cached: int, free: int
 ) -> None:
     """In GiB; the machine has 100 free."""
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100 * GIB}))
     (tmp_path / "memory.max").write_text(f"{limit if limit == 'max' else int(limit) * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{used * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\nfile {cached * GIB + 5}\ninactive_file {cached * GIB}\n")
-    assert devices.free_memory() == free * GIB
+    assert machine.free_memory() == free * GIB
 
 
 def test_where_nothing_bounds_it_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    assert 0 < devices.free_memory() <= psutil.virtual_memory().total
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert 0 < machine.free_memory() <= psutil.virtual_memory().total

@@ -1,0 +1,166 @@
+"""Host time that one attention's exchange takes on a compute worker, as the numbers of rows and memory workers grow.
+
+    python -m bench.runtime.exchange [--layers 80] [--rounds 5]
+
+The exchange, its messages, credits and waits are real; what moves bytes is not: the transport writes headers alone, and
+the device is one whose kernels and copies do nothing. What is left is the time for which the host holds up a GPU.
+Shapes are those of Llama-3-70B in bfloat16. Memory workers answer between the measured sections.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lamina.compute.exchange import StepExchange
+from lamina.compute.links import Mail
+from lamina.protocol.channel import Channel, Hub
+from lamina.protocol.fetching import Fetcher
+from lamina.protocol.leases import ArenaPlan, Lease, Leases, messages
+from lamina.splitter import SliceOutput
+from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
+from lamina.transport.shm import ShmEndpoint
+from lamina.types import AttentionSpec, DecodeRows, DType, Overlap, Segment, StepPlan
+
+SPEC = AttentionSpec(0, 64, 8, 128, 128, 128**-0.5)
+CONTEXT = 1000
+CASES = ((1, 1), (64, 1), (64, 6), (256, 6), (256, 16))  # rows, memory workers: messages that fit their slots
+WAIT_S = 10.0
+
+
+class HeadersOnly(ShmEndpoint):
+    """Writes the first part of a message, its header, and rings."""
+
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
+        """See ``Endpoint``."""
+        super().post(peer, offset, nbytes, parts[:1], doorbell, sequence)
+
+
+@dataclass
+class Station:
+    """One worker's end of all its links."""
+
+    name: str
+    plan: ArenaPlan
+    endpoint: Endpoint = field(init=False)
+    arena: Arena = field(init=False)
+    hub: Hub = field(init=False)
+    books: Leases = field(init=False)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    channels: dict[str, Channel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.endpoint = HeadersOnly(self.name)
+        self.arena = self.endpoint.register(self.plan.nbytes, self.plan.doorbells)
+        self.hub = Hub(self.arena, self.plan.pool)
+        self.books = Leases(self.plan)
+
+    def link(self, other: "Station") -> None:
+        """Make this end of a link."""
+        peer = self.endpoint.connect(other.endpoint.descriptor(), WAIT_S)
+        self.channels[other.name] = Channel(
+            self.endpoint, peer, self.arena, self.hub, self.leases[other.name], other.leases[self.name]
+        )
+
+
+class Case:
+    """A step that decodes ``rows`` rows whose sequences are spread over ``workers`` memory workers."""
+
+    def __init__(self, rows: int, workers: int) -> None:
+        sizes = messages([SPEC], DType.BFLOAT16, rows, 0)
+        names = [f"memory{number}" for number in range(workers)]
+        self.compute = Station("compute0", sizes.compute_arena(1, workers))
+        self.memories = [Station(name, sizes.memory_arena(1, workers)) for name in names]
+        for memory in self.memories:
+            self.compute.leases[memory.name] = self.compute.books.lease(sizes.reply)
+            memory.leases["compute0"] = memory.books.lease(sizes.request)
+        for memory in self.memories:
+            self.compute.link(memory)
+            memory.link(self.compute)
+
+        self.mail = Mail(
+            self.compute.hub,
+            self.compute.channels,
+            Fetcher(_fetch_nothing, self.compute.arena, sizes.compute_arena(1, workers)),
+            1,
+        )
+        self.rows = rows
+        self.segments = {
+            row: [Segment(row, names[row % workers], (0, SPEC.kv_heads), (0, None))] for row in range(rows)
+        }
+        heads = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
+        self.output = SliceOutput(tuple(torch.zeros(rows, *shape, dtype=torch.bfloat16) for shape in heads))
+        self.turn = 0
+
+    def close(self) -> None:
+        """Give back all memory."""
+        for station in (self.compute, *self.memories):
+            station.endpoint.close()
+
+    def step(self, layers: int) -> float:
+        """Seconds of host time per attention of one step, without those that memory workers take."""
+        rows = list(range(self.rows))
+        plan = StepPlan(0, 0, self.turn, [], [], [], [], DecodeRows(rows, [CONTEXT] * self.rows, []))
+        self.turn += layers
+        exchange = StepExchange(plan, self.segments, self.mail, DType.BFLOAT16, Overlap(), 1, self.rows)
+        busy_s = 0.0
+        for layer in range(layers):
+            begun = time.thread_time()
+            exchange.send(layer, SPEC, self.output)
+            self.mail.expect(0, exchange.peers)
+            busy_s += time.thread_time() - begun
+            for memory in self.memories:
+                _answer(memory)
+            begun = time.thread_time()
+            while missing := self.mail.missing[0]:
+                self.mail.wait(self.compute.endpoint.wait, missing, WAIT_S)
+            exchange.gather(SPEC, None, None)
+            self.mail.flush()
+            busy_s += time.thread_time() - begun
+        return busy_s / layers
+
+
+def _fetch_nothing(peer: str, fetch: Fetch) -> None:
+    raise RuntimeError(f"a message of {peer} did not fit its slot: {fetch}")
+
+
+def _answer(memory: Station) -> None:
+    """Take the request and send a reply of the right length."""
+    channel = memory.channels["compute0"]
+    awaited = list(channel.awaited.items())
+    slot = awaited[memory.endpoint.wait([target for _, target in awaited], WAIT_S)][0]
+    channel.close_slot(slot)
+    request = channel.read(slot)
+    rows = request.nbytes // (SPEC.query_bytes_per_token(DType.BFLOAT16) + SPEC.kv_bytes_per_token(DType.BFLOAT16))
+    channel.free(slot)
+    out, lse = rows * SPEC.query_heads * SPEC.v_dim * 4, rows * SPEC.query_heads * 4
+    channel.begin(request.lane, request.turn, out + lse).send([bytes(0)])
+    memory.hub.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    table = Table(title="Microseconds of host time per attention")
+    for name in ("rows", "memory workers", "us"):
+        table.add_column(name, justify="right")
+    for rows, workers in CASES:
+        case = Case(rows, workers)
+        try:
+            case.step(4)
+            us = statistics.median(case.step(args.layers) for _ in range(args.rounds)) * 1e6
+        finally:
+            case.close()
+        table.add_row(str(rows), str(workers), f"{us:.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

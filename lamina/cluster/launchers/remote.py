@@ -1,0 +1,384 @@
+"""Workers on other machines, each under a supervisor there (``launchers.supervisor``) that has come to this engine."""
+
+import collections
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from lamina.cluster.gather import Wish
+from lamina.cluster.launchers.local import STOP_TIMEOUT_S
+from lamina.cluster.pool import REMOTE
+from lamina.errors import ConfigError, TransportError
+from lamina.protocol.control import Bootstrap
+from lamina.protocol.liveness import Liveness
+from lamina.protocol.recruiting import (
+    SUPERVISOR,
+    Apply,
+    Appointed,
+    End,
+    Exited,
+    Leaving,
+    Ping,
+    Refused,
+    Started,
+    ToOffice,
+    ToSupervisor,
+)
+from lamina.protocol.secret import Secret
+from lamina.topology import Role
+from lamina.transport.refusals import Refusals
+from lamina.transport.shm import host
+from lamina.version import __version__
+
+log = logging.getLogger(__name__)
+
+TURN_S = 0.5
+REPORT_S = 3.0  # beyond the time that supervisors give their workers to exit, for their last messages
+
+
+@dataclass(eq=False)
+class _Supervisor:
+    """One that has applied.
+
+    Attributes:
+        key: that it connects with. worker: that it was given; empty: none yet.
+        pid: of the worker's process there; 0: not started yet. exited: how it has ended.
+        parting: the engine has ended it, and does not want to hear of it any more.
+    """
+
+    identity: bytes
+    key: str
+    about: Apply
+    worker: str = ""
+    pid: int = 0
+    exited: str | None = None
+    parting: bool = False
+
+
+@dataclass
+class _Vacancy:
+    """A worker that has been started here, for whom no supervisor has come. ``key``: of the one who may; empty: any."""
+
+    name: str
+    role: Role
+    bootstrap: Bootstrap
+    key: str = ""
+
+
+@dataclass
+class _Keys:
+    """ZAP credentials provider: the common key of supervisors, and those that were trusted, with their workers."""
+
+    refusals: Refusals
+    known: dict[str, str] = field(default_factory=dict)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        if key.decode() in self.known:
+            return True
+        self.refusals.add("KEY", "a supervisor's key does not belong to this cluster")
+        return False
+
+
+class RemoteWorkers:
+    """Takes in supervisors at ``host`` and ``port`` (0: any free one), in a thread of its own. All methods return at
+    once, but for ``end`` and ``close``, which wait for supervisors.
+
+    A worker that joins needs a supervisor, and a supervisor that comes unasked is a ``Wish``.
+
+    Attributes:
+        port: where it listens.
+
+    Raises TransportError if it cannot listen there.
+    """
+
+    def __init__(self, where: str, port: int, secret: Secret, keys: tuple[bytes, bytes]) -> None:
+        """``keys``: the engine's CURVE keys, public and secret."""
+        self._refusals = Refusals("the port for workers of other machines")
+        self._keys = _Keys(self._refusals, {secret.curve_keys(SUPERVISOR)[0].decode(): ""})
+        self._context = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+            try:
+                self._authenticator.start()
+                undo.callback(self._authenticator.stop)
+                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
+                self._socket = self._context.socket(zmq.ROUTER)
+                self._socket.curve_server = True
+                self._socket.curve_publickey, self._socket.curve_secretkey = keys
+                self._socket.linger = 1000
+                self._socket.router_handover = True  # a supervisor whose connection broke comes back under its name
+                self._socket.maxmsgsize = 1 << 16
+                self._socket.bind(f"tcp://{where}:{port or '*'}")
+            except (zmq.ZMQError, OSError, RuntimeError) as error:
+                raise _cannot_listen(where, port, error) from error
+            undo.pop_all()
+        self.port = int(self._socket.last_endpoint.decode().rpartition(":")[2])
+        self._lock = threading.Condition()  # of everything below
+        self._supervisors: dict[bytes, _Supervisor] = {}
+        self._vacancies: list[_Vacancy] = []
+        self._wishes: list[Wish] = []
+        self._ended: dict[str, str] = {}
+        self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
+        self._closing = self._over = False
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="lamina-remote", daemon=True)
+        self._thread.start()
+
+    # -- called by the engine
+
+    def trust(self, key: bytes, worker: str) -> None:
+        """Let a supervisor in that connects with this public key, for the worker that ``start`` was called for."""
+        with self._lock:
+            self._keys.known[key.decode()] = worker
+            for vacancy in self._vacancies:
+                if vacancy.name == worker:
+                    vacancy.key = key.decode()
+
+    def check(self, role: Role, kind: str, count: int) -> None:
+        """Raises ConfigError: workers on other machines are started there."""
+        raise ConfigError(
+            f"{kind} workers are started on their own machines: run lamina worker --engine HOST:{self.port} --role "
+            f"{role} there, and it joins"
+        )
+
+    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+        """Give this worker to the supervisor that has waited longest for one of its role, or to the next that comes."""
+        with self._lock:
+            waiting = [one for one in self._supervisors.values() if not one.worker and one.about.role == role]
+            if waiting:
+                self._appoint(waiting[0], name, role, bootstrap)
+            else:
+                self._vacancies.append(_Vacancy(name, role, bootstrap))
+
+    def default_kind(self, role: Role) -> str:
+        """See ``Launcher``."""
+        return REMOTE
+
+    def wishes(self) -> Sequence[Wish]:
+        """Supervisors that have come unasked, and those whose workers are to leave."""
+        with self._lock:
+            wishes, self._wishes = self._wishes, []
+        return wishes
+
+    def ended(self) -> Mapping[str, str]:
+        """Workers whose process has ended, or whose supervisor or machine does not answer."""
+        return self._ended
+
+    def give_up(self, worker: str, why: str) -> None:
+        """This worker's supervisor is known to have ended, and its worker with it."""
+        with self._lock:
+            one = self._of(worker)
+            if one is not None:
+                one.exited = why
+            if one is None or not one.parting:
+                self._ended = {**self._ended, worker: why}
+            self._lock.notify_all()
+
+    def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+        """See ``Workers.end``. Waits for the supervisor, for ``STOP_TIMEOUT_S`` at most."""
+        with self._lock:
+            self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.name != name]
+            one = self._of(name)
+            if one is not None:
+                one.parting = True
+                self._tell(one, End(0.0, reason))
+                self._lock.wait_for(lambda: one.exited is not None, STOP_TIMEOUT_S)
+                if one.exited is None and not self._end_here(one):
+                    self._let_go(one, cut)
+                self._supervisors.pop(one.identity, None)
+            self._ended = {worker: how for worker, how in self._ended.items() if worker != name}
+
+    def _end_here(self, one: _Supervisor) -> bool:
+        """Kill a worker whose supervisor does not answer, if it runs on this machine."""
+        if one.about.host != host() or not one.pid:
+            return False
+        try:
+            handle = os.pidfd_open(one.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            return bool(select.select([handle], [], [], STOP_TIMEOUT_S)[0])
+        except PermissionError:
+            return False
+        finally:
+            os.close(handle)
+
+    def _let_go(self, one: _Supervisor, cut: bool) -> None:
+        """Nobody can end this worker. Raises TransportError, unless its peers are cut off from it."""
+        why = f"the supervisor of {one.worker} on {one.about.machine} does not answer"
+        if not cut:
+            raise TransportError(f"{why}, so that the worker cannot be ended")
+        there = [other for other in self._supervisors.values() if other.about.host == one.about.host and other.worker]
+        lost = {other.worker: f"{why}, and shares memory with this worker" for other in there if not other.parting}
+        self._ended = {**lost, **self._ended}
+
+    def kill(self, reason: str = "") -> None:
+        """End all workers at once. ``reason``: for those who have started them."""
+        self._close(0.0, reason)
+
+    def close(self) -> None:
+        """Give workers ``STOP_TIMEOUT_S`` to exit by themselves, then end them. Idempotent."""
+        self._close(STOP_TIMEOUT_S, "")
+
+    def _close(self, grace_s: float, reason: str) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            for one in self._supervisors.values():
+                self._tell(one, End(grace_s, reason) if one.worker else Refused(reason or "the engine has stopped"))
+            self._lock.wait_for(
+                lambda: all(one.exited is not None or not one.worker for one in self._supervisors.values()),
+                grace_s + REPORT_S,
+            )
+            self._over = True
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+        os.close(self._wakeup)
+
+    # -- with the lock held
+
+    def _of(self, worker: str) -> _Supervisor | None:
+        return next((one for one in self._supervisors.values() if one.worker == worker), None)
+
+    def _tell(self, one: _Supervisor, message: ToSupervisor) -> None:
+        self._outbox.append((one.identity, message))
+        os.eventfd_write(self._wakeup, 1)
+
+    def _appoint(self, one: _Supervisor, name: str, role: Role, bootstrap: Bootstrap) -> None:
+        one.worker = name
+        self._tell(one, Appointed(bootstrap, role))
+        log.info("%s runs on %s", name, one.about.machine)
+
+    def _take(self, identity: bytes, key: str, message: ToOffice) -> None:
+        one = self._supervisors.get(identity)
+        if isinstance(message, Apply):
+            if one is None:
+                self._supervisors[identity] = one = _Supervisor(identity, key, message)
+                self._receive(one)
+        elif one is None or one.key != key:
+            self._refusals.add("NAME", "a message arrived from a supervisor that has not applied")
+        elif isinstance(message, Started):
+            one.pid = message.pid
+        elif isinstance(message, Leaving):
+            if one.worker:
+                self._wishes.append(Wish(one.about.role, one.about.kind, one.worker))
+            else:
+                del self._supervisors[identity]
+        elif isinstance(message, Exited):
+            self._note_exit(one, message.how)
+
+    def _note_exit(self, one: _Supervisor, how: str) -> None:
+        one.exited = how
+        if one.worker and not one.parting:
+            self._ended = {**self._ended, one.worker: f"{how} on {one.about.machine}"}
+        if not one.worker:
+            del self._supervisors[one.identity]
+        self._lock.notify_all()
+
+    def _receive(self, one: _Supervisor) -> None:
+        about = one.about
+        own = self._keys.known.get(one.key, "")
+        if about.version != __version__:
+            self._refuse(one, f"it runs lamina {about.version}, the engine {__version__}; install the same release")
+            return
+        if own != about.name:
+            self._refuse(one, f"its key was not issued for the worker {about.name!r}")
+            return
+        for vacancy in self._vacancies:
+            if vacancy.role == about.role and (vacancy.name == own if own else not vacancy.key):
+                self._vacancies.remove(vacancy)
+                self._appoint(one, vacancy.name, vacancy.role, vacancy.bootstrap)
+                return
+        if own:
+            self._refuse(one, f"the engine does not wait for {own} any more")
+        else:
+            self._wishes.append(Wish(about.role, about.kind))
+
+    def _refuse(self, one: _Supervisor, reason: str) -> None:
+        log.warning("a %s worker on %s is refused: %s", one.about.role, one.about.machine, reason)
+        self._tell(one, Refused(reason))
+        del self._supervisors[one.identity]
+
+    # -- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
+        liveness = Liveness(time.monotonic())
+        decoder = msgspec.msgpack.Decoder(ToOffice)
+        encoder = msgspec.msgpack.Encoder()
+        while True:
+            ready = dict(poller.poll(int(TURN_S * 1000)))
+            if self._wakeup in ready:
+                os.eventfd_read(self._wakeup)
+            due = liveness.turn(time.monotonic())
+            arrived = list(_arrived(self._socket, decoder, self._refusals)) if self._socket in ready else []
+            with self._lock:
+                for identity, key, message in arrived:
+                    liveness.heard(identity.hex())
+                    self._take(identity, key, message)
+                if due:
+                    self._outbox.extend((identity, Ping()) for identity in self._supervisors)
+                self._look_for_silence(liveness)
+                leaving, outbox = self._over, list(self._outbox)
+                self._outbox.clear()
+            for identity, message in outbox:
+                with contextlib.suppress(zmq.ZMQError):  # it has gone: its silence tells
+                    self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
+            if leaving:
+                return
+
+    def _look_for_silence(self, liveness: Liveness) -> None:
+        for identity, seconds in liveness.lost().items():
+            liveness.forget(identity)
+            one = self._supervisors.get(bytes.fromhex(identity))
+            if one is None or one.exited is not None:
+                continue
+            if not one.worker:
+                del self._supervisors[one.identity]
+                continue
+            lost = [other for other in self._supervisors.values() if other.about.host == one.about.host]
+            why = f"its supervisor on {one.about.machine} has not answered for {seconds:.0f} s"
+            self._ended = {**{each.worker: why for each in lost if each.worker and not each.parting}, **self._ended}
+
+
+def _arrived(socket: Any, decoder: Any, refusals: Refusals) -> Iterator[tuple[bytes, str, ToOffice]]:
+    """Messages that have arrived: identity and key of the sender, message."""
+    while True:
+        try:
+            identity, frame = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        except ValueError:
+            refusals.add("FRAME", "a message arrived in another number of parts than two")
+            continue
+        try:
+            message: ToOffice = decoder.decode(frame.bytes)
+        except msgspec.DecodeError as error:
+            refusals.add("MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere")
+            continue
+        yield identity.bytes, str(frame.get("User-Id")), message
+
+
+def _cannot_listen(where: str, port: int, error: Exception) -> Exception:
+    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE:
+        return ConfigError(f"port {port} of {where}, for workers of other machines, is in use; give --listen another")
+    return ConfigError(f"cannot listen on {where}:{port} for workers of other machines: {error}; see --listen")

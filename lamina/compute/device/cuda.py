@@ -1,0 +1,82 @@
+"""A card through torch: CUDA graphs, FlashAttention, memory."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.compute.device.gpu import Cut, Replay
+from lamina.errors import ConfigError
+from lamina.kernels.gpu.device import count_by_bus
+
+
+class Cuda:
+    """A ``Kit``: GPU ``index`` of those that this process may use, counted by their PCI bus addresses."""
+
+    def __init__(self, index: int) -> None:
+        """Raises ConfigError if torch cannot use the GPU."""
+        count_by_bus()
+        require_torch(index)
+        self.place = torch.device("cuda", index)
+        torch.cuda.set_device(self.place)
+        self._stream = torch.cuda.Stream(self.place)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+        """See ``Kit``. Graphs share one pool of memory: they are replayed one after another."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        with torch.cuda.stream(self._stream):
+            work(lambda: None)  # libraries allocate and load at their first call, which cannot be recorded
+            self._stream.synchronize()
+            begin()
+            try:
+                work(cut)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # of an invalidated recording; the first error says why
+                    graphs[-1].capture_end()
+                raise
+            graphs[-1].capture_end()
+        current.wait_stream(self._stream)
+        return [graph.replay for graph in graphs]
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+        """See ``Kit``: FlashAttention, for elements of 16 bits."""
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out, lse, *_ = flash(q, k, v, 0.0, True, False, scale=scale)
+        return out, lse
+
+    def free_bytes(self) -> int:
+        """See ``Kit``; includes what torch has allocated and does not use."""
+        free, _ = torch.cuda.mem_get_info(self.place)
+        return int(free + torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place))
+
+
+def require_torch(index: int) -> None:
+    """Raises ConfigError, saying what was found, unless torch can run slices on GPU ``index``."""
+    found = f"PyTorch {torch.__version__}"
+    remedy = "install a PyTorch with CUDA, or use --compute cpu:1"
+    if torch.version.hip:
+        raise ConfigError(
+            f"cuda:{index} is an AMD GPU to this PyTorch, which was built for ROCm {torch.version.hip}; slices have "
+            "never run on one. Use --compute cpu:1"
+        )
+    if not torch.backends.cuda.is_built():
+        raise ConfigError(f"cuda:{index} cannot run slices: {found} was built without CUDA; {remedy}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"cuda:{index} cannot run slices: {found} finds no usable driver; {remedy}")
+    if index >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"cuda:{index} does not exist: PyTorch sees {count} GPUs, from cuda:0 on")

@@ -1,0 +1,91 @@
+"""A card emulated on the CPU, for tests: the code for GPUs runs, with calls that are replayed in place of graphs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.compute.device.gpu import Cut, Replay
+
+
+class Emulated:
+    """A ``Kit``."""
+
+    place = torch.device("cpu")
+
+    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+        """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""
+        recorder = _Recorder()
+        work(lambda: None)
+        with recorder:
+            work(recorder.cut)
+        return recorder.replays
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+        """See ``Kit``."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True, scale=scale)
+        return out, lse
+
+    def free_bytes(self) -> int:
+        """See ``Kit``; 0: an emulated card uses the host's memory."""
+        return 0
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operator with its arguments, and the memory of its results."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    results: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        again = self.operator(*self.arguments, **self.named)
+        for old, new in zip(self.results, _tensors(again), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records operators in parts.
+
+    Attributes:
+        replays: how to run each part again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+        self.replays: list[Replay] = []
+        self.cut()
+
+    def cut(self) -> None:
+        """Begin another part."""
+        calls = self._calls = []
+
+        def replay() -> None:
+            for call in calls:
+                call.replay()
+
+        self.replays.append(replay)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and record it; one whose result the host needs cannot be in a graph."""
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            raise RuntimeError(f"{func} waits for the device, which a recording must not do")
+        results = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._calls.append(_Call(func, args, kwargs or {}, _tensors(results)))
+        return results
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    """The tensors of an operator's result: one, several, or none."""
+    every = results if isinstance(results, list | tuple) else (results,)
+    return tuple(each for each in every if isinstance(each, Tensor))

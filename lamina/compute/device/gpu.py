@@ -1,0 +1,226 @@
+"""Slices on a GPU: torch's operators, recorded once for each number of rows and replayed without the host in between.
+
+What differs between a card and the emulation of one for tests is a ``Kit``; everything else here runs on both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lamina.compute.device.base import Floats, Partial
+from lamina.compute.device.chunks import attend_chunks
+from lamina.compute.runner import Rows
+from lamina.kernels.segments import SegmentTable
+from lamina.lowering import LoweredModel, Target
+from lamina.lowering.placed import PlacedSlice, place
+from lamina.splitter import SliceOutput
+from lamina.types import AttentionSpec
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows that slices are recorded for; decode steps have few. A product of so few rows takes about as long as
+reading its weight, so that padding costs little; larger steps run operator by operator."""
+
+MULTIPLE = 64  # of the rows of larger steps
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that a step of ``rows`` runs with."""
+    return next((size for size in ROWS if size >= rows), -(-rows // MULTIPLE) * MULTIPLE)
+
+
+Cut = Callable[[], None]
+Replay = Callable[[], None]
+
+
+class Kit(Protocol):
+    """What a card can do that torch does not offer on every device alike.
+
+    Attributes:
+        place: where tensors are.
+    """
+
+    place: torch.device
+
+    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+        """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
+        memory, in parts: one up to each call of its argument, and the rest. ``work`` may be called more than once."""
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+        """See ``chunks.Fused``; None if the card has no such kernel for this element type."""
+
+    def free_bytes(self) -> int:
+        """Bytes of the card's memory that are free."""
+
+
+class Gpu:
+    """A ``Device``."""
+
+    target = Target.GPU
+
+    def __init__(self, kit: Kit) -> None:
+        self.place = kit.place
+        self._kit = kit
+
+    def runner(self, model: LoweredModel, tensors: Mapping[str, Tensor]) -> "GpuRunner":
+        """See ``Device``."""
+        return GpuRunner(model, tensors, self._kit)
+
+    def free_bytes(self) -> int:
+        """See ``Device``."""
+        return self._kit.free_bytes()
+
+
+@dataclass
+class _Placed:
+    """What the device keeps of a step's ``Rows``."""
+
+    ids: Tensor
+    positions: Tensor
+    prepared: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class GpuRunner:
+    """A ``Runner``. Recorded slices read and write fixed memory, the same for all numbers of rows.
+
+    Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
+    """
+
+    def __init__(self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit) -> None:
+        self.attentions: tuple[AttentionSpec, ...] = model.attentions
+        self.contexts = model.contexts
+        self.dtype = model.dtype
+        self.sinks: list[Floats | None] = [
+            None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
+        ]
+        self._kit = kit
+        self._slices = place(model, tensors, kit.place)
+        self._fixed: dict[tuple[str, int, Shape], Tensor] = {}
+        self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
+        self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+
+    def padded(self, rows: int) -> int:
+        """See ``Runner``."""
+        return padded_rows(rows)
+
+    def attend(
+        self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
+    ) -> Partial:
+        """See ``Runner``."""
+        first = rows[table.query_offsets[:-1]].tolist()
+        out, lse = attend_chunks(output.q, output.k, output.v, first, table, spec, self._kit.fused)
+        return out.contiguous().cpu().numpy(), lse.contiguous().cpu().numpy()
+
+    def run(
+        self,
+        index: int,
+        rows: Rows,
+        attention: Tensor | None,
+        context: tuple[Tensor, ...],
+        on_query: Callable[[Tensor], None] | None,
+    ) -> SliceOutput:
+        """See ``Runner``."""
+        arrived = context if attention is None else (attention, *context)
+        results = self._results(index, rows, arrived, on_query)
+        return SliceOutput((*results[:3], *(tensor.clone() for tensor in results[3:])))
+
+    def logits(self, rows: Rows, attention: Tensor, context: tuple[Tensor, ...], chosen: Tensor) -> Tensor:
+        """See ``Runner``."""
+        count = self.padded(len(chosen))
+        which = torch.nn.functional.pad(chosen, (0, count - len(chosen)))
+        arrived = [tensor[which.to(tensor.device)] for tensor in (attention, *context)]
+        few = Rows(rows.ids[which], rows.positions[which])
+        return self._results(len(self._slices) - 1, few, arrived, None)[0][: len(chosen)]
+
+    def _results(
+        self, index: int, rows: Rows, arrived: Sequence[Tensor], on_query: Callable[[Tensor], None] | None
+    ) -> Sequence[Tensor]:
+        piece, count = self._slices[index], len(rows.ids)
+        placed = self._placed(rows)
+        prepared = placed.prepared.get(piece.prelude_key)
+        if prepared is None:
+            prepared = placed.prepared[piece.prelude_key] = piece.prepare(rows.positions)
+        if count > ROWS[-1] or not piece.capturable:
+            there = [tensor.to(self._kit.place) for tensor in arrived]
+            return piece(prepared, placed.ids, placed.positions, there, on_query)
+        self._take_in(piece, rows, placed, prepared)
+        inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
+        for fixed, tensor in zip(inputs, arrived, strict=True):
+            fixed.copy_(tensor)
+        key = index, count, on_query is not None
+        if key not in self._recorded:
+            self._recorded[key] = self._record(piece, count, inputs, cuts=on_query is not None)
+        return self._recorded[key].run(on_query)
+
+    def _placed(self, rows: Rows) -> _Placed:
+        if not isinstance(rows.placed, _Placed):
+            rows.placed = _Placed(rows.ids.to(self._kit.place), rows.positions.to(self._kit.place))
+        return rows.placed
+
+    def _take_in(self, piece: PlacedSlice, rows: Rows, placed: _Placed, prepared: tuple[Tensor, ...]) -> None:
+        """Put what the step's slices share into fixed memory, unless it is there."""
+        count = len(rows.ids)
+        for what, tensor in (("ids", placed.ids), ("positions", placed.positions)):
+            if self._held.get((what, 0)) is not rows:
+                self._at(what, count, tensor).copy_(tensor)
+                self._held[what, 0] = rows
+        key = piece.prelude_key, count
+        if key not in self._prepared:
+            self._prepared[key] = tuple(tensor.clone() for tensor in prepared)
+        elif self._held.get(key) is not rows:
+            for fixed, tensor in zip(self._prepared[key], prepared, strict=True):
+                fixed.copy_(tensor)
+        self._held[key] = rows
+
+    def _at(self, what: str, count: int, like: Tensor) -> Tensor:
+        """Fixed memory for ``count`` rows of this kind, as large for the most rows."""
+        shape = tuple(like.shape[1:]), like.dtype
+        key = what, len(shape[0]), shape
+        if key not in self._fixed:
+            self._fixed[key] = torch.zeros(ROWS[-1], *shape[0], dtype=shape[1], device=self._kit.place)
+        return self._fixed[key][:count]
+
+    def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], cuts: bool) -> "_Recorded":
+        """Record a slice for so many rows; what it reads is in fixed memory."""
+        ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
+        positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
+        prepared = self._prepared[piece.prelude_key, count]
+        fixed: list[Tensor] = []
+
+        def work(cut: Cut) -> None:
+            def on_query(q: Tensor) -> None:
+                self._at("out 0", count, q).copy_(q)
+                cut()
+
+            results = piece(prepared, ids, positions, inputs, on_query if cuts else None)
+            fixed[:] = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
+            for number, (target, tensor) in enumerate(zip(fixed, results, strict=True)):
+                if number or not cuts:
+                    target.copy_(tensor)
+
+        return _Recorded(self._kit.capture(work), fixed)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A slice that runs by replaying; ``results`` is where it leaves its results."""
+
+    parts: Sequence[Replay]
+    results: Sequence[Tensor]
+
+    def run(self, on_query: Callable[[Tensor], None] | None) -> Sequence[Tensor]:
+        first, *others = self.parts
+        first()
+        if on_query is not None:
+            on_query(self.results[0])
+        for part in others:
+            part()
+        return self.results

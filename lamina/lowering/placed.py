@@ -1,0 +1,99 @@
+"""Slices on a device of torch's, as graphs of its own operators: what a GPU runs.
+
+Nothing is packed or fused here: CUDA's libraries take weights as they are, and a captured graph costs nothing per
+operator on the host.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lamina.lowering.lowered import LoweredModel, LoweredPart, PositionTable, SliceGraphs
+
+_NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class PlacedSlice:
+    """A slice with its weights on a device. Computes what ``Slice.run`` computes.
+
+    Attributes:
+        last: it returns logits. uses_ids: it reads token ids.
+        capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
+        prelude_key: equal for slices that derive the same from positions.
+    """
+
+    def __init__(
+        self, part: LoweredPart, graphs: SliceGraphs, table: PositionTable | None, tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.last = part.last
+        self.prelude_key = (id(table), part.constants)
+        nodes = list(graphs.main.graph.nodes)
+        self.capturable = not any(map(_needs_host, nodes))
+        self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
+        self._main = graphs.main
+        self._table = table
+        self._weights = [tensors[name].contiguous() for name in part.weights]
+        self._constants = tuple(tensors[name] for name in part.constants)
+
+    def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """The values that depend on positions int64 [T], in host memory, alone."""
+        return self._constants if self._table is None else self._table.at(positions)
+
+    def __call__(
+        self,
+        prepared: tuple[Tensor, ...],
+        ids: Tensor,
+        positions: Tensor,
+        arrived: Sequence[Tensor],
+        on_query: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(q, k, v, *context), or (logits,), of T rows, everything on the device.
+
+        ``arrived``: attention, but for slice 0, then context. ``on_query``: called with q as soon as it is computed.
+        """
+        hook = () if self.last else (on_query,)
+        results: tuple[Tensor, ...] = tuple(self._main(*self._weights, *prepared, ids, positions, *arrived, *hook))
+        return results
+
+
+def place(model: LoweredModel, tensors: Mapping[str, Tensor], device: torch.device) -> list[PlacedSlice]:
+    """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device."""
+    graphs: dict[int, SliceGraphs] = {}
+    tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
+    named = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
+    placed = []
+    for part in model.parts:
+        number = id(part.graphs)
+        if number not in graphs:
+            prelude = part.graphs.prelude
+            moved = None if prelude is None else _on(prelude, device)
+            graphs[number] = SliceGraphs(_on(part.graphs.main, device), moved)
+        own = graphs[number].prelude
+        table = None
+        if own is not None:
+            constants = [named[name] for name in part.constants]
+            key = number, part.constants
+            table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
+        placed.append(PlacedSlice(part, graphs[number], table, named))
+    return placed
+
+
+def _on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy whose operators that make tensors make them on ``device``: they were captured on the CPU."""
+    moved = copy.deepcopy(module)
+    for node in moved.graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": device}
+    moved.recompile()
+    return moved
+
+
+def _needs_host(node: fx.Node) -> bool:
+    """True if an operator's result decides on the host what runs next, or how large it is."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace == "transformers" or any(tag in _NEEDS_HOST for tag in target.tags)

@@ -1,0 +1,181 @@
+"""The code for GPUs, emulated: families against Hugging Face, recordings, chunks, and what stays on the card."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lamina.compute.device.chunks import attend_chunks
+from lamina.compute.device.cuda import Cuda
+from lamina.compute.device.emulated import Emulated
+from lamina.compute.device.gpu import ROWS, Gpu, padded_rows
+from lamina.compute.device.select import make
+from lamina.compute.runner import Rows, pad
+from lamina.errors import ConfigError
+from lamina.kernels import reference
+from lamina.kernels.segments import SegmentTable
+from lamina.lowering import Target, lower
+from lamina.lowering.lowered import PositionTable
+from lamina.lowering.placed import place
+from lamina.splitter import SliceOutput, SplitModel, split
+from lamina.types import AttentionSpec
+from tests.random_models import NAMES, VOCABULARY, variant
+from tests.splitter import test_variants
+from tests.splitter.oracle import Runner
+from tests.sweep import sweep
+
+ORDINARY = ("gemma2", "gptj", "deepseek_v3", "qwen2_moe")
+
+
+class OnGpu(Runner):
+    """The reference runtime with slices on an emulated card, where another lane runs between any two of them."""
+
+    def __init__(self, model: SplitModel, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(model, weights)
+        self._runner = Gpu(Emulated()).runner(lower(model, Target.GPU), weights)
+
+    def run(
+        self, index: int, ids: Tensor, positions: Tensor, attention: Tensor | None, context: tuple[Tensor, ...]
+    ) -> SliceOutput:
+        """Compute one slice, padded as steps are."""
+        count, total = len(ids), padded_rows(len(ids))
+        rows = Rows(pad(ids, total), pad(positions, total))
+        context = tuple(padded(tensor, total) for tensor in context)
+        if attention is not None:
+            attention = padded(attention, total)
+            if index == len(self.model.slices) - 1:
+                return SliceOutput((self._runner.logits(rows, attention, context, torch.arange(count)).clone(),))
+        asked: list[Tensor] = []
+        on_query = (lambda q: asked.append(q.clone())) if count % 2 else None
+        out = self._runner.run(index, rows, attention, context, on_query)
+        results = tuple(tensor.clone() for tensor in out.results)
+        assert all(torch.equal(q, results[0]) for q in asked) and len(asked) == count % 2
+        other = Rows(torch.full((total,), 5), torch.arange(total))
+        noise = None if attention is None else torch.full_like(attention, 0.5)
+        self._runner.run(index, other, noise, tuple(torch.full_like(tensor, 0.5) for tensor in context), None)
+        for kept, tensor in zip(results[3:], out.context, strict=True):
+            assert torch.equal(kept, tensor)
+        return SliceOutput(tuple(tensor[:count] for tensor in results))
+
+
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+
+
+@pytest.mark.parametrize("name", sweep(NAMES, ORDINARY))
+def test_slices_on_an_emulated_gpu_compute_what_hugging_face_computes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_variants, "Runner", OnGpu)
+    test_variants.assert_same_logits(variant(name))
+
+
+@pytest.mark.parametrize("name", sweep(NAMES, ["llama4_text"]))
+def test_nothing_is_made_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices on tensors of a GPU without memory: an operator that mixed them with the host's would fail."""
+    monkeypatch.setattr(PositionTable, "at", PositionTable._compute)
+    model = split(variant(name))
+    lowered = lower(model, Target.GPU)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        card = torch.device("cuda", 0)
+        weights = {
+            key: torch.empty(weight.shape, dtype=weight.dtype, device=card) for key, weight in model.weights.items()
+        }
+        positions, ids = torch.arange(4), torch.zeros(4, dtype=torch.int64, device=card)
+        arrived: list[Tensor] = []
+        for index, piece in enumerate(place(lowered, weights, card)):
+            results = piece(piece.prepare(positions), ids, ids, arrived)
+            assert {tensor.device for tensor in results} == {card}
+            if not piece.last:
+                spec = lowered.attentions[index]
+                arrived = [results[0].new_empty(4, spec.query_heads, spec.v_dim), *results[3:]]
+        assert results[0].shape == (4, VOCABULARY)
+
+
+def test_a_recording_replays_what_the_device_did_on_the_same_memory() -> None:
+    memory, seen = torch.zeros(3), torch.zeros(3)
+    python: list[int] = []
+
+    def work(cut: Callable[[], None]) -> None:
+        python.append(len(python))
+        doubled = memory * 2 + python[-1]  # a number that the host chose stays as it was
+        cut()
+        seen.copy_(doubled)
+
+    first, second = Emulated().capture(work)
+    memory.fill_(5.0)
+    first()
+    assert seen.tolist() != [11.0] * 3
+    second()
+    assert seen.tolist() == [10.0 + python[-1]] * 3
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        Emulated().capture(lambda cut: memory.sum().item())  # type: ignore[arg-type, return-value]
+
+
+SPECS = [
+    AttentionSpec(0, 4, 2, 8, 8, 0.35),
+    AttentionSpec(0, 4, 4, 12, 6, 0.3, window=5, softcap=4.0),
+    AttentionSpec(0, 4, 1, 4, 8, 0.5, alibi_slopes=(0.5, 0.25, 0.1, 0.0)),
+    AttentionSpec(0, 2, 2, 8, 8, 0.5, chunk=6),
+    AttentionSpec(0, 4, 2, 16, 16, 0.2, window=40),
+]
+
+
+@settings(max_examples=30)
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50), st.integers(0, 3)), min_size=1, max_size=4),
+    spec=st.sampled_from(SPECS),
+    most_scores=st.sampled_from([64, 1 << 20]),
+    seed=st.integers(0, 9),
+)
+def test_chunks_attend_to_themselves(
+    chunks: list[tuple[int, int, int]], spec: AttentionSpec, most_scores: int, seed: int
+) -> None:
+    """Chunks of any rows, at any positions, with other rows between them; whole or in blocks."""
+    rng, firsts, row = np.random.default_rng(seed), [], 0
+    for count, _, gap in chunks:
+        firsts.append(row + gap)
+        row += gap + count
+    shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
+    q, k, v = (rng.standard_normal((row, *shape)).astype(np.float32) for shape in shapes)
+    rows = np.concatenate(
+        [np.arange(first, first + count) for first, (count, _, _) in zip(firsts, chunks, strict=True)]
+    )
+    bounds = np.cumsum([0, *(count for count, _, _ in chunks)]).astype(np.int32)
+    starts = np.array([start for _, start, _ in chunks], np.int32)
+    table = SegmentTable(bounds, starts, bounds, starts, rows.astype(np.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lamina.compute.device.chunks.MOST_SCORES", most_scores)
+        out, lse = attend_chunks(*map(torch.from_numpy, (q, k, v)), firsts, table, spec, Emulated().fused)
+    wanted_out, wanted_lse = reference.partial(q[rows], k, v, table, spec, 1)
+    np.testing.assert_allclose(out, wanted_out, atol=2e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-5)
+
+
+def test_flash_attention_has_the_results_that_chunks_need() -> None:
+    """Shapes and types of torch's operator for CUDA, without a card."""
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 9, 64, dtype=torch.bfloat16, device="cuda")
+        found = Cuda.fused(None, q, q, q, 0.125)  # type: ignore[arg-type]
+        assert found is not None
+        out, lse = found
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (1, 4, 9), torch.float32)
+        assert Cuda.fused(None, q.float(), q, q, 0.125) is None  # type: ignore[arg-type]
+
+
+def test_rows_are_padded_to_recorded_numbers() -> None:
+    sizes = {padded_rows(rows) for rows in range(1, 2100)}
+    assert all(rows <= padded_rows(rows) <= max(2 * rows, 64 + rows) for rows in range(1, 2100))
+    assert set(ROWS) <= sizes and len(sizes) < 50
+
+
+def test_an_unusable_device_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"cuda:7 cannot run slices: PyTorch .*, or use --compute cpu:1"):
+        make("cuda:7")
+    with pytest.raises(ConfigError, match="unknown device 'tpu'"):
+        make("tpu")

@@ -1,0 +1,131 @@
+"""Workers on three machines: they join, leave, are lost and are refused; every output is that of one machine."""
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lamina.engine.engine import Engine
+from lamina.errors import ConfigError
+from lamina.launch import launch
+from lamina.protocol import secret
+from lamina.protocol.choice import Transport
+from lamina.types import CompletionOutput
+from tests.random_models import served
+from tests.runtime.checkpoints import write_prepared
+from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, free_port, opened
+from tests.runtime.test_survival import (  # noqa: F401  # fixtures
+    REQUESTS,
+    Streams,
+    assert_same,
+    checkpoint,
+    config,
+    undisturbed,
+    wait_for_recoveries,
+    wait_until,
+)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with opened() as made:
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    secret.from_file(file)
+    return file
+
+
+def serving(engine: Engine) -> set[str]:
+    return {name for name, state in engine.stats().workers.items() if state == "serving"}
+
+
+def test_workers_of_other_machines_join_leave_and_are_lost(
+    hosts: Hosts,
+    key: Path,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    settings = config(
+        checkpoint, 1, 1, memory="cpu:1,remote:2", tls=True, secret_file=str(key), listen=f"{HERE}:{port}"
+    )
+    where = f"{HERE}:{port}"
+    first = [hosts.worker(address, where, "memory", key) for address in (NEAR, FAR)]  # before the engine listens
+    engine = launch(settings)
+    workers = psutil.Process().children(recursive=True)
+    try:
+        used = {pair: each.transport for pair, each in engine.cluster.links.items()}
+        assert used["compute0", "memory0"] is Transport.SHM and used["compute0", "memory1"] is Transport.TCP
+        assert used["memory1", "memory2"] is Transport.TCP
+        assert len({member.host for member in engine.topology.members}) == 3
+
+        streams = Streams(engine, REQUESTS)
+        compute = hosts.worker(NEAR, where, "compute", key)
+        memory = hosts.worker(FAR, where, "memory", key)
+        wait_until(lambda: {"compute1", "memory3"} <= serving(engine), "nobody joins")
+        streams.wait_for_tokens(streams.tokens + 60)
+        first[0].signal(signal.SIGTERM)  # leaves
+        assert first[0].end()[0] == 0
+        first[1].signal(signal.SIGKILL, worker=True)
+        wait_for_recoveries(engine, 1)
+        status, said = first[1].end()
+        assert (status, "failed: its process was ended by signal 9" in said) == (1, True), said
+        assert_same(streams.results(), undisturbed)
+        assert serving(engine) == {"compute0", "compute1", "memory0", "memory3"}
+
+        other = tmp_path / "other"
+        write_prepared(served("llama"), other)  # other random weights
+        refused = hosts.worker(FAR, where, "compute", key, mounts=((other, checkpoint),))
+        status, said = refused.end()
+        digests = {word.strip(".") for word in said.split() if len(word.strip(".")) == 16}
+        assert (status, "Copy the same files to all machines" in said, len(digests)) == (1, True, 2), said
+
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(60)
+        compute.signal(signal.SIGKILL)  # the supervisor; its worker ends with it
+        wait_for_recoveries(engine, 2)
+        assert_same(streams.results(), undisturbed)
+        wait_until(lambda: not any(each.used for each in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+    assert memory.end()[0] == 0
+    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_each_mistake_is_one_clear_error(hosts: Hosts, key: Path, checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    """And the start goes on: in the end, the right worker comes."""
+    port, stranger = free_port(), tmp_path / "stranger"
+    secret.from_file(stranger)
+    where = f"{HERE}:{port}"
+    settings = config(checkpoint, 1, 1, memory="remote:1", secret_file=str(key), listen=where)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(launch, settings)
+        version = "from lamina import version; version.__version__ = '9.9.9'"
+        mistakes = {
+            "has another cluster secret": hosts.worker(NEAR, where, "memory", stranger),
+            "it runs lamina 9.9.9, the engine 0.1.0": hosts.worker(NEAR, where, "memory", key, code=version),
+            "no engine can be reached at 10.79.9.9:1": hosts.worker(NEAR, "10.79.9.9:1", "memory", key),
+            "asks for 1 GPU; this machine has": hosts.worker(NEAR, where, "memory", key, "--kind", "a100"),
+        }
+        for said, started in mistakes.items():
+            status, output = started.end()
+            assert status == 2 and said in output and output.count("\n") == 1, output
+        right = hosts.worker(FAR, where, "memory", key)
+        engine = starting.result(60)
+    try:
+        with pytest.raises(ConfigError, match=f"port {port} of {HERE}, for workers of other machines, is in use"):
+            launch(settings)
+        assert serving(engine) == {"compute0", "memory0"}
+        assert len(Streams(engine, REQUESTS[:4]).results()) == 4
+    finally:
+        engine.close()
+    assert right.end()[0] == 0
