@@ -64,7 +64,7 @@ def measure(engine: Engine, chats: int, tokens: int) -> dict[str, float]:
     said, at_once = [], []
     for number in range(chats):
         prompt = words(tokens)
-        prompt += Answer(engine, prompt, "").drawn
+        Answer(engine, prompt, "")
         if number % 8 == 7:
             at_once.append(Answer(engine, [*prompt, *words(MESSAGE)], "").ttft_s)
         said.append(prompt)
