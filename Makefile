@@ -10,11 +10,17 @@ MAKEFLAGS += --jobs=2
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
 TORCH_INDEX ?=
 
-.PHONY: run test test-all test-gpu test-rdma soak check docs native stubs venv dev clean
+.PHONY: run run-ray test test-all test-gpu test-rdma soak check docs native stubs venv dev clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
 		"def fibonacci(n):" "class Stack:" "def read(self, size=-1):" "for key, value in"
+
+# The same on a Ray cluster of three nodes on this machine, one of which is removed while text is generated.
+run-ray: venv
+	$(BIN)/python tools/requirements.py ray > $(VENV)/.ray.txt
+	$(PIP) --quiet -r $(VENV)/.ray.txt
+	$(BIN)/python tools/run_ray.py
 
 # More tests at once than a small machine has cores: for half of their time they wait for processes that they have started.
 PYTEST = $(BIN)/pytest -rs -n 4 --dist loadfile

@@ -1,14 +1,19 @@
 """A request in the scheduler, with its completions."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.segments import by_worker, continued, forked
-from lamina.types import Admission, Request, Segment
+from lamina.steps import Admission
+from lamina.types import Request, Segment
 
 Ids: TypeAlias = "array[int]"  # token ids, of typecode "i": slices are compared as fast as memory is read
+
+
+Drawn: TypeAlias = Mapping[int, list[int]]
+"""The tokens that completions have drawn, by index, without those completions that have ended."""
 
 
 def ids_of(tokens: Iterable[int]) -> Ids:
@@ -25,7 +30,8 @@ class Completion:
         cached, goal: of the tokens that run before it draws, those in planned steps, and all of them. The prompt is
             the first completion's; the others begin behind it when they are forked.
         own: KV tokens reserved for it alone, besides the prompt; while it decodes, those when it began.
-        segments: where its KV is and will be, the prompt's included, by ascending token. Set at admission.
+        segments: where its KV is and will be, the prompt's included, by ascending token. Set at admission. Their
+            workers are places (``lamina.placement.map``), with all heads.
         drawn: how many of the generated tokens it had when it ended; its list may be another's to add to since.
         until: number of the last step of its lane that runs it; set when it stops decoding.
         retired: handed over for release. released: a plan has released its KV.
@@ -67,7 +73,7 @@ class Group:
         prompt_length: tokens of the prompt, which the completions share.
         own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
         tokens: most KV tokens of the request.
-        lane: -1 while it waits. heads: of its segments.
+        lane: -1 while it waits. heads: of its segments. expand: makes segments on memory workers of those on places.
         hit: tokens that it shares with a cached prefix since it was admitted, and so does not compute.
         unshared: tokens of the prompt for which slots are reserved for this request, not for those who share a prefix.
         cached_tokens: tokens of the prompt that were found in the prefix cache when the request was first admitted.
@@ -86,6 +92,7 @@ class Group:
     arrival: int = 0
     lane: int = -1
     heads: tuple[int, int] = (0, 0)
+    expand: Callable[[Iterable[Segment]], list[Segment]] = list
     until: int = 0
     forked: bool = False
     seats: int = 0
@@ -133,7 +140,7 @@ class Group:
 
     @property
     def home(self) -> str:
-        """The memory worker with its first tokens: those may be shared."""
+        """The place with its first tokens: those may be shared."""
         return self.completions[0].segments[0].worker
 
     def unshare(self) -> None:
@@ -174,7 +181,7 @@ class Group:
             first.sequence,
             len(indices),
             self.prompt_length,
-            first.segments,
+            self.expand(first.segments),
             params,
             self.request.seed,
             prompt,

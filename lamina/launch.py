@@ -3,20 +3,23 @@
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lamina.cluster import pool, sizing
-from lamina.cluster.bringup import ClusterPlan, bring_up, greet
+from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
 from lamina.cluster.devices import find_devices
-from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress
+from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress, Workers
+from lamina.cluster.launchers import placement
 from lamina.cluster.launchers.local import MODULES, LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
-from lamina.cluster.launchers.several import LocalAndRemote
-from lamina.cluster.pool import REMOTE, Assigned
+from lamina.cluster.launchers.several import Local, LocalAndRemote
+from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.pool import LOCAL, REMOTE, Assigned
+from lamina.cluster.takeover import Saved, take_over
 from lamina.config import EngineConfig, check_writable
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
@@ -27,8 +30,8 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
 from lamina.protocol.control import ANY, ControlServer
 from lamina.protocol.messages import LoadProgress
-from lamina.protocol.secret import configured
-from lamina.topology import Role
+from lamina.protocol.secret import Secret, configured
+from lamina.topology import Role, Topology
 from lamina.transport.listener import LOOPBACK
 
 REMOTE_TIMEOUT_S = 1800.0  # for people to start the workers of other machines
@@ -51,6 +54,25 @@ class Where:
     port: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """What outlives an engine: see ``serve.supervisor``.
+
+    Attributes:
+        supervisor_pid: the process that workers end with. secret: of the cluster. listener: descriptor of a socket for
+            the control plane. workers: belong to that process.
+        saved: by the engine before this one, whose workers are taken over; None: they are started.
+        save: called with what another engine would need, whenever that changes.
+    """
+
+    supervisor_pid: int
+    secret: bytes
+    listener: int
+    workers: SupervisedWorkers
+    saved: bytes | None
+    save: Callable[[bytes], None]
+
+
 def launch(
     config: EngineConfig,
     on_progress: OnProgress | None = None,
@@ -58,11 +80,13 @@ def launch(
     *,
     workers: LocalWorkers | None = None,
     host: str = LOOPBACK,
+    home: Home | None = None,
 ) -> Engine:
     """Start the workers of ``config``, wait for those of other machines, and return a running engine.
 
     ``on_trace`` receives the recorded spans of every worker when the engine closes; without it and ``config.trace``
     nothing is recorded. ``workers`` starts the processes; ``host`` is the address of this machine they connect to.
+    ``home``: the workers belong to another process, and may be there already.
 
     Raises:
         ConfigError, ModelError: invalid settings or model; raised before anything is started where possible.
@@ -71,10 +95,12 @@ def launch(
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
-    pools = _assigned(config)
-    where = _where(config) if config.listen is not None else Where(host)
+    memory = _memory_pool(config)
+    config = dataclasses.replace(config, memory=",".join(map(str, memory)))
+    pools = _assigned(config, memory)
+    where = _where(config, host)
     secret = configured(config.secret_file)
-    if where.port is not None and secret is None:
+    if config.listen is not None and secret is None:
         raise ConfigError(
             "listen lets workers of other machines in that have the cluster's secret: give secret_file, and copy that "
             "file to the other machines, or set LAMINA_SECRET"
@@ -84,13 +110,22 @@ def launch(
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
     sizing.check(config, model, len(pools["compute"]))
+    if home is not None and home.saved is not None:
+        control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace=bool(receivers))
+        return _engine(config, model, tokenizer, plan, control, home.workers, cluster, receivers, home)
+    names = [*pools["compute"], *pools["memory"]]
     control = ControlServer(
-        [*pools["compute"], *pools["memory"]], secret=secret, host=where.bind, advertised=where.address
+        names,
+        None if home is None else home.supervisor_pid,
+        secret=secret if home is None else Secret(home.secret),
+        host=where.bind,
+        advertised=where.address,
+        listener=None if home is None or where.port is not None else home.listener,
     )
     launcher: Launcher | None = None
     try:
-        local = workers or LocalWorkers()
-        launcher = local if where.port is None else _listening(local, where, control)
+        local = home.workers if home is not None else workers or LocalWorkers()
+        launcher = _launcher(config, pools, local, where, control)
         _start(config, pools, control, local, launcher)
         on_progress = on_progress or (lambda worker, progress: None)
         plan = _plan(config, model, tokenizer, pools, control, launcher, on_progress, trace=bool(receivers))
@@ -100,18 +135,78 @@ def launch(
             launcher.kill(f"the cluster does not start: {error}")
         control.close()
         raise
+    return _engine(config, model, tokenizer, plan, control, launcher, cluster, receivers, home)
+
+
+def _engine(
+    config: EngineConfig,
+    model: ModelDirectory,
+    tokenizer: Tokenizer,
+    plan: ClusterPlan,
+    control: ControlServer,
+    workers: Workers,
+    cluster: Cluster,
+    on_trace: Sequence[OnTrace],
+    home: Home | None,
+) -> Engine:
+    """The engine of a running cluster."""
     limits = plan.limits
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
         limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, sum(cluster.capacities.values())))
-    return Engine(config, model, tokenizer, limits, control, launcher, cluster, receivers)
+
+    def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
+        if home is not None and cluster.fabric is not None:
+            home.save(msgspec.msgpack.encode(Saved.of(cluster.fabric, topology, wanted)))
+
+    return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
 
 
-def _assigned(config: EngineConfig) -> Pools:
+def _take_over(
+    config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
+) -> tuple[ControlServer, ClusterPlan, Cluster]:
+    """Go on with the workers of an earlier engine. Raises TransportError."""
+    saved = msgspec.msgpack.decode(state, type=Saved)
+    members = saved.topology.members
+    kinds: dict[Role, dict[str, str]] = {"compute": {}, "memory": {}}
+    for member in members:
+        kinds[member.role][member.name] = member.kind
+    eos = [*tokenizer.eos_token_ids]
+    plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
+    names = [member.name for member in members]
+    control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
+    try:
+        return control, plan, take_over(control, home.workers, plan, saved)
+    except BaseException:
+        control.close()
+        raise
+
+
+def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
+    """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    if config.ray is not None:
+        return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
+    given = {"memory_cores": config.memory_cores is not None, "kv_overcommit": config.kv_overcommit > 1}
+    apart = any(given.values()) or config.partition == "head"
+    memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
+    name = next((name for name in given if given[name]), None)
+    if name is not None and [entry.kind for entry in memory] == [LOCAL]:
+        raise ConfigError(f"{name} is for memory workers, and memory local starts none; leave one of them out")
+    return memory
+
+
+def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
     """The workers of both pools, by name, with their devices. Those of other machines come last."""
+    if config.ray is not None:
+        return {
+            role: {f"{role}{index}": Assigned(kind, placement.device(kind)) for index, kind in enumerate(kinds)}
+            for role, kinds in _ray_kinds(config).items()
+        }
     entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
         "compute": pool.parse(config.compute),
-        "memory": pool.parse(config.memory),
+        "memory": memory,
     }
+    if config.listen is None and any(entry.kind == REMOTE for each in entries.values() for entry in each):
+        raise ConfigError("remote workers come from other machines: give listen, the address that they come to")
     here = {role: tuple(entry for entry in each if entry.kind != REMOTE) for role, each in entries.items()}
     assigned = pool.assign_pools(here, find_devices())
     pools: dict[Role, dict[str, Assigned]] = {}
@@ -122,9 +217,58 @@ def _assigned(config: EngineConfig) -> Pools:
     return pools
 
 
-def _where(config: EngineConfig) -> Where:
-    """Where workers of other machines come to. Raises ConfigError."""
-    name, _, port = (config.listen or "").rpartition(":")
+def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
+    """The kind of each worker on a Ray cluster. Raises ConfigError."""
+    known = _known_to_ray(config)
+    texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory or pool.CPU}
+    return {
+        role: [entry.kind for entry in pool.parse(text, known) for _ in range(entry.count)]
+        for role, text in texts.items()
+    }
+
+
+def _known_to_ray(config: EngineConfig) -> list[str]:
+    return [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
+
+
+def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:
+    """What each worker takes from the Ray cluster. Raises ConfigError for kinds that do not exist."""
+    own = placement.own_kinds(config.kind)
+    return {
+        f"{role}{index}": placement.bundle(kind, own, config.threads)
+        for role, kinds in _ray_kinds(config).items()
+        for index, kind in enumerate(kinds)
+    }
+
+
+def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
+    """Join the Ray cluster. Returns this machine's address there, and a node for each worker.
+
+    Raises ConfigError if there is no cluster, or if it has too little room: names the resource that is missing.
+    """
+    try:
+        from lamina.cluster.launchers import ray_workers
+    except ImportError as error:
+        raise ConfigError(f"ray cannot be used: {error}. Run pip install 'lamina[ray]'") from error
+    bundles = ray_bundles(config)
+    own = ray_workers.connect(config.ray or "auto")
+    try:
+        return own, ray_workers.dry_run(bundles)
+    except ConfigError:
+        ray_workers.leave()
+        raise
+
+
+def _where(config: EngineConfig, host: str) -> Where:
+    """Addresses of this machine. Raises ConfigError."""
+    if config.ray is not None:
+        if config.listen is not None:
+            raise ConfigError("ray places all workers: leave out listen, or ray")
+        own, _ = join_ray(config)
+        return Where(own, config.advertise or own, 0)
+    if config.listen is None:
+        return Where(host)
+    name, _, port = config.listen.rpartition(":")
     if not name or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"listen is {config.listen!r}; give HOST:PORT, such as 10.0.0.1:7070")
     try:
@@ -136,13 +280,27 @@ def _where(config: EngineConfig) -> Where:
     return Where(bind, address, int(port))
 
 
-def _listening(local: LocalWorkers, where: Where, control: ControlServer) -> LocalAndRemote:
-    """``local``, and workers of other machines."""
-    return LocalAndRemote(local, RemoteWorkers(where.bind, where.port or 0, control.secret, control.keys))
+def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, control: ControlServer) -> Launcher:
+    """What starts the workers: this machine, other machines too, or Ray."""
+    if where.port is None:
+        return local
+    remote = RemoteWorkers(where.bind, where.port, control.secret, control.keys)
+    if config.ray is None:
+        return LocalAndRemote(local, remote)
+    from lamina.cluster.launchers.ray_workers import RayWorkers
+
+    kinds = {role: [one.kind for one in each.values()] for role, each in pools.items()}
+    engine = where.address or where.bind, remote.port
+    return RayWorkers(remote, engine, control.keys[0], kinds, placement.own_kinds(config.kind), config.threads)
 
 
-def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: LocalWorkers, launcher: Launcher) -> None:
-    """Start all workers, those of this machine on the cores that are configured."""
+def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Local, launcher: Launcher) -> None:
+    """Start all workers: those of this machine on the cores that are configured."""
+    if config.ray is not None:
+        for role, each in pools.items():
+            for name, one in each.items():
+                launcher.start(name, role, one.kind, control.bootstraps[name])
+        return
     available = frozenset(os.sched_getaffinity(0))
     here = {role: [name for name, one in each.items() if one.kind != REMOTE] for role, each in pools.items()}
     texts: dict[Role, str | None] = {"compute": config.compute_cores, "memory": config.memory_cores}
@@ -180,6 +338,7 @@ def _plan(
     kinds: dict[Role, dict[str, str]] = {
         role: {name: one.kind for name, one in each.items()} for role, each in pools.items()
     }
-    is_open = config.listen is not None
+    is_open = config.listen is not None or config.ray is not None
     eos = [*tokenizer.eos_token_ids]
-    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace)
+    local = LOCAL in (config.memory or "").split(",")
+    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)

@@ -24,8 +24,8 @@ class Meaning:
 
     help: str
     unit: str = ""
-    ge: int | None = None
-    le: int | None = None
+    ge: float | None = None
+    le: float | None = None
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,21 @@ FIRST = Epoch(0, 1)
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker: its name, which is never used again, the kind of its device, its host and its token slots (memory)."""
+    """A worker: its name, which is never used again, its role, the kind of its device, its host and its token slots.
+
+    A compute worker with token slots has both roles: its spare memory is a member of the memory pool.
+    """
 
     name: str
     role: Role
     kind: str
     host: str
     capacity: int = 0
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """What it does: its role, and memory if it has token slots."""
+        return frozenset((self.role, "memory")) if self.capacity else frozenset((self.role,))
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -62,12 +70,27 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def capacities(self) -> dict[str, int]:
-        """Token slots by memory worker."""
-        return {member.name: member.capacity for member in self.members if member.role == "memory"}
+        """Token slots by worker that holds KV."""
+        return {member.name: member.capacity for member in self.members if "memory" in member.roles}
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """The memory workers, without the compute workers that hold KV too."""
+        return tuple(member.name for member in self.members if member.role == "memory")
+
+    @property
+    def local(self) -> frozenset[str]:
+        """The compute workers that hold KV."""
+        return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
+
+    @property
+    def sizes(self) -> dict[Role, int]:
+        """How many workers each pool has."""
+        return {"compute": len(self.computes), "memory": len(self.memories)}
 
     def lacks(self, lost: Collection[str]) -> Role | None:
         """The role that has no member once these are lost; None if both have."""
-        left = {member.role for member in self.members if member.name not in lost}
+        left = {role for member in self.members if member.name not in lost for role in member.roles}
         return next((role for role in ("compute", "memory") if role not in left), None)
 
     @property

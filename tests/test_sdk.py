@@ -248,7 +248,7 @@ def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None
 
 def test_closing_ends_the_workers_and_may_be_repeated() -> None:
     before = set(psutil.Process().children())
-    runtime = Lamina(**SMALL)
+    runtime = Lamina(**{**SMALL, "memory": "cpu:1"})
     workers = set(psutil.Process().children()) - before
     assert len(workers) == 2
     stream = runtime.stream(PROMPTS[0], ENDLESS)
@@ -268,18 +268,18 @@ def test_a_killed_worker_ends_requests_with_its_name() -> None:
         stream = runtime.stream(PROMPTS[0], ENDLESS)
         next(stream)
         workers = {child.pid: " ".join(child.cmdline()) for child in psutil.Process().children()}
-        os.kill(next(pid for pid, line in sorted(workers.items())[-2:] if "memory" in line), signal.SIGKILL)
+        os.kill(next(pid for pid, line in sorted(workers.items())[-2:] if "compute" in line), signal.SIGKILL)
         final = list(stream)[-1]
         assert final.outputs[0].finish_reason is FinishReason.ERROR
-        assert "memory0" in (final.error or "")
-        with pytest.raises(EngineDeadError, match="memory0"):
+        assert "compute0" in (final.error or "")
+        with pytest.raises(EngineDeadError, match="compute0"):
             runtime.generate("x", GREEDY)
 
 
 SCRIPT = """
 import psutil, sys
 from lamina import Lamina, SamplingParams
-runtime = Lamina(dtype="float32", threads=1, kv_cache_memory_bytes=2**25)
+runtime = Lamina(memory="cpu:1", dtype="float32", threads=1, kv_cache_memory_bytes=2**25)
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 runtime.generate("x", SamplingParams(max_tokens=2))
 {end}

@@ -123,6 +123,8 @@ def test_every_setting_says_what_it_is(setting: Any) -> None:
         ({"mini_batches": 16}, "mini_batches is 16; give a whole number from 1 to 15"),
         ({"load_format": "Dummy"}, "give auto or dummy"),
         ({"dtype": "int3"}, "dtype is 'int3'; give auto, float32, bfloat16 or float16"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; give a number from 0.1 to 1.0"),
+        ({"gpu_memory_utilization": "half"}, "gpu_memory_utilization is 'half'; give a number"),
         ({"kv_cache_memory_bytes": 2e9}, "kv_cache_memory_bytes is 2000000000.0; give a whole number"),
         ({"threads": True}, "threads is True; give a whole number"),
         ({"lanes": "auto"}, "lanes is 'auto'; give a whole number"),

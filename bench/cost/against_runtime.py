@@ -4,10 +4,11 @@
     python -m bench.cost.against_runtime machine.toml [--load 0.8] [--lanes 1] [--rounds 3] [--json FILE]
 
 Requests with prompts of 16 to 384 tokens and outputs of 16 to 96 arrive at random on one compute worker and two memory
-workers, each pool on its half of the cores. The memory workers hold so little KV that requests are preempted now and
-then. The simulator has the profile of this machine and the same slots, lanes and limits; nothing is fitted to what is
-measured here. The profile is of one memory worker with that half of the cores; each of two is simulated at half of its
-speed. ``--load`` is the share of the throughput that the simulator reaches when all requests arrive at once.
+workers, each pool on its half of the cores. Half of the prompts begin as some others do, and find that in the prefix
+cache, if it is still there. The memory workers hold so little KV that requests are preempted now and then. The
+simulator has the profile of this machine and the same slots, lanes and limits; nothing is fitted to what is measured
+here. The profile is of one memory worker with that half of the cores; each of two is simulated at half of its speed.
+``--load`` is the share of the throughput that the simulator reaches when all requests arrive at once.
 
 Target: a median error of 10%. Other processes make the runtime slower than the simulator says; they are counted, while
 the profile was measured and now, and printed.
@@ -33,6 +34,7 @@ from lamina.launch import launch
 from lamina.plan import hardware, models
 from lamina.plan.cost import MEMORY_SHARE_USABLE
 from lamina.plan.models import ModelShape
+from lamina.plan.reuse import Content
 from lamina.plan.store import ProfileStore
 from lamina.profiling import profile
 from lamina.profiling.disturbance import Watch
@@ -41,6 +43,9 @@ from lamina.types import SamplingParams
 
 MEMORY_WORKERS = 2
 PROMPTS, OUTPUTS = (16, 384), (16, 96)
+FAMILIES, SHARED = 4, 64
+"""Prompts that begin alike: in how many ways, and for how many tokens."""
+
 ROWS = 256
 """Of a step: longer prompts are divided into chunks."""
 
@@ -63,6 +68,7 @@ class Figures:
     tbt_p99_s: float
     preempted: int
     steps: int
+    prefix_tokens: int
 
 
 def lengths(requests: int) -> tuple[list[int], list[int]]:
@@ -77,8 +83,25 @@ def lengths(requests: int) -> tuple[list[int], list[int]]:
 def arrivals(requests: int, rate: float) -> Arrivals:
     """Requests in a Poisson process of ``rate`` per second; infinite: all at once."""
     prompts, outputs = lengths(requests)
-    gaps = np.random.default_rng(1).exponential(1 / rate, size=requests)
-    return Arrivals(np.cumsum(gaps) - gaps[0], np.array(prompts, np.int64), np.array(outputs, np.int64))
+    random = np.random.default_rng(1)
+    gaps = random.exponential(1 / rate, size=requests)
+    families = random.integers(2 * FAMILIES, size=requests).tolist()  # half of them are no family's
+    contents: list[Content] = []
+    for index, (prompt, family) in enumerate(zip(prompts, families, strict=True)):
+        alike = min(SHARED, prompt - 1) if family < FAMILIES else 0
+        runs = ((family, alike), (FAMILIES + index, prompt - alike))
+        contents.append(tuple(run for run in runs if run[1]))
+    arrived = np.cumsum(gaps) - gaps[0]
+    answers = [None] * requests
+    return Arrivals(
+        arrived, np.array(prompts, np.int64), np.array(outputs, np.int64), contents=contents, answers=answers
+    )
+
+
+def token_ids(content: Content) -> list[int]:
+    """A prompt that says this: equal runs at the same place are the same tokens."""
+    names = [name for name, tokens in content for _ in range(tokens)]
+    return [7 + (37 * name + place) % 900 for place, name in enumerate(names)]
 
 
 def slots(offered: Arrivals) -> int:
@@ -108,11 +131,21 @@ def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, l
 def of_simulation(result: Result) -> Figures:
     """The figures of a simulation."""
     ttft, tbt = result.ttft_s, result.tbt_s
-    return Figures(result.tokens_s, ttft.p50, ttft.p90, tbt.p50, tbt.p90, tbt.p99, result.preempted, result.steps)
+    return Figures(
+        result.tokens_s,
+        ttft.p50,
+        ttft.p90,
+        tbt.p50,
+        tbt.p90,
+        tbt.p99,
+        result.preempted,
+        result.steps,
+        result.prefix_hit,
+    )
 
 
-def measured(engine: Engine, offered: Arrivals) -> Figures:
-    """The same requests on the runtime, each submitted when it arrives."""
+def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
+    """The same requests on the runtime, each submitted when it arrives. ``salt``: runs find nothing of each other."""
     drawn: list[list[float]] = [[] for _ in range(len(offered))]
     left, ended, before = set(range(len(offered))), threading.Event(), engine.stats()
 
@@ -125,11 +158,11 @@ def measured(engine: Engine, offered: Arrivals) -> Figures:
                 ended.set()
 
     begun = time.perf_counter()
-    wanted = zip(offered.arrival_s.tolist(), offered.prompt.tolist(), offered.output.tolist(), strict=True)
-    for index, (arrival_s, prompt, output) in enumerate(wanted):
+    wanted = zip(offered.arrival_s.tolist(), offered.contents, offered.output.tolist(), strict=True)
+    for index, (arrival_s, content, output) in enumerate(wanted):
         time.sleep(max(0.0, begun + arrival_s - time.perf_counter()))
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        engine.submit(str(index), [7 + (index + place) % 900 for place in range(prompt)], params, on_update)
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, cache_salt=salt)
+        engine.submit(str(index), token_ids(content), params, on_update)
     if not ended.wait(TIMEOUT_S):
         raise SystemExit(f"error: {len(left)} requests have not ended within {TIMEOUT_S:.0f} s; {engine.stats()}")
     after = engine.stats()
@@ -148,6 +181,7 @@ def measured(engine: Engine, offered: Arrivals) -> Figures:
         tbt_p99,
         after.preempted - before.preempted,
         after.steps - before.steps,
+        after.prefix_hits - before.prefix_hits,
     )
 
 
@@ -167,8 +201,8 @@ def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds:
     )
     engine = launch(config)
     try:
-        measured(engine, arrivals(8, 20.0))
-        runs = [measured(engine, offered) for _ in range(rounds)]
+        measured(engine, arrivals(8, 20.0), "warm-up")
+        runs = [measured(engine, offered, f"round {number}") for number in range(rounds)]
     finally:
         engine.close()
     return Figures(*(statistics.median(values) for values in zip(*map(dataclasses.astuple, runs), strict=True)))

@@ -22,8 +22,8 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         [(row["figure"], row["published"], row["needs"]) for row in published["missing"]],
     )
     section.text(
-        "Nothing of ours stands beside these: the simulator keeps a sequence on one memory worker, has a fixed set of "
-        "workers, and computes a prompt on one replica."
+        "Nothing of ours stands beside these: the simulator's workers are a fixed set and hold either weights or KV, "
+        "and it computes a prompt on one replica."
     )
     return section
 

@@ -2,6 +2,8 @@
 
     python -m bench.cost.traces reasoning --out reasoning.jsonl [--requests 1000] [--rate 1]
     python -m bench.cost.traces bursts --out bursts.jsonl
+    python -m bench.cost.traces documents --out documents.jsonl
+    python -m bench.cost.traces agents --out agents.jsonl
 
 reasoning  short questions, long answers: DeepSeek-R1-Distill-Llama-70B on AIME, 360 answers with at most 32,768 tokens.
            Published are mean lengths if answers are cut off at some budgets (github.com/droodman/inference-cost,
@@ -9,23 +11,41 @@ reasoning  short questions, long answers: DeepSeek-R1-Distill-Llama-70B on AIME,
            to fall linearly between budgets.
 bursts     reasoning, and besides, in half a minute of every ten, as many questions with contexts of 65,536 tokens.
 
-Long documents: Mooncake's own conversations (mean prompt 12,035 tokens, output 343). Agents with shared prefixes are
-left out: without a prefix cache they are long prompts like any other.
+documents  questions about long documents, each document sent again with each question: lengths from 2,700 to 210,500
+           tokens, the range of L-Eval (LoongServe, section 7.1), here log-uniform; four questions a document (L-Eval:
+           508 documents, over 2,000 questions), THINK_S apart on average. Answers are as long as Mooncake's
+           conversations have them on average, 343 tokens, at random.
+agents     prompts of 7,590 and outputs of 182 tokens on average, half of the prompts found in a cache (Mooncake,
+           arXiv 2407.00079, section 4.2): half of each is the tools of one of TOOLS agents. Lengths are at random.
+
+Mooncake's own traces, whose ``hash_ids`` say what prompts have in common, are read as they are.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lamina.plan.gemm import Floats
+from lamina.plan.reuse import Content
 from lamina.plan.workload import TracedRequest
 
 PROMPT = 178
 BUDGETS = (0, 2048, 4096, 8192, 16384, 32768)
 CUT_MEANS = (0.0, 2046.8, 3959.1, 6936.4, 11233.0, 17061.9)
 """Mean output tokens of DeepSeek-R1-Distill-Llama-70B if it is stopped at each budget."""
+
+SHORTEST, LONGEST, QUESTIONS, QUESTION, ANSWER = 2_700, 210_500, 4, 100, 343
+"""Of documents: tokens, questions about each, and tokens of a question and of an answer."""
+
+THINK_S = 60.0
+"""Mean time between two questions of one user; assumed."""
+
+AGENT_PROMPT, AGENT_OUTPUT, TOOLS = 7_590, 182, 20
+"""Mean tokens of an agent's prompt and output; number of agents, each with tools of its own (assumed)."""
 
 PERIOD_S, BURST_S, BURST_CONTEXT = 600.0, 30.0, 65_536
 
@@ -64,7 +84,46 @@ def bursts(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
     return sorted([*short, *long], key=lambda one: one.arrival_s)
 
 
-TRACES = {"reasoning": reasoning, "bursts": bursts}
+def documents(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
+    """Conversations about documents, ``rate`` questions a second; ids below ``count`` are documents."""
+    random = np.random.default_rng(seed)
+    ids, made = itertools.count(count), []
+    begun = np.cumsum(random.exponential(QUESTIONS / rate, -(-count // QUESTIONS)))
+    for document, start_s in enumerate(begun.tolist()):
+        length = round(float(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
+        content: Content = ((document, length),)
+        at = start_s
+        for _ in range(QUESTIONS):
+            content = (*content, (next(ids), QUESTION))
+            output, answer = 1 + int(random.exponential(ANSWER)), next(ids)
+            made.append(TracedRequest(at, sum(tokens for _, tokens in content), output, content, answer))
+            content = (*content, (answer, output))
+            at += float(random.exponential(THINK_S))
+    return sorted(made, key=lambda one: one.arrival_s)[:count]
+
+
+def agents(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
+    """Calls of agents, each prompt behind the tools of its agent; ids below ``TOOLS`` are agents."""
+    random = np.random.default_rng(seed)
+    times = np.cumsum(random.exponential(1 / rate, count))
+    own, outputs = (1 + random.exponential(mean, count).astype(int) for mean in (AGENT_PROMPT / 2, AGENT_OUTPUT))
+    tools = round(AGENT_PROMPT / 2)
+    return [
+        TracedRequest(float(at), tools + int(mine), int(output), ((int(agent), tools), (TOOLS + index, int(mine))))
+        for index, (at, mine, output, agent) in enumerate(
+            zip(times, own, outputs, random.integers(TOOLS, size=count), strict=True)
+        )
+    ]
+
+
+TRACES = {"reasoning": reasoning, "bursts": bursts, "documents": documents, "agents": agents}
+
+
+def row(one: TracedRequest) -> dict[str, Any]:
+    """A request as a line of the file."""
+    lengths = {"timestamp": round(1e3 * one.arrival_s), "input_length": one.prompt, "output_length": one.output}
+    content = {"content": one.content} if one.content else {}
+    return lengths | content | ({"answer": one.answer} if one.answer is not None else {})
 
 
 def main() -> None:
@@ -76,11 +135,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0)
     args = parser.parse_args()
     made = TRACES[args.trace](args.requests, args.rate)
-    rows = (
-        {"timestamp": round(1e3 * one.arrival_s), "input_length": one.prompt, "output_length": one.output}
-        for one in made
-    )
-    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args.out.write_text("".join(json.dumps(row(one)) + "\n" for one in made))
     print(f"{args.out}: {len(made)} requests")
 
 

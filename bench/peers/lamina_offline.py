@@ -1,4 +1,4 @@
-"""Lamina: one compute and one memory worker on the same cores. See ``offline.py``."""
+"""Lamina with its default pools: a compute worker on all cores that keeps KV itself. See ``offline.py``."""
 
 import importlib.metadata
 from collections.abc import Iterator

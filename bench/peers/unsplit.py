@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
-from lamina.compute.exchange import Floats
-from lamina.compute.runner import Rows, SliceRunner, pad, padded
+from lamina.compute.device.base import Floats
+from lamina.compute.rows import Rows, pad
+from lamina.compute.runner import SliceRunner, padded
 from lamina.kernels.attention import append, partial
 from lamina.kernels.memory import allocate
 from lamina.kernels.merge import merge

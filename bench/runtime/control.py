@@ -38,7 +38,8 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.control import HEARTBEAT, Bootstrap, ControlServer
 from lamina.protocol.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
 from lamina.schedule.limits import Limits
-from lamina.types import AttentionSpec, DType, SamplingParams, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import AttentionSpec, DType, SamplingParams
 
 PROMPT = list(range(5, 21))
 TOKENS = 100, 300

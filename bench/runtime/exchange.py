@@ -3,29 +3,34 @@
     python -m bench.runtime.exchange [--layers 80] [--rounds 5]
 
 The exchange, its messages, credits and waits are real; what moves bytes is not: the transport writes headers alone, and
-the device is one whose kernels and copies do nothing. What is left is the time for which the host holds up a GPU.
+the GPU is one whose kernels and copies do nothing. What is left is the time for which the host holds it up. On the CPU,
+rows are gathered and partials merged by the host: those times hold the bytes.
 Shapes are those of Llama-3-70B in bfloat16. Memory workers answer between the measured sections.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lamina.compute.device.gpu import GpuCarrier
+from lamina.compute.device.kit import Cut, Replay
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
+from lamina.compute.runner import NativeRunner
 from lamina.protocol.channel import Channel, Hub
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.leases import ArenaPlan, Lease, Leases, messages
 from lamina.splitter import SliceOutput
+from lamina.steps import DecodeRows, StepPlan
 from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
 from lamina.transport.shm import ShmEndpoint
-from lamina.types import AttentionSpec, DecodeRows, DType, Overlap, Segment, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, Segment
 
 SPEC = AttentionSpec(0, 64, 8, 128, 128, 128**-0.5)
 CONTEXT = 1000
@@ -71,7 +76,8 @@ class Station:
 class Case:
     """A step that decodes ``rows`` rows whose sequences are spread over ``workers`` memory workers."""
 
-    def __init__(self, rows: int, workers: int) -> None:
+    def __init__(self, rows: int, workers: int, carrier: NativeRunner | GpuCarrier) -> None:
+        self.carrier = carrier
         sizes = messages([SPEC], DType.BFLOAT16, rows, 0)
         names = [f"memory{number}" for number in range(workers)]
         self.compute = Station("compute0", sizes.compute_arena(1, workers))
@@ -94,7 +100,7 @@ class Case:
             row: [Segment(row, names[row % workers], (0, SPEC.kv_heads), (0, None))] for row in range(rows)
         }
         heads = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
-        self.output = SliceOutput(tuple(torch.zeros(rows, *shape, dtype=torch.bfloat16) for shape in heads))
+        self.output = SliceOutput(tuple(made(carrier, f"out {place}", rows, s) for place, s in enumerate(heads)))
         self.turn = 0
 
     def close(self) -> None:
@@ -102,27 +108,57 @@ class Case:
         for station in (self.compute, *self.memories):
             station.endpoint.close()
 
-    def step(self, layers: int) -> float:
-        """Seconds of host time per attention of one step, without those that memory workers take."""
+    def step(self, layers: int) -> list[float]:
+        """Seconds of host time of each attention of one step, without those that memory workers take."""
         rows = list(range(self.rows))
         plan = StepPlan(0, 0, self.turn, [], [], [], [], DecodeRows(rows, [CONTEXT] * self.rows, []))
         self.turn += layers
-        exchange = StepExchange(plan, self.segments, self.mail, DType.BFLOAT16, Overlap(), 1, self.rows)
-        busy_s = 0.0
+        exchange = StepExchange(plan, self.segments, self.mail, Overlap(), self.carrier, self.rows)
+        times: list[float] = []
         for layer in range(layers):
-            begun = time.thread_time()
+            begun = time.perf_counter()
             exchange.send(layer, SPEC, self.output)
             self.mail.expect(0, exchange.peers)
-            busy_s += time.thread_time() - begun
+            sending_s = time.perf_counter() - begun
             for memory in self.memories:
                 _answer(memory)
-            begun = time.thread_time()
+            begun = time.perf_counter()
             while missing := self.mail.missing[0]:
                 self.mail.wait(self.compute.endpoint.wait, missing, WAIT_S)
             exchange.gather(SPEC, None, None)
             self.mail.flush()
-            busy_s += time.thread_time() - begun
-        return busy_s / layers
+            times.append(sending_s + time.perf_counter() - begun)
+        return times
+
+
+class Idle:
+    """A ``Kit`` whose kernels and copies do nothing."""
+
+    place = torch.device("cpu")
+
+    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+        """See ``Kit``."""
+        return [lambda: None]
+
+    def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        """See ``Kit``."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``Kit``."""
+        return torch.empty(shape, dtype=dtype)
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Kit``."""
+
+    def wait(self) -> None:
+        """See ``Kit``."""
+
+
+def made(carrier: NativeRunner | GpuCarrier, what: str, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Where a slice leaves its result."""
+    if isinstance(carrier, GpuCarrier):
+        return carrier.lines.at(what, rows, shape, torch.bfloat16)
+    return torch.zeros(rows, *shape, dtype=torch.bfloat16)
 
 
 def _fetch_nothing(peer: str, fetch: Fetch) -> None:
@@ -149,16 +185,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     table = Table(title="Microseconds of host time per attention")
-    for name in ("rows", "memory workers", "us"):
+    for name in ("rows", "memory workers", "GPU", "CPU", "CPU / GPU"):
         table.add_column(name, justify="right")
     for rows, workers in CASES:
-        case = Case(rows, workers)
+        gpu = Case(rows, workers, GpuCarrier(Idle(), DType.BFLOAT16))
+        cpu = Case(rows, workers, NativeRunner(DType.BFLOAT16))
+        times: dict[Case, list[float]] = {gpu: [], cpu: []}
         try:
-            case.step(4)
-            us = statistics.median(case.step(args.layers) for _ in range(args.rounds)) * 1e6
+            for case in times:
+                case.step(4)
+            for _ in range(args.rounds):
+                for case, seconds in times.items():
+                    seconds.extend(case.step(args.layers))
         finally:
-            case.close()
-        table.add_row(str(rows), str(workers), f"{us:.0f}")
+            for case in times:
+                case.close()
+        us = [statistics.median(each) * 1e6 for each in times.values()]
+        table.add_row(str(rows), str(workers), *(f"{each:.0f}" for each in us), f"{us[1] / us[0]:.1f}")
     Console().print(table)
 
 

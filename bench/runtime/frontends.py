@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import psutil
@@ -41,7 +41,8 @@ from bench.runtime.control import scripted
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find
-from lamina.protocol.frontends import FrontendBootstrap, Hello, Submit, packed
+from lamina.protocol.frontends import FrontendBootstrap, Hello, Resume, Submit, packed
+from lamina.protocol.supervision import Serving
 from lamina.serve.processes import FrontendProcesses
 from lamina.serve.server import bind, serve
 from lamina.types import NOBODY, SamplingParams
@@ -162,11 +163,47 @@ def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: flo
         port = listener.getsockname()[1]
         driver = threading.Thread(target=drive, args=(engine, port, streams, slow, seconds, found))
         if frontends:
-            processes.serve(engine, driver.start)
+            with InThisProcess(engine, processes.folder) as owner:
+                processes.serve(owner, driver.start)
         else:
             serve(engine, listener, driver.start)
         driver.join()
     return found[0]
+
+
+class InThisProcess:
+    """An engine that ends with this process, as frontends see it: see ``lamina.serve.processes.Owner``."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.lost_frontends: dict[str, str] = {}
+        self.gave_up = False
+        self._engine = engine
+        self._room = Frontends(engine, folder, os.getpid(), on_lost=self.lost_frontends.__setitem__)
+        self.serving: Serving | None = Serving(self._room.bootstrap, "")
+
+    @property
+    def dead(self) -> str | None:
+        """See ``Engine``."""
+        return self._engine.dead
+
+    @property
+    def beats(self) -> int:
+        """It always beats."""
+        return time.monotonic_ns()
+
+    def leave(self, frontend: str) -> None:
+        """See ``Frontends``."""
+        self._room.leave(frontend)
+
+    def kill_engine(self) -> None:
+        """Not while this process runs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._room.close()
 
 
 def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
@@ -179,7 +216,9 @@ def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
     while not answers.poll(20):
         requests.send(msgspec.msgpack.encode(Hello()))
     params = SamplingParams(max_tokens=None, ignore_eos=True)
-    requests.send(msgspec.msgpack.encode(Submit(0, [packed([5, 6])] * streams, [params], NOBODY)))
+    requests.send(msgspec.msgpack.encode(Resume(0, [])))
+    submit = Submit(0, [packed([5, 6])] * streams, [params], NOBODY, list(range(streams)))
+    requests.send(msgspec.msgpack.encode(submit))
     while True:
         answers.recv()
 
@@ -187,8 +226,9 @@ def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
 def engine_alone(streams: int, seconds: float) -> float:
     """CPU microseconds of the engine's process per token that it sends."""
     with tempfile.TemporaryDirectory() as folder, scripted((1, 1), streams, 2 * streams * TOKENS) as (engine, _):
-        room = Frontends(engine, Path(folder))
-        reader = get_context("spawn").Process(target=discard, args=(room.join("0", os.getpid()), streams), daemon=True)
+        room = Frontends(engine, Path(folder), os.getpid())
+        bootstrap = msgspec.structs.replace(room.bootstrap, name="0")
+        reader = get_context("spawn").Process(target=discard, args=(bootstrap, streams), daemon=True)
         reader.start()
         deadline = time.monotonic() + START_S
         while engine.stats().running < streams or engine.stats().steps < FEWEST_STEPS:

@@ -35,18 +35,9 @@ from lamina.protocol.leases import messages
 from lamina.protocol.links import Member, open_links
 from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Step, Stop, Way
 from lamina.protocol.secret import new
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.transport.endpoint import SPIN_S
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 
 SPEC = AttentionSpec(0, 32, 8, 128, 128, scale=128**-0.5)
 DTYPE = DType.BFLOAT16

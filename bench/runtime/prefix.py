@@ -35,7 +35,8 @@ from lamina.memory.slab import Slab
 from lamina.placement.map import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import Request, SamplingParams, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Request, SamplingParams
 
 TENANTS, SYSTEM, MESSAGE, ANSWER = 8, 2048, 40, 16
 VOCABULARY = 900

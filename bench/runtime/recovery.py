@@ -10,17 +10,26 @@ In a second run, a memory worker joins, and then one leaves. Printed: how long e
 done; and the pause it adds: the longest gap of a stream around the moment at which the members change, beside the
 longest in as much time just before the change was requested (targets 50 ms and 100 ms). While the process of the joiner
 starts it competes with the others for cores, which the second line shows.
+
+In a third run, a server with one frontend streams over HTTP, and the process of its engine is killed. Printed: the
+longest pause that a client sees (target 3 s, with the workers' weights kept); the tokens that are computed again; and
+their time at the rate at which this run computed its prompts.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
+import re
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import httpx
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -61,6 +70,16 @@ class Change:
     before_s: float
     meanwhile_s: float
     around_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """Of an engine that is killed, in seconds and tokens."""
+
+    pause_s: float
+    usual_gap_s: float
+    recomputed: int
+    floor_s: float
 
 
 class Streams:
@@ -170,6 +189,63 @@ def one_round(model: Path) -> Figures:
     return Figures(fenced_s, pause, usual, stats.recomputed, floor)
 
 
+def read_stream(url: str, number: int, arrivals: list[float], errors: list[str]) -> None:
+    """One client of a server; notes when events come."""
+    body = {"prompt": [5 + number] * PROMPT, "max_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
+    body["logprobs"] = 0  # an event for every token, also for one without text of its own
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                arrivals.append(time.monotonic())
+                if "error" in json.loads(line.removeprefix("data: ")):
+                    errors.append(line)
+
+
+def restart(model: Path) -> Restart:
+    """Start a server, kill its engine, and read to the end."""
+    command = [sys.executable, "-m", "lamina", "launch", "--port", "0", "--model", str(model), "--load-format", "dummy"]
+    with subprocess.Popen([*command, "--memory", f"cpu:{MEMORIES}"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            found = re.search(r"http://[0-9.:]+", server.stdout.readline() if server.stdout is not None else "")
+            if found is None:
+                raise SystemExit("error: the server has not started")
+            return _restarted(found[0], psutil.Process(server.pid))
+        finally:
+            server.terminate()
+
+
+def _restarted(url: str, server: psutil.Process) -> Restart:
+    children = server.children(recursive=True)
+    engine = next(one for one in children if "lamina.serve.engine" in one.cmdline())
+    workers = {one.pid for one in children if {"lamina.compute", "lamina.memory.worker"} & set(one.cmdline())}
+    arrivals: list[list[float]] = [[] for _ in range(REQUESTS)]
+    errors: list[str] = []
+    begun = time.monotonic()
+    clients = [
+        threading.Thread(target=read_stream, args=(url, number, arrivals[number], errors)) for number in range(REQUESTS)
+    ]
+    for client in clients:
+        client.start()
+    while min(map(len, arrivals)) < KILL_AFTER:
+        if errors or time.monotonic() > begun + TIMEOUT_S:
+            raise SystemExit(f"error: the streams do not go on: {errors[:1]}")
+        time.sleep(POLL_S)
+    prefill_s = max(each[0] for each in arrivals) - begun
+    killed = time.monotonic()
+    recomputed = REQUESTS * PROMPT + sum(map(len, arrivals))
+    engine.kill()
+    for client in clients:
+        client.join(TIMEOUT_S)
+    if errors or min(map(len, arrivals)) < GENERATED:
+        raise SystemExit(f"error: a stream has not ended as it should: {errors[:1]}")
+    if not workers <= {one.pid for one in server.children(recursive=True)}:
+        raise SystemExit("error: workers have been started again")
+    gaps = [pair for each in arrivals for pair in itertools.pairwise(each)]
+    pause = max(after - before for before, after in gaps if after >= killed)
+    usual = statistics.median(after - before for before, after in gaps)
+    return Restart(pause, usual, recomputed, recomputed * prefill_s / (REQUESTS * PROMPT))
+
+
 def main() -> None:
     """Run the rounds given on the command line and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,6 +256,7 @@ def main() -> None:
     with model_directory(given.model) as model:
         rounds = [one_round(model) for _ in range(given.rounds)]
         changed = [changes(model) for _ in range(given.rounds)]
+        restarted = [restart(model) for _ in range(given.rounds)]
     table = Table(title=f"A memory worker of 1 + {MEMORIES} is killed: {given.model}, {REQUESTS} streams")
     table.add_column("what")
     for heading in ("median", "worst"):
@@ -195,10 +272,25 @@ def main() -> None:
     Console().print(table)
     for what, each in (("joins", [one for one, _ in changed]), ("leaves", [one for _, one in changed])):
         Console().print(_table(f"A memory worker {what}: {given.model}, {REQUESTS} streams", each))
+    table = Table(title=f"The engine of a server is killed: {given.model}, {REQUESTS} streams over HTTP")
+    table.add_column("what")
+    for heading in ("median", "worst"):
+        table.add_column(heading, justify="right")
+    for what, values, unit in (
+        ("longest pause of a stream", [one.pause_s * 1e3 for one in restarted], "ms"),
+        ("usual time between tokens", [one.usual_gap_s * 1e3 for one in restarted], "ms"),
+        ("tokens computed again", [float(one.recomputed) for one in restarted], ""),
+        ("their time at the prompts' rate", [one.floor_s * 1e3 for one in restarted], "ms"),
+    ):
+        table.add_row(what, *(f"{value:.0f} {unit}".strip() for value in (statistics.median(values), max(values))))
+    Console().print(table)
     if given.json is not None:
+        again = [dataclasses.asdict(one) for one in restarted]
         lost = [dataclasses.asdict(one) for one in rounds]
         joined, left = ([dataclasses.asdict(pair[place]) for pair in changed] for place in (0, 1))
-        given.json.write_text(json.dumps({"lost": lost, "joined": joined, "left": left}, indent=2) + "\n")
+        given.json.write_text(
+            json.dumps({"lost": lost, "joined": joined, "left": left, "restarted": again}, indent=2) + "\n"
+        )
 
 
 def _table(title: str, changed: list[Change]) -> Table:

@@ -37,21 +37,10 @@ from lamina.protocol.choice import Transport
 from lamina.protocol.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
 from lamina.protocol.secret import Secret, new
 from lamina.protocol.wire import reply_nbytes, request_nbytes
+from lamina.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
 from lamina.transport.base import Arena, Endpoint
 from lamina.transport.listener import LOOPBACK
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    KvElement,
-    Migration,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 
 SPECS = [AttentionSpec(layer, 32, 8, 128, 128, scale=128**-0.5) for layer in range(8)]
 ROWS, CHUNK, MOVED = 16, 512, 8192  # of a decode step, of a prompt's chunk, tokens of a sequence that moves

@@ -2,15 +2,13 @@
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lamina.cli import options
 from lamina.config import EngineConfig
-
-if TYPE_CHECKING:
-    from lamina.engine.engine import Engine
+from lamina.errors import ConfigError
 
 
 @options.engine_options
@@ -26,25 +24,54 @@ def launch(
             help="Processes that speak HTTP, tokenise and detokenise; 0: the engine's own process does it.",
         ),
     ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --ray: print where workers would run, and start nothing.")
+    ] = False,
 ) -> None:
     """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it."""
+    if dry_run:
+        _print_placement(config)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
-    from lamina.sdk import Lamina
     from lamina.serve.server import bind, serve, url
 
     if config.listen is not None:
         _invite(config)
     with bind(host, port) as listener:
         if frontends == 0:
+            from lamina.sdk import Lamina
+            from lamina.serve.engine import describe
+
             with Lamina.from_config(config) as lamina:
-                serve(lamina.engine, listener, on_ready=lambda: _ready(lamina.engine, url(listener)))
+                serve(lamina.engine, listener, on_ready=lambda: _ready(describe(lamina.engine), url(listener)))
             return
         from lamina.models.directory import find
         from lamina.serve.processes import FrontendProcesses
+        from lamina.serve.supervisor import Supervisor
 
         model = find(config.model, weights=False)
-        with FrontendProcesses(frontends, model.path, listener) as processes, Lamina.from_config(config) as lamina:
-            processes.serve(lamina.engine, on_ready=lambda: _ready(lamina.engine, url(listener)))
+        with (
+            FrontendProcesses(frontends, model.path, listener) as processes,
+            Supervisor(config, processes.folder, processes.names) as supervisor,
+        ):
+            processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener)))
+
+
+def _print_placement(config: EngineConfig) -> None:
+    """Raises ConfigError if the Ray cluster has too little room."""
+    from rich.table import Table
+
+    from lamina.cli.console import print_table
+    from lamina.launch import join_ray, ray_bundles
+
+    if config.ray is None:
+        raise ConfigError("dry-run prints a placement on a Ray cluster: give --ray auto, or the address of its head")
+    table = Table("worker", "takes", "node")
+    bundles = ray_bundles(config)
+    for worker, node in join_ray(config)[1].items():
+        takes = ", ".join(f"{name} {amount:g}" for name, amount in bundles[worker].items())
+        table.add_row(worker, takes, node)
+    print_table(table)
 
 
 def _invite(config: EngineConfig) -> None:
@@ -57,18 +84,13 @@ def _invite(config: EngineConfig) -> None:
     print_text(f"Workers of other machines join with\n  {command}\n", console=notes())
 
 
-def _ready(engine: "Engine", url: str) -> None:
+def _ready(summary: str, url: str) -> None:
+    """Say where the server listens. ``summary``: of its engine."""
     from lamina.cli.console import output, print_text
-    from lamina.protocol.choice import summary
 
-    slots = sum(worker.capacity for worker in engine.stats().memory.values())
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
     print_text(
-        f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
-        f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens per request\n"
-        f"  compute  {engine.config.compute}\n"
-        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
-        f"  network  {', '.join(summary(engine.cluster.links))}\n\n"
+        f"{summary}\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
     )

@@ -25,6 +25,11 @@ Seed = Annotated[int | None, typer.Option(help="Sampling seed. Default: random."
 Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or auto (the default).")]
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
 
+WeightDTypeName = Annotated[
+    Literal["auto", "fp8"],
+    typer.Option("--weight-dtype", help="Element type of the layers' weights; auto is the model's own."),
+]
+
 MIN_OPEN_FILES = 64
 """Open-file limit needed to start one compute and one memory worker."""
 
@@ -84,22 +89,22 @@ def _option(setting: Setting) -> Any:
         metavar = "<int|auto>" if setting.optional else "<int>"
         return Annotated[int | None, typer.Option(help=setting.help, metavar=metavar, parser=_number)]
     if float in setting.kinds:
-        return Annotated[float | None, typer.Option(help=setting.help, metavar="<number>", parser=_fraction)]
+        return Annotated[float | None, typer.Option(help=setting.help, metavar="<number>", parser=_real)]
     return Annotated[str | None, typer.Option(help=setting.help)]
+
+
+def _real(text: str) -> float | str:
+    """A float; other text is returned unchanged, so that the check of the setting reports it."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _number(text: str) -> int | str:
     """An int; other text is returned unchanged, so that the check of the setting reports it."""
     try:
         return int(text)
-    except ValueError:
-        return text
-
-
-def _fraction(text: str) -> float | str:
-    """As ``_number``, for a float."""
-    try:
-        return float(text)
     except ValueError:
         return text
 

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
     from lamina.plan.cost import CostModel
     from lamina.plan.hardware import Hardware
-    from lamina.plan.map import Cell
+    from lamina.plan.map import Cell, Grid
     from lamina.plan.models import ModelShape
     from lamina.plan.prices import Prices
-    from lamina.plan.serving import Slo
+    from lamina.plan.ways import Slo
 
     Pool = Sequence[tuple[Hardware, int]]
 
 _FULL_COLOUR = 0.5
 """Gain, of either sign, that is drawn in full colour."""
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 96, 44, 96, 64
+_WIDTH, _HEIGHT, _LEFT, _TOP = 96, 44, 112, 76
 
 
 def show(
@@ -47,41 +47,40 @@ def show(
     pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]
     if not pairs:
         raise ConfigError("--map compares two kinds; name different ones with --compute and --memory")
-    workloads, drawn = plan_map.grid(), []
-    with counting_progress("Cells", len(pairs) * len(workloads)) as on_progress:
-        for number, (one, other) in enumerate(pairs):
-            found = []
-            for cell in plan_map.cells(shape, workloads, ([one], [other]), models, prices, slo):
-                found.append(cell)
-                on_progress(number * len(workloads) + len(found))
-            drawn.append((f"{shape.name}: {one[0].kind} and {other[0].kind}", found))
-    for title, found in drawn:
-        print_table(_table(title, found))
+    grids, drawn = plan_map.grids(), []
+    total, done = len(pairs) * sum(len(grid.workloads) for grid in grids), 0
+    with counting_progress("Cells", total) as on_progress:
+        for one, other in pairs:
+            for grid in grids:
+                found = []
+                for cell in plan_map.cells(shape, grid.workloads, ([one], [other]), models, prices, slo):
+                    found.append(cell)
+                    on_progress(done := done + 1)
+                drawn.append((f"{shape.name}, {one[0].kind} and {other[0].kind}", grid, found))
+    for title, grid, found in drawn:
+        print_table(_table(title, grid, found))
         print_text(f"  {plan_map.crossover(found)}\n")
     devices = " and ".join(f"{most} {kind.kind}" for pool in pools for kind, most in pool)
     print_text(
-        f"  Closed form, up to {devices}; p99 TTFT "
-        f"{slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. Prices: {prices.describe(models)}. Idle sessions and shared "
-        "prefixes are not modelled. (..): attention offloaded; before it: that or prefill apart.\n",
+        f"  Closed form, up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
+        f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
+        "one cell: lamina plan --prompt N --output N. Where prompts share a prefix, the simulator has contradicted "
+        "gains of offloading (docs/cost-model.md).\n",
         style="dim",
     )
     picture.write_text(svg(drawn))
 
 
-def _table(title: str, found: "Sequence[Cell]") -> "Table":
+def _table(title: str, grid: "Grid", found: "Sequence[Cell]") -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=f"{title}: requests per dollar on both over those on one", box=SIMPLE_HEAD)
-    table.add_column("output", justify="right")
-    prompts = list(dict.fromkeys(cell.workload.prompt for cell in found))
-    for prompt in prompts:
-        table.add_column(f"prompt {prompt:.0f}", justify="right")
-    for at in range(0, len(found), len(prompts)):
-        row = found[at : at + len(prompts)]
-        table.add_row(
-            f"{row[0].workload.output:.0f}", *(f"{_text(cell)} ({_percent(cell.offloading)})" for cell in row)
-        )
+    table = Table(title=f"{title}: requests per dollar on both over those on one; {grid.title}", box=SIMPLE_HEAD)
+    for heading in (grid.heading, *grid.columns):
+        table.add_column(heading, justify="right")
+    for place, label in enumerate(grid.rows):
+        row = found[place * len(grid.columns) : (place + 1) * len(grid.columns)]
+        table.add_row(label, *(f"{_text(cell)} ({_percent(cell.offloading)})" for cell in row))
     return table
 
 
@@ -96,21 +95,21 @@ def _percent(gain: float | None) -> str:
     return "-" if gain is None else f"{gain:+.0%}"
 
 
-def svg(drawn: "Sequence[tuple[str, Sequence[Cell]]]") -> str:
-    """One heat map for every pair below each other; text takes the colour of a light or dark page."""
+def svg(drawn: "Sequence[tuple[str, Grid, Sequence[Cell]]]") -> str:
+    """One heat map for every pair and grid below each other; text takes the colour of a light or dark page."""
     parts, top, width = [], 0, 0
-    for title, found in drawn:
-        prompts = list(dict.fromkeys(cell.workload.prompt for cell in found))
-        width = max(width, _LEFT + _WIDTH * len(prompts) + 16)
+    for title, grid, found in drawn:
+        width = max(width, _LEFT + _WIDTH * len(grid.columns) + 16)
         parts.append(_label(8, top + 20, f"{title}: two kinds (offloading) against one", "start", 14))
-        parts.append(_label(8, top + _TOP - 8, "output | prompt", "start"))
+        parts.append(_label(8, top + 37, grid.title, "start"))
+        parts.append(_label(8, top + _TOP - 8, grid.heading, "start"))
         for place, cell in enumerate(found):
-            row, column = divmod(place, len(prompts))
+            row, column = divmod(place, len(grid.columns))
             x, y = _LEFT + column * _WIDTH, top + _TOP + row * _HEIGHT
             if row == 0:
-                parts.append(_label(x + _WIDTH / 2, y - 8, f"{cell.workload.prompt:.0f}", "middle"))
+                parts.append(_label(x + _WIDTH / 2, y - 8, grid.columns[column], "middle"))
             if column == 0:
-                parts.append(_label(x - 8, y + _HEIGHT / 2 + 4, f"{cell.workload.output:.0f}", "end"))
+                parts.append(_label(x - 8, y + _HEIGHT / 2 + 4, grid.rows[row], "end"))
             gain = cell.gain or 0.0
             depth = min(1.0, abs(gain) / _FULL_COLOUR)
             colour = "#1f9d6b" if gain > 0 else "#d1495b"
@@ -120,7 +119,7 @@ def svg(drawn: "Sequence[tuple[str, Sequence[Cell]]]") -> str:
             )
             parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 - 3, _text(cell), "middle"))
             parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 + 13, f"({_percent(cell.offloading)})", "middle", 11))
-        top += _TOP + _HEIGHT * (len(found) // len(prompts)) + 24
+        top += _TOP + _HEIGHT * len(grid.rows) + 24
     style = "svg{color:#1b1f24}@media(prefers-color-scheme:dark){svg{color:#e3e6ea}}text{fill:currentColor}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" font-family="system-ui, sans-serif">'

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -43,6 +42,9 @@ def simulate(
     pipelining: options.PipeliningName = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that each copy of the weights decodes at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token rows of one step.")] = 2048,
+    slo_tbt_ms: Annotated[
+        int | None, typer.Option(min=1, help="Target of the time between tokens while prompts are computed.")
+    ] = None,
     rate_scale: Annotated[float, typer.Option(help="Multiply the trace's request rate by this factor.")] = 1.0,
     draw: Annotated[
         int | None,
@@ -51,6 +53,7 @@ def simulate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --draw.")] = 0,
+    first: Annotated[int | None, typer.Option(min=1, help="Replay only the first requests of the trace.")] = None,
     max_tokens: Annotated[
         int,
         typer.Option(min=1, help="max_tokens of every request; longer outputs of the trace ask for their own length."),
@@ -63,6 +66,13 @@ def simulate(
     kv_cache_dtype: Annotated[
         KvCacheDType, typer.Option(help="Element type of cached K and V, of every system; auto is the model's own.")
     ] = "auto",
+    weight_dtype: options.WeightDTypeName = "auto",
+    kv_tokens_per_worker: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a sequence on one memory worker, if several have room.")
+    ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep KV for requests that begin with the same tokens, if the trace says which do.")
+    ] = True,
     prices: Annotated[str | None, typer.Option(help=PRICES_HELP)] = None,
     requests: Annotated[
         Path | None, typer.Option(help="Write metrics of every request to a .csv or .parquet file.")
@@ -93,7 +103,7 @@ def simulate(
     kind, workers = _pool("--compute", compute, catalogue)
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory else (None, 0)
     deployment = sim.Deployment(
-        model=replace(models.find(model), kv_cache_dtype=kv_cache_dtype),
+        model=models.find(model).stored_as(kv_cache_dtype, weight_dtype),
         compute=kind,
         compute_workers=workers,
         memory=memory_kind,
@@ -103,11 +113,14 @@ def simulate(
         pipelining=pipelining,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        slo_tbt_ms=slo_tbt_ms,
+        kv_tokens_per_worker=kv_tokens_per_worker,
+        prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),
         prices=_market(prices, (kind, memory_kind)),
     )
     deployment.usd_per_hour  # noqa: B018 - a kind without a price is refused before the simulation
-    arrivals = _arrivals(trace, rate_scale, draw, seed, max_tokens)
+    arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]
     with counting_progress("Requests", len(arrivals)) as on_progress:
         result = sim.simulate(
@@ -139,13 +152,18 @@ def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | N
     return market if priced or name is not None else None
 
 
-def _arrivals(trace: Path, rate_scale: float, draw: int | None, seed: int, max_tokens: int) -> "Arrivals":
+def _arrivals(
+    trace: Path, rate_scale: float, draw: int | None, seed: int, first: int | None, max_tokens: int
+) -> "Arrivals":
     from lamina import simulate as sim
     from lamina.plan.workload import read_trace
 
+    if draw is not None and first is not None:
+        raise ConfigError("--draw samples the whole trace and --first replays its beginning; give only one of them")
     requests = read_trace(trace)
     if draw is None:
-        return sim.replay(requests, rate_scale, max_tokens)
+        requests.sort(key=lambda request: request.arrival_s)
+        return sim.replay(requests[:first], rate_scale, max_tokens)
     return sim.draw(requests, draw, seed, rate_scale, max_tokens)
 
 
@@ -202,6 +220,9 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     table.add_row("bottleneck", f"{result.bottleneck}; requests were queued for {result.queued:.0%} of the time")
     if result.preempted:
         table.add_row("preempted", f"{result.preempted} times: KV dropped and recomputed")
+    if result.prefix_queried:
+        share = result.prefix_hit / result.prefix_queried
+        table.add_row("prefixes", f"{share:.1%} of {result.prefix_queried} prompt tokens were found in the cache")
     return table
 
 

@@ -5,7 +5,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ Sample = tuple[Mapping[str, str], float]
 
 def status(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    placement: Annotated[bool, typer.Option(help="Show which memory worker has whose KV, and what moves.")] = False,
 ) -> None:
     """Show the state of a running server.
 
@@ -27,6 +28,10 @@ def status(
     from lamina.cli.console import print_text
 
     server = url.rstrip("/")
+    if placement:
+        _, answer = _fetch(server + "/placement")
+        print_text("\n".join(placement_lines(answer)) + "\n")
+        return
     _, metrics = _fetch(server + "/metrics")
     print_text("\n".join(lines(metrics)) + "\n")
     code, health = _fetch(server + "/health")
@@ -66,6 +71,42 @@ def _fetch(url: str) -> tuple[int, str]:
         raise TransportError(
             f"no server answers at {url}: {reason}; start one with `lamina launch`, or give --url its address"
         ) from error
+
+
+BAR = 40  # characters of a memory worker's slots
+
+
+def placement_lines(answer: str) -> list[str]:
+    """The answer to ``GET /placement``: a bar of slots for each memory worker, its largest requests, and moves. Raises
+    ConfigError if it is not Lamina's."""
+    try:
+        found = json.loads(answer)
+        shown = [line for worker, one in found["workers"].items() for line in _worker_lines(worker, one)]
+        moves, cache = found["moves"], found["prefix_cache"]
+        going = [f"{one['tokens']} tokens {one['source']} -> {one['target']}" for one in moves["in_progress"]]
+        share = f" ({cache['hit'] / cache['queried']:.0%})" if cache["queried"] else ""
+        return [
+            *shown,
+            f"imbalance {found['imbalance']:.2f} (fullest over mean)",
+            f"moves     {moves['completed']} completed, {moves['refused']} refused, {moves['cancelled']} cancelled"
+            + (f"; now {', '.join(going)}" if going else ""),
+            f"prefixes  {cache['hit']} of {cache['queried']} tokens found{share}",
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the answer is not a placement ({error!r}); is this a Lamina server of this release?"
+        ) from error
+
+
+def _worker_lines(worker: str, one: Mapping[str, Any]) -> list[str]:
+    capacity, used, cached = max(one["capacity"], 1), one["used"], one["cached"]
+    full = -(-BAR * used // capacity)
+    bar = "#" * full + "+" * min(-(-BAR * cached // capacity), BAR - full)
+    largest = ", ".join(f"{request} {tokens}" for request, tokens in list(one["largest_requests"].items())[:4])
+    return [
+        f"{worker:<9} [{bar:.<{BAR}}] {used} used, {cached} cached of {one['capacity']} slots",
+        *([f"{'':<9} {largest}"] if largest else []),
+    ]
 
 
 def lines(metrics: str) -> list[str]:

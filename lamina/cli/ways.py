@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lamina.plan.models import ModelShape
-    from lamina.plan.serving import Server, Way
+    from lamina.plan.serving import Server
+    from lamina.plan.ways import Way
     from lamina.simulate.trial import Course, Trial
 
 _HEADINGS = ("requests /s", "TTFT p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
@@ -29,7 +30,7 @@ def show(
         ConfigError: no candidate fits, or none keeps the SLOs.
     """
     from lamina.observe.progress import counting_progress
-    from lamina.plan.serving import shortlist
+    from lamina.plan.ways import shortlist
     from lamina.simulate.trial import ROUNDS
 
     found = [one for way in candidates if (one := server.evaluate(way)) is not None]
@@ -101,7 +102,7 @@ def _print(
         table.add_row(way, *figures, style="bold green" if trial is trials[0] else None)
     print_table(table)
     print_text("Recommended\n", style="bold")
-    for line in advice(server, trials):
+    for line in [*advice(server, trials), agreement(trials)]:
         print_text(f"  {line}\n")
     if trace is not None:
         print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
@@ -132,7 +133,7 @@ def _broken(cell: str) -> str:
 
 def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
     """What to rent and why. ``trials`` are sorted by cost; the first is recommended."""
-    from lamina.plan.serving import Kind
+    from lamina.plan.ways import Kind
 
     best = trials[0]
     way = best.way
@@ -166,52 +167,84 @@ def _compared(ratio: float) -> str:
     return f"{ratio - 1:+.0%}" if ratio < 2 else f"{ratio:.1f} times as much"
 
 
+def front(trials: "Sequence[Trial]") -> "list[Trial]":
+    """The ways that no other beats in both dollars per request and p99 time between tokens; cheapest first."""
+    kept: list[Trial] = []
+    for trial in sorted(trials, key=lambda one: one.usd_per_request):
+        if not kept or trial.result.tbt_s.p99 < kept[-1].result.tbt_s.p99:
+            kept.append(trial)
+    return kept
+
+
+def agreement(trials: "Sequence[Trial]") -> str:
+    """How far the closed form is off on the front."""
+    kept = front(trials)
+    off = [one.capacity.requests_s / one.requests_s - 1 for one in kept]
+    which = "the way" if len(kept) == 1 else f"each of the {len(kept)} ways"
+    return (
+        f"The closed form is within {max(map(abs, off)):.0%} of the simulator for {which} that no other beats in both "
+        "cost and time between tokens."
+    )
+
+
 def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
     """The `lamina simulate` command that repeats the run behind a row of the table."""
-    from lamina.plan.serving import Kind
+    from lamina.plan.ways import Kind
     from lamina.simulate.trial import SEED
 
     way, deployment = trial.way, course.deployment(trial.capacity)
     second = f" --memory {way.memory.kind}:{way.memory_workers}" if way.memory else ""
     lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
+    lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
+    chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
         f"lamina simulate --model {shlex.quote(model)} --system {way.kind.value} "
         f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
-        f"--trace {shlex.quote(str(trace))} --draw {trial.requests} --seed {SEED} "
-        f"--rate-scale {course.rate_scale(trial.requests_s)} --prices {course.prices}" + kv_option(deployment.model)
+        f"--trace {shlex.quote(str(trace))} {chosen} "
+        f"--rate-scale {course.rate_scale(trial.requests_s, trial.requests)} --prices {course.prices}"
+        + type_options(deployment.model)
     )
 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     """The `lamina launch` command of a way, or what keeps Lamina from serving it yet."""
     from lamina.cluster.pool import CPU
-    from lamina.plan.serving import Kind
+    from lamina.plan.ways import Kind
 
     way = trial.way
-    if way.kind is not Kind.OFFLOADED or way.memory is None:
+    if way.kind is Kind.APART:
+        return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
+    if way.memory is None:
         return ["lamina launch always has a memory pool; serve this with a system for one pool, such as vLLM."]
     kinds = dict.fromkeys((way.compute.kind, way.memory.kind))
     missing = [f"{kind} workers" for kind in kinds if kind != CPU]
     missing += [f"tensor parallelism {way.tensor_parallel}"] if way.tensor_parallel > 1 else []
+    missing += ["weights in fp8"] if shape.fp8 else []
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     return [
         f"lamina launch --model {shlex.quote(model)} --compute {way.compute.kind}:{way.compute_workers} "
         f"--memory {way.memory.kind}:{way.memory_workers} --lanes {way.lanes} "
         f"--pipelining {'rotational' if way.rotates else 'fixed'} --max-num-batched-tokens {way.chunk}"
+        + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
     ]
 
 
 def kv_option(shape: "ModelShape") -> str:
-    """The option of ``lamina launch`` and ``lamina simulate`` for the KV type of a plan."""
+    """The option of ``lamina launch`` for the KV type of a plan."""
     return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
+
+
+def type_options(shape: "ModelShape") -> str:
+    """The options of ``lamina simulate`` for the types of KV and weights."""
+    return kv_option(shape) + ("" if shape.weight_dtype == "auto" else f" --weight-dtype {shape.weight_dtype}")
 
 
 def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
     """Why kinds that were named do not appear: what of the workload or the weights does not fit them."""
-    from lamina.plan.serving import Kind
+    from lamina.plan.ways import Kind
 
     notes = []
     groups: dict[str, list[Way]] = {}
@@ -256,10 +289,11 @@ def _as_dict(
 ) -> dict[str, Any]:
     return {
         "model": server.shape.name,
-        "workload": {name: value for name, value in vars(server.workload).items() if name != "sample"},
+        "workload": server.workload.summary(),
         "prices": server.prices.describe(server.models),
         "slo": vars(server.slo),
         "recommended": advice(server, trials),
+        "agreement": agreement(trials),
         "notes": notes,
         "ways": [
             {
@@ -267,6 +301,7 @@ def _as_dict(
                 "system": trial.way.kind.value,
                 "requests_s": trial.requests_s,
                 "model_requests_s": trial.capacity.requests_s,
+                "front": any(trial is one for one in front(trials)),
                 "prompt_share": trial.capacity.prompt_share,
                 "usd_per_hour": trial.capacity.usd_per_hour,
                 "usd_per_request": trial.usd_per_request,

@@ -16,14 +16,15 @@ from lamina.cluster.gather import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
+from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Choice, Transport, candidates
+from lamina.protocol.choice import Choice, candidates
 from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import SPARE_LINKS, messages
+from lamina.protocol.leases import messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -49,7 +50,8 @@ class ClusterPlan:
         kinds: of devices, by worker. greetings: by worker.
         threads: of a worker of a role, given its greeting. spins_s: see ``Fabric``.
         kv_bytes: of each of so many memory workers of a machine with so many bytes free.
-        kv_bytes_on_gpu: given those free on it. kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
+        kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
+            ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
         is_open: workers on other machines may join.
     """
@@ -62,7 +64,7 @@ class ClusterPlan:
     spins_s: Mapping[str, float]
     compute_setup: ComputeSetup
     kv_bytes: Callable[[int, int], int]
-    kv_bytes_on_gpu: Callable[[int], int]
+    kv_bytes_on_gpu: Callable[[int, int], int]
     kv_bytes_of_joiner: Callable[[int, int, int], int]
     limits: Limits
     pipeline: Pipeline
@@ -79,7 +81,7 @@ class Cluster:
     """What the engine needs to know about a running cluster."""
 
     computes: tuple[str, ...]
-    capacities: Mapping[str, int]  # token slots by memory worker
+    capacities: Mapping[str, int]  # token slots by worker that holds KV
     attentions: tuple[AttentionSpec, ...]
     dtype: DType
     parameters: int
@@ -90,6 +92,13 @@ class Cluster:
     kv_cache_dtype: KvCacheDType = "auto"
     kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
     fabric: Fabric | None = None  # without it, no worker can join
+    wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
+    head_shards: int = 1
+
+    @property
+    def shards(self) -> HeadShards:
+        """How the heads of the model are cut."""
+        return HeadShards(max(spec.kv_heads for spec in self.attentions), self.head_shards)
 
     @property
     def topology(self) -> Topology:
@@ -99,7 +108,8 @@ class Cluster:
             return Member(name, role, self.kinds.get(name, CPU), self.hosts.get(name, ""), self.capacities.get(name, 0))
 
         computes = [member(name, "compute") for name in self.computes]
-        return Topology(self.epoch, (*computes, *(member(name, "memory") for name in self.capacities)), self.pipeline)
+        memories = [member(name, "memory") for name in self.capacities if name not in self.computes]
+        return Topology(self.epoch, (*computes, *memories), self.pipeline)
 
 
 def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
@@ -123,9 +133,12 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         threads = plan.threads("compute", plan.greetings[name])
         control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
-    plan = _with_turns(plan, len(loaded.attentions) + 1)
-    control.send(plan.memories, Inspect())  # not before: weights may be loaded where they are
-    capacities = _capacities(plan, loaded, gather.all(Resources, plan.memories, CONNECT_TIMEOUT_S))
+    plan = with_turns(plan, len(loaded.attentions) + 1)
+    shards = _shards(plan, loaded)
+    local = plan.computes if plan.compute_setup.local else ()
+    holders = (*local, *plan.memories)
+    control.send(holders, Inspect())  # not before: weights may be loaded where they are
+    capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
         loaded.attentions,
@@ -135,14 +148,16 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         asked.overlap,
         asked.trace,
         kv_dtype,
+        shards.count,
         plan.kv_overcommit,
         plan.kv_spill_dir,
     )
     for name, capacity in capacities.items():
-        threads = plan.threads("memory", plan.greetings[name])
-        control.send([name], msgspec.structs.replace(setup, capacity=capacity, threads=threads))
-    fabric = _fabric(workers, plan, loaded, setup)
-    gather.all(SlabReady, list(plan.memories), LOAD_TIMEOUT_S)
+        threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
+        own = local_setup(setup) if name in local else setup
+        control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
+    fabric = fabric_of(workers, plan, loaded, setup)
+    gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
@@ -158,7 +173,20 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         kv_dtype,
         plan.kinds,
         fabric,
+        head_shards=shards.count,
     )
+
+
+def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
+    """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
+    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers)
+    if plan.compute_setup.head_workers > 1 and shards.count == 1:
+        counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
+        raise ConfigError(
+            f"the attentions of this model have {counts} KV heads, which memory workers cannot share evenly; give "
+            "--partition token, request or auto"
+        )
+    return shards
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
@@ -170,7 +198,7 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
     return loaded[first]
 
 
-def _with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     """``plan`` without arrangements that a model of so many slices cannot run.
 
     Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
@@ -193,10 +221,13 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
     """
     per_token = _bytes_per_token(plan, loaded)
     most = plan.limits.max_sequences * plan.limits.max_model_len
-    hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_bytes}
+    hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_total}
     capacities = {}
     for name, each in found.items():
-        nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes) if each.gpu_bytes else plan.kv_bytes(*_share(name, hosts, found))
+        if each.gpu_total:
+            nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
+        else:
+            nbytes = plan.kv_bytes(*_share(name, hosts, found))
         capacities[name] = min(most, nbytes // per_token)
         if capacities[name] < 2:
             raise ConfigError(
@@ -223,17 +254,18 @@ def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
     return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
 
 
-def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+    """How to link the workers of a plan; nothing is known of them yet but their greetings."""
     transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move else 0
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
-        if found.gpu_bytes:
-            return plan.kv_bytes_on_gpu(found.gpu_bytes)
+        if found.gpu_total:
+            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total)
         return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
 
-    return Fabric(
+    fabric = Fabric(
         launcher=workers,
         compute_setup=plan.compute_setup,
         memory_setup=setup,
@@ -243,13 +275,15 @@ def _fabric(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: Me
         bytes_per_token=_bytes_per_token(plan, loaded),
         kv_bytes=kv_bytes,
         sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),
-        spare=0 if Transport.RDMA in transports else SPARE_LINKS,
         transports=transports,
         wanted=plan.transport,
         spins_s=plan.spins_s,
         tls=plan.tls,
         is_open=plan.is_open,
     )
+    for name, hello in plan.greetings.items():
+        fabric.note(name, hello)
+    return fabric
 
 
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
@@ -259,8 +293,8 @@ def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: 
     roles |= {name: "memory" for name in memories}
     for group in (computes, memories):
         for name in group:
-            host = plan.greetings[name].host
-            control.send([name], fabric.register(roles[name], host, len(computes), len(memories)))
+            member = Member(name, roles[name], plan.kinds[name], plan.greetings[name].host)
+            control.send([name], fabric.register(member, len(computes), len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
     pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}

@@ -10,7 +10,7 @@ from lamina.cluster.linking import Pair, link
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
 from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import Messages
+from lamina.protocol.leases import SPARE_LINKS, Messages
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -26,7 +26,7 @@ from lamina.protocol.messages import (
 )
 from lamina.topology import Member, Role, Topology
 from lamina.transport.endpoint import SPIN_S
-from lamina.types import TransportName
+from lamina.types import Overlap, TransportName
 from lamina.version import __version__
 
 
@@ -39,13 +39,14 @@ class Fabric:
         compute_setup, memory_setup: of every worker; capacities and threads may differ.
         threads: of a worker of a role, given its greeting.
         loaded: what the first compute worker has loaded, on the machine ``loaded_on``.
-        bytes_per_token: of KV on a memory worker.
-        kv_bytes: of another memory worker, given what its machine has, the bytes that the largest has, and those
+        bytes_per_token: of KV in a slab.
+        kv_bytes: of another slab, given what its machine has, the bytes that the largest has, and those
             promised to the others on its machine and not used.
-        sizes: of messages. spare: links that every arena has room for besides those at the start.
+        sizes: of messages.
         transports: that workers offer; wanted: as configured. is_open: workers on other machines may join.
         spins_s: seconds for which waits busy-wait, by machine (``boot``).
-        offers, links: of the workers so far, by name and by pair.
+        offers, links, greetings: of the workers so far, by name and by pair.
+        pinned: workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
     """
 
     launcher: Launcher
@@ -57,26 +58,33 @@ class Fabric:
     bytes_per_token: int
     kv_bytes: Callable[[Resources, int, int], int]
     sizes: Messages
-    spare: int
     transports: tuple[Transport, ...]
     wanted: TransportName
     spins_s: Mapping[str, float]
     tls: bool
     is_open: bool
     offers: dict[str, Offer] = field(default_factory=dict)
+    greetings: dict[str, Hello] = field(default_factory=dict)
     links: dict[Pair, Choice] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
 
-    def register(self, role: Role, host: str, computes: int, memories: int) -> Register:
+    def note(self, name: str, hello: Hello) -> None:
+        """A worker has greeted."""
+        self.greetings[name] = hello
+        if hello.rdma and Transport.RDMA in self.transports and not self.tls:
+            self.pinned.add(name)
+
+    def register(self, member: Member, computes: int, memories: int) -> Register:
         """The arena of a worker of a cluster with so many of each role, itself included."""
-        arena = self.sizes.compute_arena if role == "compute" else self.sizes.memory_arena
-        spin_s = self.spins_s.get(boot(host), SPIN_S)
-        plan = arena(computes, memories, self.spare)
+        arena = self.sizes.compute_arena if member.role == "compute" else self.sizes.memory_arena
+        plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS)
+        spin_s = self.spins_s.get(boot(member.host), SPIN_S)
         return Register(plan, list(self.transports), spin_s, self.tls, self.is_open)
 
     def forget(self, members: Collection[str]) -> None:
         """Forget the offers and links of all but these."""
         for name in self.offers.keys() - set(members):
-            del self.offers[name]
+            del self.offers[name], self.greetings[name]
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 
@@ -129,32 +137,57 @@ def prepare_memory(
     """
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
     check_version(name, hello[name])
+    fabric.note(name, hello[name])
     host = hello[name].host
+    setup = msgspec.structs.replace(fabric.memory_setup, threads=fabric.threads("memory", hello[name]))
+    capacity = yield from _make_slab(control, fabric, name, setup, promised(host))
+    return Member(name, "memory", kind, host, capacity)
+
+
+def _make_slab(
+    control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: int
+) -> Conversation[int]:
+    """Have a worker make its slab; the result is its capacity. Raises ConfigError if there is too little memory."""
     control.send([name], Inspect())
     found: dict[str, Resources] = yield Ask(Resources, [name], START_TIMEOUT_S)
-    most = fabric.memory_setup.capacity
-    nbytes = fabric.kv_bytes(found[name], most * fabric.bytes_per_token, promised(host))
+    most = setup.capacity
+    nbytes = fabric.kv_bytes(found[name], most * fabric.bytes_per_token, promised)
     capacity = min(most, nbytes // fabric.bytes_per_token)
     if capacity < 2:
         raise ConfigError(
             f"{nbytes} bytes are free for the KV of {name}, and a token takes {fabric.bytes_per_token}; free memory"
         )
-    threads = fabric.threads("memory", hello[name])
-    control.send([name], msgspec.structs.replace(fabric.memory_setup, capacity=capacity, threads=threads))
+    control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
-    return Member(name, "memory", kind, host, capacity)
+    return capacity
 
 
-def prepare_compute(control: ControlServer, fabric: Fabric, name: str, kind: str) -> Conversation[Member]:
-    """Wait for a compute worker that was started and have it load the model. Raises ConfigError for another model."""
+def local_setup(setup: MemorySetup) -> MemorySetup:
+    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap, and
+    it has no disk: nothing reads that between the steps."""
+    return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0)
+
+
+def prepare_compute(
+    control: ControlServer, fabric: Fabric, name: str, kind: str, promised: Callable[[str], int]
+) -> Conversation[Member]:
+    """Wait for a compute worker that was started and have it load the model, and make its slab if it is to have one.
+
+    ``promised``: as for ``prepare_memory``. Raises ConfigError for another model, or for too little memory.
+    """
     hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
     check_version(name, hello[name])
+    fabric.note(name, hello[name])
     threads = fabric.threads("compute", hello[name])
     control.send([name], msgspec.structs.replace(fabric.compute_setup, threads=threads))
     loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
     path = fabric.compute_setup.model
     check_same_model(path, fabric.loaded, fabric.loaded_on, loaded[name], name, hello[name].machine)
-    return Member(name, "compute", kind, hello[name].host)
+    capacity = 0
+    if fabric.compute_setup.local:
+        setup = msgspec.structs.replace(local_setup(fabric.memory_setup), threads=threads)
+        capacity = yield from _make_slab(control, fabric, name, setup, promised(hello[name].host))
+    return Member(name, "compute", kind, hello[name].host, capacity)
 
 
 def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Member) -> Conversation[None]:
@@ -163,8 +196,8 @@ def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Me
     Raises TransportError if it cannot be linked with one of them.
     """
     name, roles = joiner.name, {member.name: member.role for member in topology.members}
-    computes, memories = list(topology.computes), list(topology.capacities)
-    control.send([name], fabric.register(joiner.role, joiner.host, len(computes), len(memories)))
+    computes, memories = list(topology.computes), list(topology.memories)
+    control.send([name], fabric.register(joiner, len(computes), len(memories)))
     registered: dict[str, Registered] = yield Ask(Registered, [name], CONNECT_TIMEOUT_S)
     offers = {**fabric.offers, name: registered[name].offer}
     sizes = {(other, name): fabric.slots(roles, other, name) for other in roles if other != name}

@@ -33,6 +33,8 @@ def link(
 
     Raises TransportError naming the pair and every obstacle if no transport is left.
     """
+    if not slots:
+        return {}  # a worker that needs no link: nobody would answer
     leases = yield from _leases(control, slots)
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}

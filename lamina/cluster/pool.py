@@ -3,9 +3,10 @@
 ::
 
     pool  = entry ("," entry)*
-    entry = kind [":" count]          # count defaults to 1
+    entry = kind [":" count] | "local"          # count defaults to 1
     kind  = "cpu" | "cuda" | "a100" | "rtx3090" | ...
 
+``local``, in a memory pool, is the spare memory of the compute worker itself, which then runs attention too.
 ``cuda`` is any NVIDIA GPU. ``remote`` is a worker that is started on another machine, whatever it runs on there: see
 `lamina worker`. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
 tests.
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from lamina.errors import ConfigError
 from lamina.topology import Role
 
-CPU, CUDA, EMULATED, REMOTE = "cpu", "cuda", "emulated", "remote"
+CPU, CUDA, EMULATED, REMOTE, LOCAL = "cpu", "cuda", "emulated", "remote", "local"
 GPUS = {
     "p100": "NVIDIA P100",
     "v100": "NVIDIA V100",
@@ -72,7 +73,7 @@ class PoolEntry:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.count}"
+        return self.kind if self.kind == LOCAL else f"{self.kind}:{self.count}"
 
 
 class Assigned(NamedTuple):
@@ -110,11 +111,13 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
-    known = [CPU, CUDA, *GPUS, *PLANNED, EMULATED, REMOTE] if known is None else list(known)
+    known = [CPU, LOCAL, CUDA, *GPUS, *PLANNED, EMULATED, REMOTE] if known is None else list(known)
     entries = tuple(_parse_entry(part, text, known, default_count) for part in text.split(","))
     kinds = [entry.kind for entry in entries]
     for kind in kinds:
         if kinds.count(kind) > 1:
+            if kind == LOCAL:
+                raise ConfigError(f"pool {text!r} names {kind} {kinds.count(kind)} times; write it once")
             total = sum(entry.count for entry in entries if entry.kind == kind)
             raise ConfigError(f"pool {text!r} names {kind} {kinds.count(kind)} times; write {kind}:{total} once")
     return entries
@@ -138,6 +141,24 @@ def parse_change(role: str, text: str) -> int:
     return int(match["count"])
 
 
+def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:
+    """The memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless other
+    settings are about memory workers (``apart``).
+
+    Raises ConfigError for a pool that is impossible.
+    """
+    alone = compute == (PoolEntry(CPU, 1),)
+    if text is None:
+        text = LOCAL if alone and not apart else CPU
+    pool = parse(text)
+    if LOCAL in (entry.kind for entry in pool) and not alone:
+        raise ConfigError(
+            f"--memory {text}: local memory works with one compute worker on a CPU so far, not with "
+            f"{','.join(map(str, compute))}. Use --memory cpu:{sum(entry.count for entry in compute)}"
+        )
+    return pool
+
+
 def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) -> dict[Role, tuple[Assigned, ...]]:
     """``assign`` for both pools, which share a GPU only where there are too few."""
     assigned: dict[Role, tuple[Assigned, ...]] = {}
@@ -151,7 +172,7 @@ def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) 
 def assign(
     role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = ()
 ) -> tuple[Assigned, ...]:
-    """A device of this machine for each worker of a pool; no two share a GPU.
+    """A device of this machine for each worker of a pool; no two share a GPU. ``local`` starts no worker.
 
     ``taken``: devices of the other pool, used only if no other is left.
 
@@ -164,6 +185,10 @@ def assign(
     named = [(f"{prefix}:{index}", name) for index, name in enumerate(devices.gpus)]
     free = dict(sorted(named, key=lambda gpu: gpu[0] in taken))
     for entry in sorted(pool, key=lambda entry: entry.kind == CUDA):  # those that take any GPU come last
+        if entry.kind == LOCAL:
+            if role == "compute":
+                raise ConfigError(f"local is memory of the compute workers; it cannot compute. {remedy}")
+            continue
         if entry.kind in (CPU, EMULATED):
             if entry.count > (most := MOST_PER_CORE * devices.cores):
                 raise ConfigError(
@@ -198,6 +223,8 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
     if kind not in known:
         names = ", ".join(name for name in known if name != EMULATED)
         raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{_near(kind, known)} Known: {names}")
+    if kind == LOCAL and match["count"]:
+        raise ConfigError(f"pool {text!r} gives local a count; it is the compute worker's own memory: write local")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
         raise ConfigError(
             f"pool {text!r} has an invalid count {count!r} for {kind}; give a whole number from 1 to {MAX_COUNT}"

@@ -10,6 +10,7 @@ from lamina.config import EngineConfig, overcommit
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
+from lamina.placement.partition import head_workers
 from lamina.protocol.messages import ComputeSetup, Hello
 from lamina.schedule.limits import Limits
 from lamina.topology import Role
@@ -17,7 +18,6 @@ from lamina.transport.endpoint import spin_s
 from lamina.types import DType, Overlap
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
-GPU_SHARE = 0.9  # of the free memory of a GPU, for KV; the rest is for page tables, messages and CUDA itself
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 
@@ -55,15 +55,24 @@ def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> 
     return wanted
 
 
-def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int) -> int:
-    """Bytes of KV for a memory worker on a GPU with ``free_bytes`` free. Raises ConfigError."""
-    wanted = config.kv_cache_memory_bytes
+def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int, total_bytes: int) -> int:
+    """Bytes of KV for a memory worker on a GPU with so many bytes free, of its total. Raises ConfigError.
+
+    What others use of the GPU, such as the weights of a compute worker, counts as used.
+    """
+    wanted, share = config.kv_cache_memory_bytes, config.gpu_memory_utilization
+    spared = total_bytes - int(share * total_bytes)
+    if wanted is None and free_bytes <= spared:
+        raise ConfigError(
+            f"{free_bytes} of the {total_bytes} bytes of a memory worker's GPU are free, and gpu_memory_utilization "
+            f"{share:g} leaves {spared} of them unused. Raise it, or free memory there"
+        )
     if wanted is not None and wanted > free_bytes:
         raise ConfigError(
             f"kv_cache_memory_bytes is {wanted} for each memory worker; {free_bytes} bytes are free on its GPU. Give "
             "less, or leave it out"
         )
-    return int(free_bytes * GPU_SHARE) if wanted is None else wanted
+    return free_bytes - spared if wanted is None else wanted
 
 
 def kv_bytes_of_joiner(config: EngineConfig, free_bytes: int, largest: int, promised: int) -> int:
@@ -120,7 +129,7 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
     in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
-    nothing can overlap, so each worker gets one lane. Raises ConfigError.
+    nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
     """
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
@@ -185,12 +194,14 @@ def cluster_plan(
     *,
     is_open: bool,
     trace: bool,
+    local: bool = False,
 ) -> ClusterPlan:
     """How to bring up the workers of ``kinds``, given their first messages. ``is_open``: workers of other machines may
-    join later; ``trace``: record spans. Raises ConfigError."""
+    join later; ``trace``: record spans; ``local``: compute workers hold KV too, and need no memory workers. Raises
+    ConfigError."""
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.of(roles, greetings)
-    order = pipeline(config, len(kinds["compute"]), machines.shared)
+    order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),
@@ -202,6 +213,8 @@ def cluster_plan(
         Overlap(config.q_first, config.mini_batches),
         sorted(eos_token_ids),
         trace,
+        head_workers(config.partition, len(kinds["memory"])),
+        local,
     )
     return ClusterPlan(
         computes=tuple(kinds["compute"]),
@@ -212,7 +225,7 @@ def cluster_plan(
         spins_s=machines.spins_s(),
         compute_setup=setup,
         kv_bytes=lambda workers, free: kv_bytes_per_worker(config, workers, free),
-        kv_bytes_on_gpu=lambda free: kv_bytes_on_gpu(config, free),
+        kv_bytes_on_gpu=lambda free, total: kv_bytes_on_gpu(config, free, total),
         kv_bytes_of_joiner=lambda free, largest, promised: kv_bytes_of_joiner(config, free, largest, promised),
         limits=bounds,
         pipeline=order,

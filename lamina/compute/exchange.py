@@ -1,4 +1,8 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials."""
+"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+
+Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+attended here while memory workers attend to theirs.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -8,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.base import Attend, Floats, Partial
-from lamina.compute.links import Letter, Mail
-from lamina.compute.runner import attend_natively
-from lamina.kernels.merge import merge
+from lamina.compute.device.base import Array, Carrier, Floats, Partial
+from lamina.compute.device.moves import Moves
+from lamina.compute.links import Mail
+from lamina.compute.local import LocalShare
+from lamina.heads import WHOLE, HeadShards
 from lamina.kernels.segments import SegmentTable
 from lamina.protocol.channel import Channel, Message
 from lamina.protocol.wire import (
-    Array,
     MessageRows,
     Piece,
     attends_locally,
@@ -23,15 +27,16 @@ from lamina.protocol.wire import (
     message_rows,
     pieces,
     pulled_pieces,
-    read_reply,
 )
-from lamina.splitter import SliceOutput, as_numpy
-from lamina.types import AttentionSpec, DType, Overlap, Segment, StepPlan
+from lamina.splitter import SliceOutput
+from lamina.steps import StepPlan
+from lamina.types import AttentionSpec, Overlap, Segment
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where partials for ``rows`` of the step go: they become partial number ``part[i]`` of row ``rows[i]``."""
+    """Where partials go: they become partial number ``part[i]`` of ``rows[i]``, which count shards of the step's rows
+    (``MessageRows``)."""
 
     rows: npt.NDArray[np.int64]
     part: npt.NDArray[np.int64]
@@ -43,7 +48,6 @@ class Remote:
 
     Attributes:
         sizes: bytes of a request and of what it leaves to be fetched, by shape of heads.
-        partials: views of replies, by slot and shape of heads.
     """
 
     channel: Channel
@@ -51,7 +55,11 @@ class Remote:
     pieces: tuple[Piece, ...]
     source: Source
     sizes: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    partials: dict[tuple[int, ...], Partial] = field(default_factory=dict)
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """True if everything travels in one piece."""
+        return len(self.pieces) == 1 and not self.rows.pulled
 
     @property
     def queries_first(self) -> bool:
@@ -61,22 +69,11 @@ class Remote:
 
 @dataclass(frozen=True)
 class Local:
-    """Prompt chunks attend to themselves here, while their K and V travel."""
+    """Prompt chunks, ``rows`` of the step, attend to themselves here with all heads, while their K and V travel."""
 
     segments: SegmentTable
+    rows: npt.NDArray[np.int64]
     source: Source
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """Where the partials of attentions with one shape of heads arrive, and where the merged result goes.
-
-    Attributes:
-        out: [rows, Hq, Dv]; padding rows are 0. tokens: its other rows, as an array.
-    """
-
-    out: torch.Tensor
-    tokens: Array
 
 
 class StepExchange:
@@ -93,24 +90,29 @@ class StepExchange:
         plan: StepPlan,
         segments: Mapping[int, Sequence[Segment]],
         mail: Mail,
-        dtype: DType,
         overlap: Overlap,
-        threads: int,
+        carrier: Carrier,
         rows: int,
-        attend: Attend | None = None,
+        shards: HeadShards = WHOLE,
+        share: LocalShare | None = None,
     ) -> None:
-        """``attend``: how prompt chunks attend to themselves; None: natively, with ``threads``."""
+        """``carrier``: of the rows. ``share``: of the step in this worker's own memory."""
         self.rows = rows
-        self._attend = attend or functools.partial(attend_natively, threads=threads)
+        self._shards = shards
+        self._specs: dict[AttentionSpec, AttentionSpec] = {}
+        self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
-        self._dtype = dtype
-        self._threads = threads
+        self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total, np.int64)  # partials each row has so far
+        self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
+        self._share = share
+        self._share_source = self._source(share.queries) if share is not None else None
+        self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
-        shares = {worker: message_rows(plan, segments, worker) for worker in named}
+        named = [worker for worker in named if share is None or worker != share.worker]
+        shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
             for worker, share in shares.items()
@@ -118,9 +120,21 @@ class StepExchange:
         ]
         self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
-        self._most_parts = int(self._parts.max(initial=1))
-        self._buffers: dict[tuple[int, int], Partial] = {}
-        self._gatherings: dict[tuple[int, int], Gathering] = {}
+        here = [] if self._local is None else [self._local.source]
+        if self._share_source is not None and len(self._share_source.rows):
+            here.append(self._share_source)
+        self._transfers = carrier.transfers(
+            Moves(
+                self._total,
+                rows,
+                shards.count,
+                queries=[remote.rows.queries for remote in self._remotes],
+                appends=[remote.rows.appends for remote in self._remotes],
+                parts=[remote.source.part for remote in self._remotes],
+                here=[source.rows for source in here],
+                here_parts=[source.part for source in here],
+            )
+        )
 
     def _source(self, rows: npt.NDArray[np.int64]) -> Source:
         part = self._parts[rows].copy()
@@ -145,21 +159,29 @@ class StepExchange:
         table = SegmentTable(
             query_offsets=bounds, query_start=start, kv_offsets=bounds, kv_start=start, slots=indices.astype(np.int32)
         )
-        return Local(table, self._source(indices))
+        count = self._shards.count
+        return Local(table, indices, self._source((indices[:, None] * count + np.arange(count)).ravel()))
+
+    def _of_shard(self, spec: AttentionSpec) -> AttentionSpec:
+        """``spec`` with the heads of one shard."""
+        if self._shards.count == 1:
+            return spec
+        if spec not in self._specs:
+            self._specs[spec] = self._shards.spec(spec)
+        return self._specs[spec]
 
     @property
     def local_rows(self) -> int:
         """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
-        return 0 if self._local is None else len(self._local.source.rows)
+        return 0 if self._local is None else len(self._local.rows)
 
     def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
         """Send the queries of attention ``index`` ahead of k and v, where the step's overlap says so.
 
         q is [rows, Hq, D]. Raises PeerLostError.
         """
-        for remote in self._remotes:
+        for remote, rows in zip(self._remotes, self._transfers.queries(q), strict=True):
             if remote.queries_first:
-                rows = self._take(as_numpy(q), remote.rows.queries)
                 message = self._begin(remote, index, spec)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
@@ -167,42 +189,68 @@ class StepExchange:
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send the rest: k, v and the queries not sent yet. Raises PeerLostError."""
-        q, k, v = output.arrays
         begun, self._begun = iter(self._begun), []
-        for remote in self._remotes:
-            appends = remote.rows.appends
+        if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
+            keys, values = self._transfers.keys_values(output.k, output.v)
+            queries: Sequence[Array] = keys  # not sent
+        else:
+            queries, keys, values = self._transfers.all(output.q, output.k, output.v)
+        for remote, rows, k, v in zip(self._remotes, queries, keys, values, strict=True):
+            if remote.is_whole:
+                nbytes, _ = self._sizes(remote, spec)
+                remote.channel.send(self._lane, self._turn + index, nbytes, (k, v, rows))
+                continue
             message = next(begun) if remote.queries_first else self._begin(remote, index, spec)
             if remote.rows.pulled:
-                self._lay_out(remote, message, spec, k, v)
-            keys_values = [self._take(k, appends), self._take(v, appends)]
+                self._lay_out(remote, message, spec, output)
             if remote.queries_first:
-                message.send(keys_values)
+                message.send([k, v])
                 continue
-            rows = self._take(q, remote.rows.queries)
             for piece in remote.pieces:
-                message.send([*(keys_values if piece.keeps else ()), rows[piece.start : piece.stop]])
+                message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _begin(self, remote: Remote, index: int, spec: AttentionSpec) -> Message:
+        return remote.channel.begin(self._lane, self._turn + index, *self._sizes(remote, spec))
+
+    def _sizes(self, remote: Remote, spec: AttentionSpec) -> tuple[int, int]:
+        """Bytes of a request, and of what it leaves to be fetched."""
         shape = (spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim)
         sizes = remote.sizes.get(shape)
         if sizes is None:
+            spec = self._of_shard(spec)
             bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
             sizes = remote.sizes[shape] = body_nbytes(spec, self._dtype, remote.rows), bulk
-        return remote.channel.begin(self._lane, self._turn + index, *sizes)
+        return sizes
 
-    def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, k: Array, v: Array) -> None:
+    def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, output: SliceOutput) -> None:
         """Put k and v of prompt chunks where the memory worker fetches them once the request has arrived."""
-        nbytes, at = spec.kv_bytes_per_token(self._dtype), 0
+        _, k, v = output.arrays
+        nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
+        count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
             rows = slice(piece.row, piece.row + piece.rows)
-            message.lay_out(at, [k[rows], v[rows]])
+            both = [k[rows], v[rows]]
+            if count > 1:
+                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard]) for one in both]
+            message.lay_out(at, both)
             at += piece.rows * nbytes
 
     def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
         """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
         if self._local is None:
             return None
-        return self._attend(output, self._local.source.rows, self._local.segments, spec)
+        return self._carrier.attend(output, self._local.rows, self._local.segments, spec)
+
+    def attend_here(self, index: int, output: SliceOutput) -> bool:
+        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        step has nothing there."""
+        if self._share is None:
+            return False
+        q, k, v = output.arrays
+        total = self._total
+        found = self._share.attend(index, q[:total], k[:total], v[:total])
+        self._partial_here = None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
+        return True
 
     @property
     def peers(self) -> list[str]:
@@ -214,62 +262,18 @@ class StepExchange:
 
         The next call for the same shape of heads overwrites the tensor.
         """
-        gathering = self._gathering(spec)
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
-        partials = [] if self._local is None or chunks is None else [(self._local.source, *chunks)]
-        partials += self._read(spec, letters)
-        if len(partials) == 1 and len(partials[0][0].rows) == self._total:  # all rows in order, as they arrived
-            outs, lses = [partials[0][1]], [partials[0][2]]
-        else:
-            outs, lses = self._scattered(spec, partials)
-        merge(outs, lses, sinks, gathering.tokens, None, self._threads)
+        here = [] if self._local is None or chunks is None else [chunks]
+        if self._partial_here is not None:
+            here.append(self._partial_here)
+        replies = [(letter.slot, letter.body) for letter in letters]
+        out = self._transfers.merged(spec, here, replies, sinks)
         for letter in letters:
             letter.free()
-        return gathering.out
+        return out
 
-    def _read(self, spec: AttentionSpec, letters: Sequence[Letter]) -> list[tuple[Source, Floats, Floats]]:
-        """The partials (out, lse) in the messages of memory workers."""
-        found: list[tuple[Source, Floats, Floats]] = []
-        for remote, letter in zip(self._remotes, letters, strict=True):
-            if not len(remote.rows.queries):
-                continue
-            key = (letter.slot, spec.query_heads, spec.v_dim)
-            views = remote.partials.get(key)
-            if views is None:
-                views = read_reply(letter.body, spec, len(remote.rows.queries))
-                if letter.slot >= 0:  # the next reply may come in the same slot
-                    remote.partials[key] = views
-            found.append((remote.source, *views))
-        return found
 
-    def _gathering(self, spec: AttentionSpec) -> Gathering:
-        key = (spec.query_heads, spec.v_dim)
-        if key not in self._gatherings:
-            out = torch.zeros(self.rows, *key, dtype=getattr(torch, self._dtype.value))
-            self._gatherings[key] = Gathering(out, as_numpy(out)[: self._total])
-        return self._gatherings[key]
-
-    def _scattered(
-        self, spec: AttentionSpec, partials: Sequence[tuple[Source, Floats, Floats]]
-    ) -> tuple[list[Floats], list[Floats]]:
-        """Partials number 0, 1, ... of all rows; lse is -inf where a row has fewer."""
-        outs, lses = self._buffer(spec)
-        for source, part, lse in partials:
-            outs[source.part, source.rows] = part
-            lses[source.part, source.rows] = lse
-        return list(outs), list(lses)
-
-    def _take(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
-        """Rows of ``array``; a view if they are all of them in order."""
-        return array[: self._total] if len(rows) == self._total else array[rows]
-
-    def _buffer(self, spec: AttentionSpec) -> Partial:
-        """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
-
-        All layers write the same places, so the others stay -inf.
-        """
-        key = (spec.query_heads, spec.v_dim)
-        if key not in self._buffers:
-            shape = (self._most_parts, self._total, spec.query_heads)
-            self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
-        return self._buffers[key]
+def _sharded(array: Array, count: int) -> Array:
+    """A view [T, count, H / count, D] of rows [T, H, D]."""
+    rows, heads, size = array.shape
+    return array.reshape(rows, count, heads // count, size)

@@ -92,11 +92,13 @@ class Mail:
         """The lane's message from a peer, which has arrived."""
         return self._arrived[lane].pop(peer)
 
-    def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> int | None:
+    def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:
         """Wait until a message of one of ``peers``, a piece of a fetched one or a credit for a kept one arrives.
 
-        Returns the lane whose message has arrived, if any. Raises DeadlineError; PeerLostError.
+        All messages of ``peers`` that have arrived by then are taken in. Returns their lanes. Raises DeadlineError;
+        PeerLostError.
         """
+        peers = list(peers)
         targets: list[Target] = []
         for peer in peers:
             targets += self.channels[peer].awaited.values()
@@ -109,31 +111,41 @@ class Mail:
         for peer in peers:
             channel = self.channels[peer]
             if index < len(channel.awaited):
-                return self._receive(channel, list(channel.awaited)[index])
+                return self._take_in(peers[peers.index(peer) :])
             index -= len(channel.awaited)
         if index < len(coming):
             return self._keep(index)
         self._hub.go_on()
-        return None
+        return []
+
+    def _take_in(self, peers: Collection[str]) -> list[int]:
+        """Every message of these that has arrived: one call of ``wait`` takes as long as looking at several bells."""
+        lanes: list[int] = []
+        for peer in peers:
+            channel = self.channels[peer]
+            for slot, target in list(channel.awaited.items()):
+                if self._hub.has_rung(target):
+                    lanes += self._receive(channel, slot)
+        return lanes
 
     @property
     def is_waiting(self) -> bool:
         """True if something is awaited besides messages."""
         return bool(self._fetcher.awaited or self._hub.keeping)
 
-    def _receive(self, channel: Channel, slot: int) -> int | None:
+    def _receive(self, channel: Channel, slot: int) -> list[int]:
         channel.close_slot(slot)
         arrival = channel.read(slot)
         if self._hub.keeping:
             self._hub.go_on()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
-            return None
+            return []
         letter = Letter(arrival.body, channel, slot)
         self._deliver(arrival.lane, channel, letter)
         if not channel.free_slots and not self._can_run(arrival.lane):
             letter.set_aside()
-        return arrival.lane
+        return [arrival.lane]
 
     def _can_run(self, lane: int) -> bool:
         return lane in self._expecting and not self.missing[lane]
@@ -150,10 +162,11 @@ class Mail:
         self._fetcher.add_body(channel.name, arrival.fetched_at, body, deliver)
         self._ask()
 
-    def _keep(self, index: int) -> int | None:
+    def _keep(self, index: int) -> list[int]:
         self._fetcher.keep(index)
         self._ask()
-        return self._fetched.pop() if self._fetched else None
+        fetched, self._fetched = self._fetched, []
+        return fetched
 
     def _ask(self) -> None:
         while self._fetcher.may_ask:

@@ -12,13 +12,14 @@ import torch
 from lamina.compute.device.base import Partial, Runner
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
-from lamina.compute.runner import Rows, pad
+from lamina.compute.rows import Rows, pad
 from lamina.lowering import Workspace
 from lamina.pipeline import Pipeline
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import Array
 from lamina.splitter import Crossing, as_numpy
-from lamina.types import LAST_DRAWN, AttentionSpec, StepPlan
+from lamina.steps import LAST_DRAWN, StepPlan
+from lamina.types import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,9 @@ class StepRun:
         exchange.send(index, spec, output)
         timeline.add("send", lane, begun)
         self._context = output.context
+        begun = timeline.now()
+        if exchange.attend_here(index, output):
+            timeline.add("attention", lane, begun)
         if exchange.local_rows:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(spec, output)
@@ -183,7 +187,7 @@ class StepRun:
     def _send_context(self, peer: str, turn: int) -> None:
         """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
-        parts += self._chunks or ()
+        parts += [as_numpy(tensor) for tensor in self._chunks or ()]
         parts += [as_numpy(tensor) for tensor in self._context]
         nbytes = sum(part.nbytes for part in parts)
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
@@ -198,7 +202,7 @@ class StepRun:
         self._chunks = None
         if rows:
             out = reader.take((rows, spec.query_heads, spec.v_dim), torch.float32)
-            self._chunks = out.numpy(), reader.take((rows, spec.query_heads), torch.float32).numpy()
+            self._chunks = out, reader.take((rows, spec.query_heads), torch.float32)
         crossings = self._runner.contexts[index - 1]
         self._context = tuple(reader.take((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
         letter.free()

@@ -19,11 +19,13 @@ from lamina.compute.device.base import Device, Runner
 from lamina.compute.device.select import make
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
+from lamina.compute.local import LocalMemory
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
-from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.errors import ConfigError, DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.heads import HeadShards
 from lamina.lowering import Workspace
 from lamina.models import directory, tensors
 from lamina.models.digest import checkpoint_digest
@@ -55,9 +57,10 @@ from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
 from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
-from lamina.segments import by_sequence, for_sequence, forked, grown
+from lamina.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.steps import Admission, StepPlan
 from lamina.topology import Epoch
-from lamina.types import Admission, Segment, StepPlan
+from lamina.types import Segment
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
@@ -129,8 +132,9 @@ class ComputeWorker:
         mail: Mail,
         wait: Wait,
         epoch: Epoch,
+        memory: LocalMemory | None = None,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``."""
+        """``wait`` waits for what ``mail`` awaits, over ``links``. ``memory``: its own part of the memory pool."""
         self._control = control
         self._fence = Fence(control, links, epoch)
         self._replica = replica
@@ -141,7 +145,9 @@ class ComputeWorker:
         self._wait = wait
         self._links = links
         self._newcomers = Newcomers(control, links)
-        self._threads, self._overlap = setup.threads, setup.overlap
+        self._memory = memory
+        self._overlap = setup.overlap
+        self._shards = HeadShards.over(replica.runner.attentions, setup.head_workers)
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
@@ -178,13 +184,23 @@ class ComputeWorker:
             self._idle(active)
             return
         unsent = len(self._done)
+        step = ready.steps[0]
         self._run_slice(ready)
         self._mail.flush()
         if unsent:  # there was no pause to send it in: what was finished a slice ago must not wait longer
             self._answer()
+        while len(active) == 1 and self._goes_on(ready, step):
+            self._run_slice(ready)
+            self._mail.flush()
+
+    def _goes_on(self, lane: Lane, step: StepRun) -> bool:
+        """True if the next slice of a lane's step waits for nobody, and nobody else for this worker."""
+        same = bool(lane.steps) and lane.steps[0] is step
+        return same and not self._mail.missing[lane.number] and self._fence.open and not self._newcomers.pending
 
     def _end_epoch(self, message: EndEpoch) -> None:
-        """Drop every step, and forget every request: plans tell again of those that go on."""
+        """Drop every step, and forget every request: plans tell again of those that go on. KV stays as far as it is
+        complete."""
         topology = message.topology
         for lane in self._lanes:
             lane.drop()
@@ -193,6 +209,8 @@ class ComputeWorker:
         self._drawn.clear()
         self._segments.clear()
         self._sequences.clear()
+        if self._memory is not None:
+            self._memory.truncate(message.kept)
         names = topology.computes
         number = names.index(self._replica.names[self._replica.number])
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
@@ -269,14 +287,12 @@ class ComputeWorker:
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:
-        """Wait for one message; returns its lane, if it is complete. Raises DeadlineError."""
-        number = self._mail.wait(self._wait, peers, timeout_s)
-        if number is None:
-            return None
-        lane = self._lanes[number]
-        if lane.steps and not self._mail.missing[number]:
-            self._note_wait(lane)
-        return lane
+        """Wait for messages; returns the lane of the last one. Raises DeadlineError."""
+        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.wait(self._wait, peers, timeout_s))]
+        for lane in lanes:
+            if lane.steps and not self._mail.missing[lane.number]:
+                self._note_wait(lane)
+        return lanes[-1] if lanes else None
 
     def _note_wait(self, lane: Lane) -> None:
         """How long a slice waited whose last message has just arrived, if no slice ran when it did."""
@@ -292,6 +308,8 @@ class ComputeWorker:
     def _idle(self, active: list[Lane]) -> None:
         """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
+        if self._memory is not None:
+            self._memory.report()
         self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
@@ -324,6 +342,8 @@ class ComputeWorker:
             self._newcomers.take(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
+            if self._memory is not None:
+                self._memory.release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
 
@@ -335,7 +355,11 @@ class ComputeWorker:
 
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
-        check_placements(plan, max(spec.kv_heads for spec in self._runner.attentions))
+        check_placements(plan, self._shards)
+        share = None if self._memory is None else self._memory.apply(plan)
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self._segments:  # else an admission tells of it, or it is a cached prefix
+                self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
@@ -356,14 +380,7 @@ class ComputeWorker:
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan,
-            self._segments,
-            self._mail,
-            self._runner.dtype,
-            self._overlap,
-            self._threads,
-            rows,
-            self._runner.attend,
+            plan, self._segments, self._mail, self._overlap, self._runner, rows, self._shards, share
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -419,13 +436,15 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
     runner = _load(control, setup, make(control.device))
+    memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
     channels = {name: links.channel(name) for name in (*connect.memories, *names) if links.has(name)}
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
-    worker = ComputeWorker(control, setup, replica, links, connect.pipeline.lanes, mail, links.settle(), connect.epoch)
+    lanes, wait = connect.pipeline.lanes, links.settle()
+    worker = ComputeWorker(control, setup, replica, links, lanes, mail, wait, connect.epoch, memory)
     control.send(Connected())
     once_set_up()
     return worker
@@ -440,16 +459,23 @@ def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner
     place = directory.find(setup.model, weights=setup.load_format != "dummy")
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target)
     tell("splitting", 1, 1)
-    loaded = tensors.load(
-        place,
-        prepared.lowered.weights,
-        prepared.weights,
-        setup.load_format,
-        setup.seed,
-        lambda done, of: tell("weights", done, of),
-        device.place,
-    )
-    runner = device.runner(prepared.lowered, loaded)
+    try:
+        loaded = tensors.load(
+            place,
+            prepared.lowered.weights,
+            prepared.weights,
+            setup.load_format,
+            setup.seed,
+            lambda done, of: tell("weights", done, of),
+            device.place,
+        )
+        runner = device.runner(prepared.lowered, loaded)
+        runner.reserve(setup.rows)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows: {error}. Lower "
+            "max_num_batched_tokens, or use a GPU with more memory"
+        ) from error
     control.send(
         ModelLoaded(
             list(runner.attentions),

@@ -14,7 +14,8 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
-from lamina.engine.members import Members
+from lamina.engine.members import Members, Save
+from lamina.engine.placement import PlacementView
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
 from lamina.engine.runtime import Submission
@@ -24,10 +25,10 @@ from lamina.engine.updates import OnTokens, OnUpdate
 from lamina.engine.watch import POLL_S
 from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.frontend.prompts import check_tokens, encode_prompt
-from lamina.groups import Completion, Group
+from lamina.groups import Completion, Drawn, Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
-from lamina.placement.map import Placement
+from lamina.placement.partition import placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
 from lamina.protocol.timeline import Timeline
@@ -36,8 +37,9 @@ from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
+from lamina.steps import StepPlan
 from lamina.topology import Role, Topology
-from lamina.types import NOBODY, Client, FinishReason, Request, SamplingParams, StepPlan
+from lamina.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Engine:
         workers: Workers,
         cluster: Cluster,
         on_trace: Sequence[OnTrace] = (),
+        save: Save = lambda topology, wanted: None,
     ) -> None:
         """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``."""
         self.config = config
@@ -76,21 +79,25 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
-        self._kv_heads = max(spec.kv_heads for spec in cluster.attentions)
+        topology, longest = cluster.topology, config.kv_tokens_per_worker
         self._turn = Turn(
             limits,
-            Placement(cluster.capacities, config.kv_tokens_per_worker),
+            placement(config.partition, cluster.capacities, cluster.shards, longest, topology.local),
             cluster.pipeline,
             attentions=len(cluster.attentions),
-            kv_heads=self._kv_heads,
+            kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
             overcommit=overcommit(config),
+            step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
+            balance=config.balance,
         )
         self._scheduler = self._turn.scheduler
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        self._members = Members(control, workers, cluster, self._turn, config.max_restarts)
+        element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
+        self._placement = PlacementView(self._scheduler, cluster.attentions, element)
+        self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
         self._moved = 0
@@ -121,7 +128,7 @@ class Engine:
         """
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
-        request = self._request(request_id, text, tokens, params, client)
+        request = self._request(request_id, text, tokens, params, client, self.new_seed())
         self._queue(request, Reading(request, self.tokenizer, on_update, self.finish).take)
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
@@ -135,23 +142,34 @@ class Engine:
                 raise
 
     def submit_tokens(
-        self, request_id: str, tokens: list[int], params: SamplingParams, on_tokens: OnTokens, client: Client
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        on_tokens: OnTokens,
+        client: Client,
+        seed: int,
+        drawn: Drawn | None = None,
     ) -> None:
         """As ``submit``, for a caller who makes text of the tokens and looks for stop strings: ``finish`` ends a
-        completion at one."""
-        self._queue(self._request(request_id, None, tokens, params, client), on_tokens)
+        completion at one. ``seed``: of the draws, if the parameters have none. ``drawn``: go on from there."""
+        self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn)
+
+    def new_seed(self) -> int:
+        """For the draws of a request, or of several, without a seed."""
+        return self._seeds.getrandbits(62)
 
     def _request(
-        self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client
+        self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client, seed: int
     ) -> Request:
         self._scheduler.check(len(tokens), params)
         check_tokens(tokens, self.vocab_size)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        return Request(request_id, text, tokens, params, seed, client)
+        return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
-    def _queue(self, request: Request, on_tokens: OnTokens) -> None:
-        tracked, request_id = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens), request.request_id
+    def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None) -> None:
+        tracked = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn)
+        request_id = request.request_id
         with self._lock:
             self._require_alive()
             if request_id in self._tracked:
@@ -221,7 +239,7 @@ class Engine:
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
         disks = self._scheduler.disks
-        found = (prefixes.queried, prefixes.hit, disks.spilled, disks.fetched)
+        found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:
@@ -284,6 +302,7 @@ class Engine:
         self._run_commands()
         self._members.turn()
         now = time.monotonic()
+        self._placement.look(now)
         for plan in self._turn.plan(now):
             self._send(plan, now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
@@ -340,7 +359,7 @@ class Engine:
                 self._scheduler.finish(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
-        check_placements(plan, self._kv_heads)
+        check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
         self._moved += len(plan.moved)
         for workers, part in self._members.recipients.of(plan, now):
@@ -354,7 +373,7 @@ class Engine:
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:
-            group = self._scheduler.add(tracked.request)
+            group = self._scheduler.add(tracked.request, tracked.drawn)
         except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
             tracked.end(FinishReason.ERROR, str(error))
             self._publish(tracked.request.request_id, tracked)

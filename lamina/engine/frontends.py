@@ -3,11 +3,14 @@
 The sockets are in a folder that only this user may enter. A thread reads what frontends send; the engine's own thread
 sends what it has drawn. The number of messages that a frontend has not taken is bounded: one that is suspended must not
 fill the engine's memory.
+
+Nothing that a frontend says is heard before its ``Resume``: it may be meant for an engine that has ended.
 """
 
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +25,15 @@ from lamina.errors import LaminaError, TransportError
 from lamina.protocol.frontends import (
     Abort,
     Answers,
+    CompletionTokens,
     Finish,
     FromFrontend,
     FrontendBootstrap,
     GetStats,
     Hello,
-    Ready,
     RequestTokens,
+    Resume,
+    Resumed,
     Scale,
     Scaled,
     Stopped,
@@ -37,12 +42,14 @@ from lamina.protocol.frontends import (
     Welcome,
     unpacked,
 )
+from lamina.types import FinishReason
 
 log = logging.getLogger(__name__)
 
 MOST_UNSENT = 16384  # messages, one a turn, that a frontend has not taken
 MOST_AT_ONCE = 64  # prompts of one message queued before other messages are looked at: a millisecond or two
 POLL_MS = 100
+WELCOME_MS = 5  # between two attempts to reach a frontend that has yet to connect
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -51,15 +58,14 @@ class _Member:
     """One frontend process.
 
     Attributes:
-        heard: messages that have come from it.
+        resumed: its ``Resume`` has come.
         running: its requests that have not ended, by its own numbers.
         news: of this turn, written by the engine's thread alone.
         lost: why it can no longer be answered, if so.
     """
 
     name: str
-    heard: int = 0
-    ready: bool = False
+    resumed: bool = False
     running: set[int] = field(default_factory=set)
     news: list[RequestTokens] = field(default_factory=list)
     lost: str | None = None
@@ -89,12 +95,29 @@ class _Submission:
 
 
 class Frontends:
-    """Frontends that have joined. ``join``, ``leave`` and the properties may be used by any thread."""
+    """The frontends that say Hello. ``leave`` may be called by any thread."""
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        """Listen in ``folder``. Raises TransportError if that fails."""
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        supervisor_pid: int,
+        incarnation: int = 0,
+        names: Iterable[str] = (),
+        on_lost: Callable[[str, str], None] = lambda name, why: None,
+    ) -> None:
+        """Listen in ``folder``. Raises TransportError if that fails.
+
+        ``names``: of frontends that have been connected to an engine before this one, of which this is an
+        ``incarnation``. ``on_lost``: called from any thread with the name of one that can no longer be answered, and
+        why.
+        """
         self._engine = engine
-        self._members: dict[str, _Member] = {}
+        self._incarnation = incarnation
+        self._on_lost = on_lost
+        self._members: dict[str, _Member] = {name: _Member(name) for name in names}
+        self._unwelcomed = set(names)  # not told yet of this engine
+        self._supervisor_pid = supervisor_pid
         self._submissions: deque[_Submission] = deque()  # of the thread that reads
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.ROUTER)
@@ -117,38 +140,29 @@ class Frontends:
         self._thread.start()
         engine.after_turn = self._flush
 
-    def join(self, name: str, engine_pid: int) -> FrontendBootstrap:
-        """Expect a frontend: what its process has to know."""
-        self._members[name] = _Member(name)
+    @property
+    def bootstrap(self) -> FrontendBootstrap:
+        """What the process of a frontend has to know, but for its name."""
         engine = self._engine
         return FrontendBootstrap(
-            name,
+            "",
             *self._addresses,
-            engine_pid,
+            self._supervisor_pid,
             engine.model_name,
             engine.max_model_len,
             engine.default_max_tokens,
             engine.vocab_size,
+            engine.new_seed(),
         )
 
     def leave(self, name: str) -> None:
         """A frontend's process has ended: cancel its requests."""
-        member = self._members.pop(name)
+        member = self._members.pop(name, None)
+        if member is None:
+            return
         member.lost = "its process has ended"
         for number in list(member.running):
             self._engine.abort(member.request_id(number))
-
-    def ready(self, name: str) -> bool:
-        """Whether a frontend accepts connections."""
-        return self._members[name].ready
-
-    def heard(self, name: str) -> int:
-        """How many messages have come from a frontend: one every ``ALIVE_S`` at least, while its event loop runs."""
-        return self._members[name].heard
-
-    def lost(self, name: str) -> str | None:
-        """Why a frontend can no longer be answered, if so."""
-        return self._members[name].lost
 
     def close(self) -> None:
         """Close the sockets. The engine must have stopped, or have no requests of frontends."""
@@ -163,7 +177,12 @@ class Frontends:
     def _run(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromFrontend)
         while not self._closed.is_set():
-            if self._requests.poll(0 if self._submissions else POLL_MS):
+            for name in list(self._unwelcomed):
+                if (waiting := self._members.get(name)) is None:  # it has left
+                    self._unwelcomed.discard(name)
+                else:
+                    self._welcome(waiting)
+            if self._requests.poll(0 if self._submissions else WELCOME_MS if self._unwelcomed else POLL_MS):
                 self._receive(decoder)
             if self._submissions:
                 # In turns: a message with one prompt must not wait for one with thousands.
@@ -173,17 +192,32 @@ class Frontends:
 
     def _receive(self, decoder: msgspec.msgpack.Decoder[FromFrontend]) -> None:
         identity, payload = self._requests.recv_multipart()
-        member = self._members.get(identity.decode())
-        if member is None:
-            return  # it has left
-        member.heard += 1
+        name = identity.decode()
         try:
-            self._take(member, decoder.decode(payload))
+            message = decoder.decode(payload)
         except msgspec.DecodeError as error:
-            member.lost = f"it sent an invalid message: {error}"
+            if (known := self._members.get(name)) is not None:
+                self._lose(known, f"it sent an invalid message: {error}")
+            return
+        if isinstance(message, Hello):
+            self._welcome(self._members.setdefault(name, _Member(name)))
+        elif (member := self._members.get(name)) is not None:  # else it has left
+            self._take(member, message)
+
+    def _welcome(self, member: _Member) -> None:
+        """Tell a frontend of this engine, once its answers arrive."""
+        if self._send(member, Welcome(self._incarnation), connected=False):
+            self._unwelcomed.discard(member.name)
 
     def _take(self, member: _Member, message: FromFrontend) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, Resume):
+            if message.incarnation == self._incarnation and not member.resumed:
+                member.resumed = True
+                for one in message.requests:
+                    self._resume(member, one)
+        elif not member.resumed:
+            return
+        elif isinstance(message, Submit):
             self._submissions.append(_Submission(member, message))
         elif isinstance(message, Finish):
             self._engine.finish(member.request_id(message.request), message.index)
@@ -194,10 +228,27 @@ class Frontends:
             self._send(member, StatsOf(message.number, self._engine.stats()))
         elif isinstance(message, Scale):
             self._scale(member, message)
-        elif isinstance(message, Hello):
-            self._send(member, Welcome(), connected=False)
-        elif isinstance(message, Ready):
-            member.ready = True
+
+    def _resume(self, member: _Member, one: Resumed) -> None:
+        """Go on with a request. If that is impossible, it ends with the error."""
+        drawn = {index: unpacked(tokens) for index, tokens in one.drawn.items()}
+        begun = any(drawn.values()) or len(drawn) < one.params.n
+        member.running.add(one.request)
+        receive = self._receiver(member, one.request)
+        try:
+            self._engine.submit_tokens(
+                member.request_id(one.request),
+                unpacked(one.prompt),
+                one.params,
+                receive,
+                one.client,
+                one.seed,
+                drawn if begun else None,
+            )
+        except LaminaError as error:
+            member.running.discard(one.request)
+            ends = [CompletionTokens(index, [], [], FinishReason.ERROR) for index in drawn]
+            self._send(member, Answers([RequestTokens(one.request, ends, True, str(error))]))
 
     def _scale(self, member: _Member, message: Scale) -> None:
         def done(future: Future[list[str]]) -> None:
@@ -223,12 +274,14 @@ class Frontends:
                 number = submission.numbers[place]
                 params = message.params[place if len(message.params) > 1 else 0]
                 member.running.add(number)
+                receive = self._receiver(member, number)
                 self._engine.submit_tokens(
                     member.request_id(number),
                     unpacked(message.prompts[place]),
                     params,
-                    self._receiver(member, number),
+                    receive,
                     message.client,
+                    message.seeds[place],
                 )
                 submission.queued += 1
                 if number in submission.aborted:
@@ -277,18 +330,26 @@ class Frontends:
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def _send(self, member: _Member, message: msgspec.Struct, connected: bool = True) -> None:
-        """Send if the frontend takes messages, else note that it is lost. ``connected``: it must be connected."""
+    def _send(self, member: _Member, message: msgspec.Struct, connected: bool = True) -> bool:
+        """Send if the frontend takes messages, else note that it is lost. ``connected``: it must be connected. Returns
+        whether the message has been sent."""
         if member.lost is not None:
-            return
+            return False
         try:
             with self._lock:
                 self._answers.send_multipart([member.name.encode(), self._encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
-            member.lost = f"it has not taken {MOST_UNSENT} messages"
+            self._lose(member, f"it has not taken {MOST_UNSENT} messages")
         except zmq.ZMQError as error:
             if connected:
-                member.lost = f"it cannot be reached: {error}"
+                self._lose(member, f"it cannot be reached: {error}")
+        else:
+            return True
+        return False
+
+    def _lose(self, member: _Member, why: str) -> None:
+        member.lost = why
+        self._on_lost(member.name, why)
 
 
 def _nothing() -> None:

@@ -4,8 +4,9 @@ import contextlib
 import enum
 import itertools
 import logging
+import string
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,10 +73,7 @@ class Joins:
         """``promised``: bytes of KV that the memory workers of a host may still come to use."""
         self._control, self._workers, self._fabric, self._promised = control, workers, fabric, promised
         self._joiners: dict[str, Joiner] = {}
-        self._numbers = {
-            "compute": itertools.count(len(topology.computes)),
-            "memory": itertools.count(len(topology.capacities)),
-        }
+        self._numbers = {"compute": _numbers(topology.computes), "memory": _numbers(topology.memories)}
         self._members = topology.names
         self._stale: tuple[type[ToEngine], set[str]] | None = None  # answers to a conversation that was given up
 
@@ -100,7 +98,7 @@ class Joins:
         if role == "memory":
             conversation = prepare_memory(self._control, self._fabric, name, kind, self._promised)
         else:
-            conversation = prepare_compute(self._control, self._fabric, name, kind)
+            conversation = prepare_compute(self._control, self._fabric, name, kind, self._promised)
         joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
         self._joiners[name] = joiner
         self._advance(joiner, None)
@@ -227,3 +225,8 @@ class Joins:
             joiner.conversation.close()
             joiner.on_failed(TransportError("the engine has stopped"), False)
         self._joiners.clear()
+
+
+def _numbers(names: Iterable[str]) -> "itertools.count[int]":
+    """Of workers started later: beyond those of these members."""
+    return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))

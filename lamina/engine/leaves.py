@@ -72,7 +72,7 @@ class Leaves:
         staying = topology.capacities.keys() - placement.closed - set(going)
         if not going:
             return
-        held = sum(placement.reserved[name] - placement.returning[name] for name in going)
+        held = placement.held(going)
         left = sum(placement.left(name) for name in staying)
         if held > left:
             raise ConfigError(

@@ -1,18 +1,20 @@
 """Who takes part in a cluster: losses end an epoch, joins and leaves change the members within one."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.engine.epochs import Ending
 from lamina.engine.pools import Pools
+from lamina.engine.record import Record
 from lamina.engine.stats import MemoryStats
 from lamina.engine.watch import Watch
 from lamina.errors import LaminaError, TransportError, UnreachableError
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import (
     Change,
+    Changed,
     EndEpoch,
     EpochEnded,
     Failed,
@@ -27,9 +29,13 @@ from lamina.protocol.messages import (
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.suspects import Deaths
 from lamina.schedule.turn import Turn
-from lamina.topology import Topology
+from lamina.topology import Role, Topology
 
 log = logging.getLogger(__name__)
+
+Save = Callable[[Topology, Mapping[Role, int]], None]
+"""Called with members that another engine could take over, and how many workers the pools are to have, whenever the
+members change."""
 
 
 class Members:
@@ -42,7 +48,13 @@ class Members:
     """
 
     def __init__(
-        self, control: ControlServer, workers: Workers, cluster: Cluster, turn: Turn, max_restarts: int
+        self,
+        control: ControlServer,
+        workers: Workers,
+        cluster: Cluster,
+        turn: Turn,
+        max_restarts: int,
+        save: Save,
     ) -> None:
         self._control = control
         self._workers = workers
@@ -55,12 +67,13 @@ class Members:
         self._behind = set[str]()  # whose disks are too slow, as was logged
         self._changes = 0  # of the topology within epochs
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
-        fabric = cluster.fabric
+        fabric, wanted = cluster.fabric, cluster.wanted or topology.sizes
         self.pools = (
             None
             if fabric is None
-            else Pools(control, workers, fabric, topology, turn, self._adopt, self._unused, max_restarts)
+            else Pools(control, workers, fabric, topology, turn, self._adopt, self._unused, max_restarts, wanted)
         )
+        self._record = Record(topology, lambda saved: save(saved, wanted if self.pools is None else self.pools.wanted))
 
     @property
     def states(self) -> Mapping[str, str]:
@@ -80,6 +93,8 @@ class Members:
 
     def take(self, worker: str, message: ToEngine) -> None:
         """A message that is not about a step. Raises TransportError if it is not expected while serving."""
+        if isinstance(message, Changed):
+            self._record.note_changed(worker, message.number)
         if self.pools is not None and self.pools.take(worker, message):
             return  # it is about a worker that joins
         if worker not in self.topology.names:
@@ -141,7 +156,7 @@ class Members:
         """
         pools, role = self.pools, self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.can_lose(role)):
-            raise next(lost[one.name] for one in self.topology.members if one.name in lost and one.role == role)
+            raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
         deaths = self._deaths(lost)
         for worker in lost:
             self._workers.end(worker, cut=True)
@@ -149,6 +164,7 @@ class Members:
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
         self._ending = Ending(topology, lost_at, now)
+        self._record.lose(lost.keys())
         self._control.apply(topology)
         self.watch.apply(topology)
         remains = self._turn.apply(topology, deaths)
@@ -168,10 +184,12 @@ class Members:
             remains.dropped,
             remains.recomputed,
         )
-        self.recipients.apply(topology)
+        self.recipients.apply(topology, remains.kept)
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
-        self.tell(topology.computes, EndEpoch(topology))
+        self.tell([name for name in topology.computes if name not in remains.kept], EndEpoch(topology))
+        if not topology.members:  # nobody has anything to end
+            self._begin_epoch(self._ending)
         return remains.poison
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
@@ -190,6 +208,7 @@ class Members:
         fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
         self.usage = {name: self.usage.get(name, usage) for name, usage in fresh.items()}
         self._changes += 1
+        self._record.change(self._changes, topology)
         self.tell(sorted(topology.names), Change(self._changes, topology))
         return self._changes
 
@@ -200,9 +219,13 @@ class Members:
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending
-        if ending is None or not ending.note(worker, message):
-            return
+        if ending is not None and ending.note(worker, message):
+            self._begin_epoch(ending)
+
+    def _begin_epoch(self, ending: Ending) -> None:
+        """All members are ready for the next epoch."""
         self._ending = None
+        self._record.settle(self.topology)
         self.recoveries += 1
         self._turn.begin_epoch()
         seconds = self._control.liveness.awake_s - ending.lost_at

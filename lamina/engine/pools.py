@@ -66,10 +66,12 @@ class Pools:
         adopt: Adopt,
         unused: Callable[[str], int],
         max_restarts: int,
+        wanted: Mapping[Role, int],
     ) -> None:
         """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
-        ``EngineConfig``."""
+        ``EngineConfig``. ``wanted``: how many workers the pools are to have; those that are missing are started."""
         self.topology = topology
+        self.wanted = dict(wanted)
         self._workers = workers
         self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
@@ -80,6 +82,10 @@ class Pools:
         self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
+        for role, count in topology.sizes.items():
+            for _ in range(wanted[role] - count):
+                kind = fabric.launcher.default_kind(role)
+                self._replace(role, kind, WorkerError(role, "it was lost with an earlier engine"))
 
     # -- what callers ask for
 
@@ -93,6 +99,8 @@ class Pools:
                 self._check_growth(role, kinds[role], change)
         self._leaves.check(leavers, self.topology)
         resize.left = sum(map(abs, changes.values()))
+        for role, change in changes.items():
+            self.wanted[role] += change
         for name in leavers:
             self._resizes[name] = resize
             self._leaves.begin(name, self.topology)
@@ -105,6 +113,10 @@ class Pools:
         self._fabric.launcher.check(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
+        if self._fabric.compute_setup.local:
+            raise ConfigError(
+                "local memory works with one compute worker so far; start with --memory cpu:1 to add compute workers"
+            )
         replicas = len(self.topology.computes) + self._joins.count("compute") + count
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:
@@ -120,15 +132,15 @@ class Pools:
             for member in self.topology.members
             if member.role == role and member.name not in self._leaves.names
         ]
-        if count >= len(staying):
+        if count >= len(staying) + (role == "memory" and bool(self.topology.local)):
             raise ConfigError(
                 f"the {role} pool has {len(staying)}, of which one must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
             )
         if role == "compute":
             return staying[-count:]
-        reserved = self._turn.scheduler.placement.reserved
-        return sorted(staying, key=lambda name: reserved[name])[:count]
+        placement = self._turn.scheduler.placement
+        return sorted(staying, key=lambda name: placement.held([name]))[:count]
 
     def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
         """Start another worker, on behalf of ``resize`` or as a replacement."""
@@ -140,6 +152,7 @@ class Pools:
                 self._start(role, kind, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", role, error)
+                self.wanted[role] -= 1
                 resize.fail(error)
             else:
                 self._replace(role, kind, error)
@@ -159,9 +172,11 @@ class Pools:
         return self._restarts[role].most > 0 or self._fabric.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way."""
-        awaited = self._awaited.get(role, 0.0) > self._control.liveness.awake_s
-        return awaited or self._joins.count(role) > 0 or any(one == role for _, one, _ in self._due)
+        """True if another worker of this role is on its way; a compute worker may bring memory too."""
+        roles: set[Role] = {role, "compute"} if self._fabric.compute_setup.local else {role}
+        now = self._control.liveness.awake_s
+        awaited = any(self._awaited.get(one, 0.0) > now or self._joins.count(one) for one in roles)
+        return awaited or any(one in roles for _, one, _ in self._due)
 
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
@@ -177,6 +192,7 @@ class Pools:
             else:
                 self._replace(members[name].role, members[name].kind, reason, free)
         for name in self._leaves.apply(topology):  # they have to stay
+            self.wanted[members[name].role] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:

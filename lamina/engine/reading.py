@@ -46,6 +46,11 @@ class Reading:
         ]
         self._finished = False
 
+    @property
+    def open(self) -> list[int]:
+        """The completions that have not ended."""
+        return [index for index, text in enumerate(self._texts) if text.finish_reason is None]
+
     def take(self, update: TokenUpdate) -> None:
         """Pass on what is new. Does nothing once every completion has ended."""
         if self._finished:
@@ -105,7 +110,7 @@ def _placement(group: Group | None) -> tuple[Segment, ...]:
         dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
         for kept in [group.kept(completion)]
-        for segment in completion.segments
+        for segment in group.expand(completion.segments)
         for start, stop in [segment.tokens]
         if start < max(kept, 1)
     )

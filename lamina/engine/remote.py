@@ -1,6 +1,8 @@
 """The engine as its frontends see it, from another process: requests are sent to it, and token ids become text here.
 
 What the engine sends is read in the event loop of the frontend, which is where callers are called back.
+
+The engine may end and be started again. Callers notice a pause: their requests go on from the tokens that have come.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,16 +29,15 @@ from lamina.errors import ConfigError, DeadlineError, EngineDeadError, LaminaErr
 from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.frontends import (
-    ALIVE_S,
     Abort,
-    Alive,
     Answers,
     CompletionTokens,
     Finish,
     FrontendBootstrap,
     GetStats,
     Hello,
-    Ready,
+    Resume,
+    Resumed,
     Scale,
     Scaled,
     Stopped,
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 HELLO_S = 0.02
+RECONNECT_MS = 10
 SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
 MOST_AT_ONCE = 64  # messages read before other events of the loop have their turn
@@ -59,10 +62,17 @@ _DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | Answers | Stopped | Sta
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A request that has not ended."""
+    """A request that has not ended. ``drawn``: the tokens of its completions."""
 
     request: Request
     reading: Reading
+    drawn: list[list[int]]
+
+    def resumed(self, number: int) -> Resumed | None:
+        """What another engine needs to go on with it; None if all completions have ended."""
+        one, open_ = self.request, self.reading.open
+        drawn = {index: packed(self.drawn[index]) for index in open_}
+        return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
 
 
 class RemoteEngine:
@@ -84,7 +94,9 @@ class RemoteEngine:
         self._context = zmq.Context()
         self._requests = self._connect(bootstrap.name, bootstrap.requests)
         self._answers = self._connect(bootstrap.name, bootstrap.answers)
-        self._engine_process = os.pidfd_open(bootstrap.engine_pid)
+        self._supervisor = os.pidfd_open(bootstrap.supervisor_pid)
+        self._incarnation: int | None = None  # of the engine that this is connected to
+        self._seeds = random.Random(bootstrap.seed)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # guards _requests, _encoder and the books of what is asked
         self._numbers = itertools.count()
@@ -93,13 +105,13 @@ class RemoteEngine:
         self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # of submissions and statistics, by number
         self._welcome = asyncio.Event()
         self._last = EngineStats(0, 0, 0, 0, 0, 0, 0, {}, None)
-        self._tasks: list[asyncio.Task[None]] = []
 
     def _connect(self, name: str, address: str) -> "zmq.Socket[bytes]":
         connected = self._context.socket(zmq.DEALER)
         connected.identity = name.encode()
         connected.linger = 0
         connected.sndhwm = connected.rcvhwm = 0
+        connected.reconnect_ivl = RECONNECT_MS
         connected.connect(address)
         return connected
 
@@ -108,7 +120,7 @@ class RemoteEngine:
         """Make one for the running event loop. Raises DeadlineError if the engine does not answer."""
         made = cls(bootstrap, tokenizer)
         made._loop.add_reader(made._answers.fileno(), made._receive)
-        made._loop.add_reader(made._engine_process, made._end, "its process has ended")
+        made._loop.add_reader(made._supervisor, made._end, "its process has ended")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 while not made._welcome.is_set():
@@ -119,29 +131,21 @@ class RemoteEngine:
                     made._receive()
         except TimeoutError:
             raise DeadlineError(f"the engine has not answered within {CONNECT_TIMEOUT_S:.0f} s") from None
-        made._tasks.append(asyncio.create_task(made._say_alive()))
         return made
-
-    async def _say_alive(self) -> None:
-        while True:
-            self._send(Alive())
-            await asyncio.sleep(ALIVE_S)
-
-    def ready(self) -> None:
-        """Tell the engine that connections are accepted."""
-        self._send(Ready())
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
         """As the engine's."""
-        asked, prompts = [], []
+        asked, prompts, seeds = [], [], []
         for one in submissions:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
             check_tokens(tokens, self._vocab_size)
-            request = Request(one.request_id, text, tokens, one.params, client=client)
-            asked.append(_Asked(request, Reading(request, self.tokenizer, one.on_update, self._finish)))
+            seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
+            request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
+            reading = Reading(request, self.tokenizer, one.on_update, self._finish)
+            asked.append(_Asked(request, reading, [[] for _ in range(one.params.n)]))
             prompts.append(packed(tokens))
         params = [one.params for one in submissions]
         if all(each is params[0] for each in params):
@@ -153,7 +157,7 @@ class RemoteEngine:
             self._asked.update(zip(numbers, asked, strict=True))
             self._named.update(zip((one.request_id for one in submissions), numbers, strict=True))
             self._replies[numbers[0]] = reply
-            self._requests.send(self._encoder.encode(Submit(numbers[0], prompts, params, client)))
+            self._requests.send(self._encoder.encode(Submit(numbers[0], prompts, params, client, seeds)))
         try:
             answer: Submitted = self._wait(numbers[0], reply, SUBMIT_TIMEOUT_S)
             if answer.error:
@@ -204,13 +208,11 @@ class RemoteEngine:
     def disconnect(self) -> None:
         """End all requests with an error and close the sockets, in the event loop. Idempotent."""
         self._end("the engine was closed")
-        for task in self._tasks:
-            task.cancel()
         with self._lock:
             if self._context.closed:
                 return
             self._loop.remove_reader(self._answers.fileno())
-            os.close(self._engine_process)
+            os.close(self._supervisor)
             self._context.destroy(linger=0)
 
     def _finish(self, request_id: str, index: int) -> None:
@@ -259,6 +261,8 @@ class RemoteEngine:
         if isinstance(message, Answers):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
+                    for part in one.completions:
+                        asked.drawn[part.index] += part.token_ids
                     if one.finished:
                         self._forget([one.request])
                     update = TokenUpdate(one.completions, one.finished, one.error, one.cached_tokens)
@@ -271,8 +275,23 @@ class RemoteEngine:
             self._note_scaled(message)
         elif isinstance(message, Stopped):
             self._end(message.reason)
-        else:
-            self._welcome.set()
+        elif message.incarnation != self._incarnation:
+            self._resume(message.incarnation)
+
+    def _resume(self, incarnation: int) -> None:
+        """Begin with an engine, with all requests that an earlier one had."""
+        with self._lock:
+            self._incarnation = incarnation
+            found = [asked.resumed(number) for number, asked in self._asked.items()]
+            replies, self._replies = self._replies, {}
+            submitted = self._asked.keys() & replies.keys()
+            self._requests.send(self._encoder.encode(Resume(incarnation, [one for one in found if one is not None])))
+        for number, reply in replies.items():
+            if number in submitted:  # if this engine refuses it, the request ends with the error
+                reply.set_result(Submitted(number))
+            else:
+                reply.set_exception(EngineDeadError("the engine was started again meanwhile; look, and try again"))
+        self._welcome.set()
 
     def _read(self, number: int, asked: _Asked, update: TokenUpdate) -> None:
         try:
@@ -305,7 +324,7 @@ class RemoteEngine:
             self.dead = reason
             asked, self._asked, self._named = self._asked, {}, {}
             replies, self._replies = self._replies, {}
-        self._loop.remove_reader(self._engine_process)
+        self._loop.remove_reader(self._supervisor)
         for reply in replies.values():
             reply.set_exception(EngineDeadError(_stopped(reason)))
         for number, one in asked.items():

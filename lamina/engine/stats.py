@@ -29,6 +29,31 @@ class MemoryStats:
 
 
 @dataclass(frozen=True)
+class PlacementStats:
+    """Who has KV where, at most ``LOOK_S`` old, and what moves.
+
+    Attributes:
+        held: by memory worker and request, the tokens of the requests with most; shared ones count for each.
+        moving: ranges on their way, as (source, target, tokens).
+        moved: bytes of KV that moves have brought, by memory worker. moves: that were completed.
+        refused, cancelled: moves for which a target had no room, and those that their requests did not wait for.
+    """
+
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    moving: Sequence[tuple[str, str, int]] = field(default_factory=list)
+    moved: Mapping[str, int] = field(default_factory=dict)
+    moves: int = 0
+    refused: int = 0
+    cancelled: int = 0
+
+
+def imbalance(memory: Mapping[str, MemoryStats]) -> float:
+    """Slots that requests use on the fullest memory worker, over the mean of all; 1 if all are equal, or empty."""
+    used = [stats.used for stats in memory.values()]
+    return max(used) * len(used) / sum(used) if sum(used) else 1.0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters of an engine.
 
@@ -43,6 +68,7 @@ class EngineStats:
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
         links: pairs of workers, by transport and its reason.
         prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
+        placement: who has KV where, and what moves.
         spilled, fetched: tokens copied to disks of memory workers, and back.
     """
 
@@ -60,6 +86,7 @@ class EngineStats:
     links: Sequence[tuple[Choice, int]] = ()
     prefix_queries: int = 0
     prefix_hits: int = 0
+    placement: PlacementStats = PlacementStats()
     spilled: int = 0
     fetched: int = 0
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from lamina.engine.updates import OnTokens, TokenUpdate
-from lamina.groups import Completion, Group
+from lamina.groups import Completion, Drawn, Group
 from lamina.protocol.frontends import CompletionTokens
 from lamina.protocol.logprobs import unpack
 from lamina.protocol.messages import Draw
@@ -17,19 +17,25 @@ class TrackedRequest:
 
     Attributes:
         group: the request in the scheduler: another one after its KV was dropped.
+        drawn: as given, until ``start``.
         finished: every completion has its finish reason.
 
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
 
-    def __init__(self, request: Request, eos_token_ids: Collection[int], on_tokens: OnTokens) -> None:
+    def __init__(
+        self, request: Request, eos_token_ids: Collection[int], on_tokens: OnTokens, drawn: Drawn | None = None
+    ) -> None:
+        """``drawn``: what the caller has of a request that another engine had begun."""
         self.request = request
+        self.drawn = drawn
         self.group: Group | None = None
         self._eos_token_ids = eos_token_ids
         self._on_tokens = on_tokens
         self.finished = False
-        self._counts = [0] * request.params.n  # tokens drawn, by completion
-        self._open = set(range(request.params.n))  # completions without a finish reason
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        self._counts = {index: len(tokens) for index, tokens in begun.items()}  # tokens drawn, by completion
+        self._open = set(begun)  # completions without a finish reason
         self._news: dict[int, CompletionTokens] = {}  # what the caller has not been told, by completion
         self._with_logprobs = request.params.logprobs is not None
         self._ends: TokenEnds | None = None
@@ -39,7 +45,7 @@ class TrackedRequest:
 
     def start(self, group: Group) -> None:
         """The request has been added to the scheduler; its completions may now draw tokens."""
-        self.group = group
+        self.group, self.drawn = group, None
         self._ends = TokenEnds(self.request.params, group.max_tokens, self._eos_token_ids)
         if group.searches:
             self._search = BeamSearch(self.request.params, group.max_tokens, self._ends.tokens)

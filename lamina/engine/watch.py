@@ -8,8 +8,8 @@ from lamina.errors import DeadlineError, LaminaError, TransportError
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Failed
 from lamina.schedule.turn import Turn
+from lamina.steps import Migration, StepPlan
 from lamina.topology import Topology
-from lamina.types import Migration, StepPlan
 
 PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
 MIGRATION_TIMEOUT_S = 600.0
@@ -35,7 +35,7 @@ class Watch:
         self._failures: dict[str, Failed] = {}  # the last words of workers
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
-        self._migration: tuple[Migration, float] | None = None  # the latest, with its deadline
+        self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
 
     def apply(self, topology: Topology) -> None:
         """Only members of ``topology`` are watched from now on."""
@@ -47,7 +47,7 @@ class Watch:
         """A plan is about to be sent."""
         self.progressed([plan.lane], "engine")
         for migration in plan.migrations:
-            self._migration = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
+            self._migrations[migration.number] = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
 
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
         """A worker has made progress on steps of these lanes."""
@@ -101,9 +101,11 @@ class Watch:
                 f"no worker has made progress on step {step} of lane {lane} for {PROGRESS_TIMEOUT_S:.0f} s; "
                 f"the last was {worker}. Look at the load and the logs of the machines of the other workers"
             )
-        if self._migration is not None:
-            migration, deadline = self._migration
-            if migration.number == self._turn.scheduler.migrating and now > deadline:
+        if self._migrations:
+            going = set(self._turn.scheduler.migrating)
+            self._migrations = {one: begun for one, begun in self._migrations.items() if one in going}
+        for migration, deadline in self._migrations.values():
+            if now > deadline:
                 raise TransportError(
                     f"{migration.target} did not get tokens {migration.start} to {migration.stop} of sequence "
                     f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "

@@ -1,5 +1,6 @@
 """The input of every attention kernel: which query rows of a step attend to which tokens of a slab."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,3 +28,8 @@ class SegmentTable:
     kv_offsets: npt.NDArray[np.int64] | IntArray
     kv_start: IntArray
     slots: IntArray
+
+    @functools.cached_property
+    def most_rows(self) -> int:
+        """The most query rows of a pair: 1 if all decode."""
+        return int(np.diff(self.query_offsets).max(initial=0))

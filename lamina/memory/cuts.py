@@ -49,6 +49,9 @@ def cuts(table: SegmentTable, spec: AttentionSpec, threads: int, most: int) -> I
     ``most``: products of a thread in one cut, roughly (``MOST_PRODUCTS``).
     """
     offsets = table.query_offsets
+    if table.most_rows <= 1:
+        yield Cut(0, int(offsets[-1]), table)
+        return
     first = 0  # of the pairs that are not cut
     for pair, rows in enumerate(np.diff(offsets).tolist()):
         if rows > 1 and _products(_seen(table, pair, spec, 0, None), spec) > most * threads:

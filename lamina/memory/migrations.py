@@ -1,8 +1,11 @@
-"""Segments that move from one memory worker to another while their sequences continue to decode.
+"""Segments, or ranges of them, that move from one memory worker to another while their sequences continue to decode.
 
 Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The source gathers a
 piece into a staging slot of its arena and rings; the target fetches it, copies it into slots of its own and rings back,
 which frees the staging slot. Each does its part in the gaps between messages (``lamina.memory.pulls``).
+
+A source serves its migrations one after another, in the order of their numbers: they share its staging slots. Different
+sources, and a target that several of them serve, work at the same time.
 
 A sequence may end at any time: both ends forget it when they are told to release it. Pieces of it that still arrive are
 discarded, since its slots may have other owners by then. Its staging slots need not be given back: a later migration
@@ -22,8 +25,8 @@ from lamina.protocol.channel import ARRIVED, FETCHED, Outbox, Slot, Target
 from lamina.protocol.fetching import Piece
 from lamina.protocol.leases import STAGING_SLOTS, ArenaPlan, Lease
 from lamina.protocol.wire import migrated_pieces, migration_number
+from lamina.steps import Migration, StepPlan
 from lamina.transport.base import Arena
-from lamina.types import Migration, StepPlan
 
 Open = Callable[[str, Slot], Outbox]
 """As ``Links.outbox``."""
@@ -31,7 +34,7 @@ Open = Callable[[str, Slot], Outbox]
 
 @dataclass(eq=False)
 class _Outgoing:
-    """``next`` is the piece to lay out next."""
+    """``next`` is the piece to lay out next; after the last one, the target's word that it has it is awaited."""
 
     migration: Migration
     slots: npt.NDArray[np.int32]
@@ -115,7 +118,7 @@ class Migrations:
 
     def _begin(self, migration: Migration) -> None:
         self._moving.add(migration.sequence)
-        slots = self._store.slab.slots((migration.sequence, 0))[migration.start : migration.stop].copy()
+        slots = self._store.slots_of(migration)
         specs = self._store.attentions
         pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
         if migration.source == self._own:
@@ -125,33 +128,35 @@ class Migrations:
 
     @property
     def awaited(self) -> list[Target]:
-        """What allows the next piece of every migration: first the outgoing ones, then the incoming."""
-        leaving = [self._free_staging(own) for own in self._outgoing]
-        return leaving + [
+        """What allows the next piece: of the first outgoing migration, then of every incoming one."""
+        return [self._free_staging(own) for own in self._outgoing[:1]] + [
             (self._bells[coming.migration.source][0], migration_number(coming.migration.number, coming.next))
             for coming in self._incoming
             if coming.next < len(coming.pieces)
         ]
 
     def _free_staging(self, own: _Outgoing) -> Target:
-        doorbell, before = self._bells[own.migration.target][1], own.next - STAGING_SLOTS
+        ended = own.next == len(own.pieces)
+        doorbell, before = self._bells[own.migration.target][1], own.next - (1 if ended else STAGING_SLOTS)
         return doorbell, 0 if before < 0 else migration_number(own.migration.number, before)
 
     def serve(self, index: int) -> None:
         """Lay out or fetch one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
-        if index < len(self._outgoing):
-            self._lay_out(self._outgoing[index])
+        leaving = self._outgoing[:1]
+        if index < len(leaving):
+            self._lay_out(leaving[0])
         else:
             unfetched = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
-            self._fetch(unfetched[index - len(self._outgoing)])
+            self._fetch(unfetched[index - len(leaving)])
 
     def _lay_out(self, own: _Outgoing) -> None:
+        if own.next == len(own.pieces):  # the next migration may use the staging slots
+            self._outgoing.remove(own)
+            return
         layer, first, last = own.pieces[own.next]
         self._store.device.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
         self._staged[own.migration.target].send([], migration_number(own.migration.number, own.next))
         own.next += 1
-        if own.next == len(own.pieces):
-            self._outgoing.remove(own)
 
     def _fetch(self, coming: _Incoming) -> None:
         layer, first, last = coming.pieces[coming.next]

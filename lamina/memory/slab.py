@@ -9,7 +9,7 @@ next tokens, which would otherwise be interleaved with those of other segments. 
 given up when others need them.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -144,6 +144,27 @@ class Slab(Generic[Key]):
             begun.hold(shared)
             begun.length = begun.held
         self._references[shared] += 1
+
+    def rearrange(self, old: Sequence[Key], new: Mapping[Key, Sequence[tuple[Key, int, int]]]) -> None:
+        """Forget the segments ``old``, and open ``new`` ones: each holds the slots of these parts of open segments, one
+        after another, as (segment, first token, one after the last), and shares them with any that stay.
+
+        Raises ValueError if a part is not within an open segment, or a new segment is open and stays.
+        """
+        tables: dict[Key, Slots] = {}
+        for segment, parts in new.items():
+            if segment not in old:
+                self._require_new(segment)
+            for source, _, stop in parts:
+                self._require_within(source, self._table(source), stop)
+            slots = [self._table(source).slots[start:stop] for source, start, stop in parts]
+            tables[segment] = np.concatenate([np.empty(0, np.int32), *slots])
+        for slots_of in tables.values():
+            self._references[slots_of] += 1
+        for segment in old:
+            self.free(segment)
+        for segment, slots_of in tables.items():
+            self._tables[segment] = _PageTable(slots_of)
 
     def truncate(self, segment: Key, tokens: int) -> None:
         """Keep the first ``tokens`` tokens of ``segment`` and release the others.

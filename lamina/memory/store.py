@@ -1,5 +1,6 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import PlacementError
+from lamina.heads import HeadShards
 from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.device.base import Array, Floats
@@ -24,20 +26,31 @@ from lamina.protocol.wire import (
     read_kept,
     read_queries,
 )
-from lamina.segments import by_sequence, forked, grown
+from lamina.segments import by_sequence, forked, grown, moved, overlaps
 from lamina.spills import BLOCK, Fetch
-from lamina.types import AttentionSpec, DType, Fork, KvCacheDType, KvElement, Migration, Overlap, Segment, StepPlan
+from lamina.steps import Fork, Migration, StepPlan, Switch
+from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What query rows [start, stop) of a piece attend to. Those of shards with slopes of their own are apart."""
+
+    start: int
+    stop: int
+    shard: int
+    table: SegmentTable
 
 
 @dataclass(frozen=True)
 class Further:
     """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
 
-    ``rows`` int64 [R] index the piece's; ``table`` covers them in order.
+    ``rows`` int64 [R] index the piece's; ``tables`` cover them in order.
     """
 
     rows: npt.NDArray[np.int64]
-    table: SegmentTable
+    tables: tuple[Attended, ...]
 
 
 @dataclass(frozen=True)
@@ -45,23 +58,28 @@ class StepTables:
     """What one step needs from this worker, planned once and used for every layer.
 
     Attributes:
-        tables: for every piece of a request, what its query rows attend to when it arrives. further: and besides.
-        newest: what all rows attend to beyond that when k and v arrive last; None if they arrive first.
+        tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
+        further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
+            first.
         slots: for the new tokens that arrive with requests. pulled_slots: for those of ``rows.pulled``.
     """
 
     plan: StepPlan
     rows: MessageRows
     pieces: tuple[Piece, ...]
-    tables: tuple[SegmentTable | None, ...]
+    tables: tuple[tuple[Attended, ...], ...]
     further: tuple[tuple[Further, ...], ...]
-    newest: SegmentTable | None
+    newest: tuple[Attended, ...]
     slots: npt.NDArray[np.int32]
     pulled_slots: npt.NDArray[np.int32]
 
 
 class KvStore:
-    """Applies plans to the slab and runs their attention. One thread owns it."""
+    """Applies plans to the slab and runs their attention. One thread owns it.
+
+    Attributes:
+        shards: how heads are cut. attentions: of one shard, as in messages. slab: a slot holds one shard of a token.
+    """
 
     def __init__(
         self,
@@ -73,27 +91,36 @@ class KvStore:
         overlap: Overlap,
         kv_cache_dtype: KvCacheDType = "auto",
         device: str = "cpu",
+        head_shards: int = 1,
     ) -> None:
-        """Allocate ``capacity`` token slots for all ``attentions`` on ``device`` (``memory.device.base.make``).
+        """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
-        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. Raises
-        ConfigError if the device cannot be used.
+        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
+        have some of ``head_shards`` shards of the heads. Raises ConfigError if the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
         self.dtype = dtype
         self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
-        self.slab = Slab[SegmentKey](capacity)
-        self._kv_heads = max(spec.kv_heads for spec in attentions)
+        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
+        self.slab = Slab[SegmentKey](capacity * head_shards)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
-        self.attentions = tuple(attentions)
-        self.device = make(device, self.attentions, self.element, capacity, threads)
+        self._by_shard = head_shards > 1 and any(spec.alibi_slopes is not None for spec in attentions)
+        alike = 1 if not self._by_shard else head_shards
+        self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
+        self.attentions = tuple(specs[0] for specs in self._specs)
+        self.device = make(device, self.attentions, self.element, self.slab.capacity, threads)
 
     @property
     def sequences(self) -> int:
         """Sequences with a segment here."""
         return len(self._segments)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that the slots in use could hold with all heads, rounded up."""
+        return -(-self.slab.used // self.shards.count)
 
     def apply(self, plan: StepPlan) -> StepTables:
         """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step.
@@ -101,10 +128,11 @@ class KvStore:
         Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
         PlacementError, having changed nothing at all, for segments that cannot be served.
         """
-        check_placements(plan, self._kv_heads)
+        check_placements(plan, self.shards)
+        for switch in plan.switches:
+            self._switch(switch)
         for fork in plan.forks:
-            if fork.parent in self._segments:
-                self._fork(fork)
+            self._fork(fork)
         self.release(plan.released)
         for segment in plan.moved:
             if segment.worker == self.worker:
@@ -115,7 +143,7 @@ class KvStore:
             if migration.target == self.worker:
                 self._make_slots(migration)
             elif migration.source == self.worker:
-                self._check_source(migration)
+                self._hold_source(migration)
         for admission in plan.admitted:
             for sequence, segments in by_sequence(admission.segments).items():
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
@@ -130,13 +158,14 @@ class KvStore:
 
         Sequences that have no segment here are ignored.
         """
-        for sequence in {sequence for sequence, _ in self.slab.segments}:
+        for sequence in {sequence for sequence, *_ in self.slab.segments}:
             if sequence not in kept or sequence not in self._segments:
                 self._forget(sequence)
-        for sequence, segments in self._segments.items():
-            for start, stop in (segment.tokens for segment in segments):
-                last = kept[sequence] if stop is None else min(kept[sequence], stop)
-                self.slab.truncate((sequence, start), max(0, last - start))
+        for segment in itertools.chain.from_iterable(self._segments.values()):
+            start, stop = segment.tokens
+            last = kept[segment.sequence] if stop is None else min(kept[segment.sequence], stop)
+            for key in self._keys(segment):
+                self.slab.truncate(key, max(0, last - start))
 
     def release(self, sequences: Sequence[int]) -> None:
         """Forget sequences and free their slots. Those not known here are ignored."""
@@ -147,40 +176,53 @@ class KvStore:
         """Begin the segments of a sequence that are here, if any."""
         if segments:
             self._segments[sequence] = segments
-            for segment in segments:
-                if (sequence, segment.tokens[0]) not in self.slab:  # else it begins as a fork of a cached prefix
-                    self.slab.open((sequence, segment.tokens[0]))
+            for key in itertools.chain.from_iterable(map(self._keys, segments)):
+                if key not in self.slab:  # else it begins as a fork of a cached prefix
+                    self.slab.open(key)
+
+    def _keys(self, segment: Segment) -> list[SegmentKey]:
+        """Of its shards."""
+        return [self._key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.of(segment.heads)]
+
+    def _key(self, sequence: int, first: int, shard: int) -> SegmentKey:
+        return sequence, first * self.shards.count + shard
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""
-        segments = self._segments[fork.parent]
+        segments = self._segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self._segments[fork.child] = shared
         for segment in segments[: len(shared)]:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
-            self.slab.fork((fork.parent, start), (fork.child, start), last - start)
+            for key in self._keys(segment):
+                child = self._key(fork.child, start, key[1] % self.shards.count)
+                if child not in self.slab or len(self.slab.slots(child)) < last - start:
+                    self.slab.fork(key, child, last - start)
 
     def _grow(self, new: Segment) -> None:
         """Let a sequence continue in another segment, here or elsewhere. What it had planned beyond is empty."""
         sequence, segments = new.sequence, self._segments.pop(new.sequence, [])
         first, _ = new.tokens
         for segment in segments:
-            if segment.tokens[0] >= first:
-                self.slab.free((sequence, segment.tokens[0]))
+            if segment.tokens[0] >= first and overlaps(segment, new):
+                for key in self._keys(segment):
+                    self.slab.free(key)
         *ended, last = grown(segments, new)
         if last.worker == self.worker:
-            self.slab.open((sequence, first))
+            for key in self._keys(last):
+                if key not in self.slab:  # else it has come back
+                    self.slab.open(key)
             ended.append(last)
         if ended:
             self._segments[sequence] = ended
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is moving here."""
-        segments = self._segments.pop(sequence, ())
-        for start in [segment.tokens[0] for segment in segments] or [0]:
-            if (sequence, start) in self.slab:
-                self.slab.free((sequence, start))
+        segments = self._segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
+        for key in itertools.chain.from_iterable(map(self._keys, segments)):
+            if key in self.slab:
+                self.slab.free(key)
 
     def _make_slots(self, migration: Migration) -> None:
         """For tokens that will arrive; nothing attends to them before the plan that moves their segment here."""
@@ -188,7 +230,7 @@ class KvStore:
         if key not in self.slab:
             self.slab.open(key)
         held = len(self.slab.slots(key))
-        if held != migration.start:
+        if held != (migration.start if migration.parent is None else 0):
             raise PlacementError(
                 f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} cannot move to "
                 f"{self.worker}",
@@ -204,7 +246,16 @@ class KvStore:
                 self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
             self.slab.append(key, len(fetch.blocks) * BLOCK)
 
-    def _check_source(self, migration: Migration) -> None:
+    def slots_of(self, migration: Migration) -> npt.NDArray[np.int32]:
+        """The slots that a migration copies from or to here: a copy, int32 [stop - start]."""
+        slots = self.slab.slots((migration.sequence, 0))
+        return (slots if migration.parent is not None else slots[migration.start : migration.stop]).copy()
+
+    def _hold_source(self, migration: Migration) -> None:
+        """Let a carrier share the slots of tokens that will be read, or check that their sequence keeps them."""
+        if migration.parent is not None:
+            self._share_range(migration, migration.parent)
+            return
         segments = self._segments.get(migration.sequence, [])
         if [segment.tokens for segment in segments] != [(0, None)]:
             raise PlacementError(
@@ -212,29 +263,59 @@ class KvStore:
                 "only a sequence that is entirely on the source can move",
             )
 
+    def _share_range(self, migration: Migration, parent: int) -> None:
+        start, stop = migration.start, migration.stop
+        for first in (segment.tokens[0] for segment in self._segments.get(parent, [])):
+            if first <= start and stop <= first + len(self.slab.slots((parent, first))):
+                self.slab.rearrange([], {(migration.sequence, 0): [((parent, first), start - first, stop - first)]})
+                return
+        raise PlacementError(
+            f"tokens {start} to {stop} of sequence {parent} cannot move from {self.worker}",
+            f"of its segments here, {self._segments.get(parent, [])}, none has all of them",
+        )
+
+    def _switch(self, switch: Switch) -> None:
+        """Let sequences hold a range at the target of its move, and no longer at the source. What they share there they
+        share here: the slots of the carrier."""
+        for new in switch.segments:
+            sequence, (first, last) = new.sequence, new.tokens
+            before = self._segments.pop(sequence, [])
+            after = [segment for segment in moved(before, new) if segment.worker == self.worker]
+            held: list[tuple[int, int, SegmentKey, int]] = []
+            if new.worker == self.worker:
+                carried = first + len(self.slab.slots((switch.carrier, 0)))
+                held.append((first, carried if last is None else last, (switch.carrier, 0), first))
+            for segment in before:
+                start = segment.tokens[0]
+                stop = start + len(self.slab.slots((sequence, start)))
+                held.append((start, min(stop, first), (sequence, start), start))
+                if last is not None:
+                    held.append((max(start, last), stop, (sequence, start), start))
+            parts = {(sequence, segment.tokens[0]): _parts(segment, sorted(held)) for segment in after}
+            self.slab.rearrange([(sequence, segment.tokens[0]) for segment in before], parts)
+            if after:
+                self._segments[sequence] = after
+
     def _plan_step(self, plan: StepPlan) -> StepTables:
-        rows = message_rows(plan, self._segments, self.worker)
-        kept = [*rows.kept, *(((pulled.sequence, pulled.kv_start), pulled.rows) for pulled in rows.pulled)]
+        rows = message_rows(plan, self._segments, self.worker, self.shards)
+        kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
         stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
         tables = tuple(
-            self._table(rows.attends[piece.first : piece.last], stops[piece.first : piece.last])
-            if piece.first < piece.last
-            else None
-            for piece in cut
+            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last]) for piece in cut
         )
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
-        newest = self._newest(rows) if late else None
+        newest = self._newest(rows) if late else ()
         inline = len(rows.appends)
         return StepTables(plan, rows, cut, tables, further, newest, appended[:inline], appended[inline:])
 
-    def _newest(self, rows: MessageRows) -> SegmentTable:
+    def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
         """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
         last = dict(enumerate(rows.attends)) | dict(rows.further)
         stops = [attend.kv_stop for attend in last.values()]
-        return self._table(list(last.values()), stops, [min(attend.kv_stop, attend.start) for attend in last.values()])
+        return self._tables(list(last.values()), stops, [min(attend.kv_stop, attend.start) for attend in last.values()])
 
     def _further(self, rows: MessageRows, piece: Piece, late: bool) -> tuple[Further, ...]:
         """The second segments of a piece's sequences, then the third ones, and so on."""
@@ -250,7 +331,7 @@ class KvStore:
         return tuple(
             Further(
                 np.concatenate([np.arange(begins[index], begins[index + 1]) for index, _ in pairs]),
-                self._table(
+                self._tables(
                     [attend for _, attend in pairs],
                     [min(attend.kv_stop, attend.start) if late else attend.kv_stop for _, attend in pairs],
                 ),
@@ -258,15 +339,29 @@ class KvStore:
             for pairs in rounds
         )
 
-    def _table(
+    def _tables(
         self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
-    ) -> SegmentTable:
-        """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments."""
+    ) -> tuple[Attended, ...]:
+        """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
+
+        One table for all rows, or one for those of each shard if that has slopes of its own.
+        """
         starts = [attend.kv_start for attend in attends] if starts is None else starts
-        slots = [
-            self.slab.slots((attend.sequence, attend.kv_start))[start - attend.kv_start : stop - attend.kv_start]
-            for attend, start, stop in zip(attends, starts, stops, strict=True)
-        ]
+        shards = [attend.shard if self._by_shard else 0 for attend in attends]  # ascending
+        tables, row, first = [], 0, 0
+        for shard, run in itertools.groupby(shards):
+            part = slice(first, first + len(list(run)))
+            table = self._table(attends[part], stops[part], starts[part])
+            rows = int(table.query_offsets[-1])
+            tables.append(Attended(row, row + rows, shard, table))
+            row, first = row + rows, part.stop
+        return tuple(tables)
+
+    def _table(self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int]) -> SegmentTable:
+        slots = []
+        for attend, start, stop in zip(attends, starts, stops, strict=True):
+            first, key = attend.kv_start, self._key(attend.sequence, attend.kv_start, attend.shard)
+            slots.append(self.slab.slots(key)[start - first : stop - first])
         return SegmentTable(
             query_offsets=_offsets([attend.rows for attend in attends]),
             query_start=np.array([attend.start for attend in attends], np.int32),
@@ -288,29 +383,56 @@ class KvStore:
         piece. Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``); the request must not
         change before the end.
         """
-        spec, rows, piece, table = self.attentions[layer], step.rows, step.pieces[number], step.tables[number]
+        spec, rows, piece = self.attentions[layer], step.rows, step.pieces[number]
         if piece.keeps:
             self.device.keep(layer, *read_kept(request, spec, self.dtype, rows, step.pieces), step.slots)
-        if table is not None:
+        if step.tables[number]:
             part = slice(piece.start, piece.stop)
             q = read_queries(request, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            yield from self.device.attend(layer, table, q, out[part], lse[part])
-            for further in step.further[number]:
-                yield
-                yield from self._attend_further(layer, further, q, out[part], lse[part])
-        elif step.newest is not None:
+            yield from self.attend(layer, step, number, q, out[part], lse[part])
+        elif step.newest:
             q = read_queries(request, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
             more, sums = np.empty_like(out), np.empty_like(lse)
-            yield from self.device.attend(layer, step.newest, q, more, sums)
+            yield from self._attend(layer, step.newest, q, more, sums)
             merge([out, more], [lse, sums], None, out, lse, self.threads)
+
+    def attend(self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        """Attend with q [R, Hq, D], the query rows of piece ``number``, to what is kept of their segments here.
+
+        Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
+        """
+        yield from self._attend(layer, step.tables[number], q, out, lse)
+        for further in step.further[number]:
+            yield
+            yield from self._attend_further(layer, further, q, out, lse)
+
+    def _attend(self, layer: int, tables: Sequence[Attended], q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+        """Attention of rows that ``tables`` cover in order."""
+        for number, one in enumerate(tables):
+            if number:
+                yield
+            rows, spec = slice(one.start, one.stop), self._specs[layer][one.shard]
+            yield from self.device.attend(layer, one.table, q[rows], out[rows], lse[rows], spec)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
         rows = further.rows
         more, sums = np.empty((len(rows), *out.shape[1:]), np.float32), np.empty((len(rows), lse.shape[1]), np.float32)
-        yield from self.device.attend(layer, further.table, q[rows], more, sums)
+        yield from self._attend(layer, further.tables, q[rows], more, sums)
         merge([out[rows], more], [lse[rows], sums], None, more, sums, self.threads)
         out[rows], lse[rows] = more, sums
+
+
+def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
+    """Where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and the
+    first token of that."""
+    low, high = segment.tokens
+    ends = [stop if high is None else min(stop, high) for _, stop, _, _ in held]
+    return [
+        (key, max(start, low) - origin, stop - origin)
+        for (start, _, key, origin), stop in zip(held, ends, strict=True)
+        if max(start, low) < stop
+    ]
 
 
 def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:

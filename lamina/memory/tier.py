@@ -19,7 +19,7 @@ import numpy.typing as npt
 from lamina.memory.disk import Disk
 from lamina.memory.store import KvStore
 from lamina.spills import BLOCK, Fetch, Spill, blocks_of
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 
 AHEAD = 2
 STALLED_S = 30.0
@@ -72,8 +72,11 @@ class Tier:
         return bool(self._transfers)
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin and end what a plan says, after the store has applied it."""
-        self.release(plan.released)
+        """Begin and end what a plan says, after the store has applied it.
+
+        A copy of a sequence that has some tokens elsewhere now ends: its slots may get other owners.
+        """
+        self.release([*plan.released, *(one.sequence for switch in plan.switches for one in switch.segments)])
         for spill in plan.spills:
             if spill.worker == self._store.worker:
                 self._copy(spill)

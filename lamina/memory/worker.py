@@ -16,19 +16,19 @@ import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.device.base import Floats
-from lamina.memory.device.select import free_bytes
+from lamina.memory.device.select import gpu_memory
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
+from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
-from lamina.memory.tier import Tier, open_tier
+from lamina.memory.tier import Tier
 from lamina.protocol.channel import Arrival, Channel, Target
-from lamina.protocol.control import ControlClient, expect
+from lamina.protocol.control import ControlClient
 from lamina.protocol.fence import Fence
 from lamina.protocol.leases import SLOTS, Lease
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (
     REPORT_S,
-    USAGE_S,
     Change,
     Changed,
     Connect,
@@ -37,14 +37,10 @@ from lamina.protocol.messages import (
     Forget,
     Grant,
     Link,
-    MemorySetup,
     Migrated,
     Release,
-    SlabReady,
-    SlabUsage,
     Step,
     Stop,
-    Stored,
     ToWorker,
     Traced,
     Working,
@@ -151,9 +147,7 @@ class MemoryWorker:
         self._busy_s = 0.0
         self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
         self._reported = 0.0
-        self._usage = SlabUsage(0, 0)  # as last sent
-        self._usage_sent = 0.0
-        self._usage_repeated = True  # the last two sent were equal
+        self._usage = UsageReports(control, store)
 
     def run(self) -> None:
         """Serve the compute workers."""
@@ -163,7 +157,7 @@ class MemoryWorker:
                 self._newcomers.look()
             except PeerLostError as error:
                 self._fence.lose(error)
-            self._tell_usage()
+            self._usage.tell(self._busy_s)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -247,7 +241,7 @@ class MemoryWorker:
         self._channels = kept | {name: self._links.channel(name) for name in new}
         self._doors = [door for door in self._doors if door.channel.name in kept]
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
-        self._migrations.change(self._others(topology.capacities))
+        self._migrations.change(self._others(topology.memories))
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._control.send(Changed(message.number))
@@ -431,37 +425,13 @@ class MemoryWorker:
         else:
             raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
 
-    def _tell_usage(self) -> None:
-        """Tell the engine now and then how much is in use, and at once when nothing is any more."""
-        now = time.monotonic()
-        emptied = self._usage.sequences > 0 and self._store.sequences == 0
-        if not emptied and now - self._usage_sent < USAGE_S:
-            return
-        usage = SlabUsage(self._store.slab.used, self._store.sequences, self._busy_s)
-        repeats = usage == self._usage
-        if not (repeats and self._usage_repeated):
-            self._control.send(usage)
-        self._usage, self._usage_repeated, self._usage_sent = usage, repeats, now
-
     def _tell_migrated(self, number: int) -> None:
         self._control.send(Migrated(number))
 
 
 def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
-    setup = expect(control, MemorySetup)
-    store = KvStore(
-        control.name,
-        setup.attentions,
-        setup.dtype,
-        setup.capacity,
-        setup.threads,
-        setup.overlap,
-        setup.kv_cache_dtype,
-        control.device,
-    )
-    tier = open_tier(store, setup.spill_dir, setup.overcommit, lambda *done: control.send(Stored(*done)), resources)
-    control.send(SlabReady())
+    store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources)
     worker = MemoryWorker(control, store, tier, links, links.settle(), connect, Timeline(setup.trace))
     control.send(Connected())
@@ -470,7 +440,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
 
 def main() -> None:
     """Body of the process."""
-    run_worker(build, free_bytes)
+    run_worker(build, gpu_memory)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from lamina.engine.runtime import Runtime
+from lamina.engine.stats import imbalance
 from lamina.observe.traffic import Traffic
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -68,6 +69,17 @@ class Metrics:
         )
         yield CounterMetricFamily("lamina_kv_tokens_spilled", "Tokens whose KV was copied to a disk.", stats.spilled)
         yield CounterMetricFamily("lamina_kv_tokens_fetched", "Tokens whose KV came back from a disk.", stats.fetched)
+        yield GaugeMetricFamily(
+            "lamina_kv_imbalance",
+            "Token slots in use on the fullest memory worker over the mean of all.",
+            imbalance(stats.memory),
+        )
+        moved = CounterMetricFamily(
+            "lamina_kv_moved_bytes", "KV that came from other memory workers while it was in use.", labels=["worker"]
+        )
+        for worker, nbytes in stats.placement.moved.items():
+            moved.add_metric([worker], nbytes)
+        yield moved
         used = GaugeMetricFamily("lamina_kv_slots_used", "Token slots in use by requests.", labels=["worker"])
         cached = GaugeMetricFamily(
             "lamina_kv_slots_cached", "Token slots of cached prefixes that no request uses.", labels=["worker"]

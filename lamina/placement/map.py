@@ -1,10 +1,11 @@
 """How many token slots of each memory worker are reserved, and which workers a request fits. No clock, no sockets."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from lamina.errors import RequestError
 from lamina.topology import Topology
+from lamina.types import Partition, Segment
 
 AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one whose KV is dropped come back meanwhile
 LEAST_SEGMENT = 64  # tokens: many small segments would cost more than what is computed again for a dropped request
@@ -30,17 +31,33 @@ class Placement:
     is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots goes on elsewhere;
     once all workers run out, KV is dropped (``lamina.placement.recovery``).
 
+    Every worker is a *place*: what takes a number of tokens of a request. ``lamina.placement.stripes`` has places of
+    several workers, with some of the heads each.
+
     Attributes:
+        moves: KV may move from one worker to another.
         longest: most tokens of a sequence in one segment, if more than one worker has room; None: any number.
         reserved: slots by worker. returning: those of them that will be released without another decision.
         sequences: sequences on each worker that may grow there. closed: workers that take no more requests.
         idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
+        local: compute workers' own memory: what is there does not move, and nothing moves there.
         crowded: workers with more slots reserved and idle than they have: what is idle must make way.
     """
 
-    def __init__(self, capacities: Mapping[str, int], longest: int | None = None) -> None:
-        """``capacities``: token slots by memory worker."""
+    moves = True
+
+    def __init__(
+        self,
+        capacities: Mapping[str, int],
+        longest: int | None = None,
+        partition: Partition = "auto",
+        local: Collection[str] = NOWHERE,
+    ) -> None:
+        """``capacities``: token slots by memory worker. ``partition``: with token, the tokens that a request has when
+        it is admitted are divided evenly among the workers; with request, one must have room for all it may need."""
         self.longest = longest
+        self._partition = partition
+        self.local = frozenset(local)
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -49,28 +66,53 @@ class Placement:
         self.crowded = set[str]()
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.closed = set[str]()
-        self.largest = max(capacities.values())
-        self.total = sum(capacities.values())
-        self.left_in_all = self.total
         self._roomiest: dict[frozenset[str], tuple[int, str]] = {}  # by excluded workers, until something changes
+        self.largest = self.total = 0
+        self.left_in_all = sum(capacities.values())
+        self._note_open()
 
     def apply(self, topology: Topology) -> None:
         """The memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
-        for worker in self.capacities.keys() - topology.capacities.keys():
+        self._take_over(topology.capacities)
+        self.local = topology.local
+        self.closed &= topology.names
+        self._note_open()
+        self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
+        self._roomiest.clear()
+
+    def _take_over(self, capacities: Mapping[str, int]) -> None:
+        """These are the places from now on."""
+        for worker in self.capacities.keys() - capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
             for figures in (self.capacities, self.returning, self.sequences, self.idle, self._watermarks):
                 del figures[worker]
             self.crowded.discard(worker)
-        for worker, capacity in topology.capacities.items():
+        for worker, capacity in capacities.items():
             if worker not in self.capacities:
                 self.capacities[worker] = capacity
                 self.reserved[worker] = self.returning[worker] = self.sequences[worker] = self.idle[worker] = 0
                 self._watermarks[worker] = int(WATERMARK * capacity)
-        self.closed &= topology.names
-        self._note_open()
-        self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
-        self._roomiest.clear()
+
+    def lost(self, topology: Topology) -> set[str]:
+        """The places that ``topology`` has not."""
+        return self.capacities.keys() - topology.names
+
+    def touching(self, places: Collection[str]) -> set[str]:
+        """All places that share a memory worker with one of these, themselves included."""
+        return set(places)
+
+    def expand(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Segments on memory workers, for those on places."""
+        return list(segments)
+
+    def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
+        """Tokens of sequences by memory worker, for those by place."""
+        return {place: dict(sequences) for place, sequences in kept.items()}
+
+    def held(self, workers: Collection[str]) -> int:
+        """Tokens on these memory workers together, without those that will be released."""
+        return sum(self.reserved[worker] - self.returning[worker] for worker in workers)
 
     def close(self, worker: str) -> None:
         """Place nothing more on a worker. What is there may grow, and goes elsewhere (``Relocations.drain``)."""
@@ -86,13 +128,16 @@ class Placement:
         """If no worker takes requests, they wait for as many slots as there were before."""
         capacities = [self.capacities[worker] for worker in self._open]
         if capacities:
-            self.largest, self.total = max(capacities), sum(capacities)
+            self.largest = max(capacities)
+            self.total = self.largest if self._partition == "request" else sum(capacities)
         self._roomiest.clear()
 
     def require_possible(self, tokens: int) -> None:
         """Raises RequestError if all workers together could not hold ``tokens`` even when empty."""
         if tokens > self.total:
-            workers = f"{len(self._open)} memory workers hold" if len(self._open) > 1 else "memory holds"
+            workers = f"{self._workers} memory workers hold" if self._workers > 1 else "memory holds"
+            if self._partition == "request":
+                workers = "a memory worker, which is to hold all of it, has"
             raise RequestError(
                 f"the request may need {tokens} KV tokens; {workers} {self.total} in all. "
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
@@ -100,7 +145,15 @@ class Placement:
 
     def splits(self, tokens: int) -> bool:
         """True if so many tokens of a request go to more than one worker."""
-        return tokens > self.largest or (self.longest is not None and tokens > self.longest and len(self._open) > 1)
+        longest = self._longest(tokens)
+        return tokens > self.largest or (longest is not None and tokens > longest and len(self._open) > 1)
+
+    def _longest(self, tokens: int) -> int | None:
+        """Most of so many tokens of a request in one segment, if that is bounded."""
+        if self._partition != "token":
+            return self.longest
+        even = max(-(-tokens // max(len(self._open), 1)), LEAST_SEGMENT)
+        return even if self.longest is None else min(even, self.longest)
 
     def reserve(
         self,
@@ -146,9 +199,10 @@ class Placement:
             rooms = {worker: self.capacities[worker] for worker in workers}  # an empty pool takes whatever it holds
         left = {worker: room for worker, room in sorted(rooms.items(), key=lambda one: -one[1]) if room > 0}
         spans: list[tuple[str, int]] = []
+        longest = self._longest(tokens)
         while tokens:
             for worker, room in left.items():
-                part = min(tokens, room, self.longest or room)
+                part = min(tokens, room, longest or room)
                 if part:
                     spans.append((worker, part))
                     left[worker] -= part
@@ -160,7 +214,7 @@ class Placement:
         room, worker = self._most_room(besides)
         if tokens + AHEAD * sequences > room:
             # An empty worker takes whatever it holds: nothing else there needs room to grow.
-            empty = [one for one in self._open if one not in besides and not self.reserved[one]]
+            empty = [one for one in self._open if one not in besides and self.is_empty(one)]
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
@@ -216,12 +270,25 @@ class Placement:
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
-        self._note_crowded(worker)
+        self.note_crowded(worker)
         self._roomiest.clear()
 
-    def _note_crowded(self, worker: str) -> None:
-        if self.reserved[worker] + self.idle[worker] > self.capacities[worker]:
+    def is_empty(self, worker: str) -> bool:
+        """True if nothing is reserved on a worker."""
+        return not self.reserved[worker]
+
+    def excess(self, worker: str) -> int:
+        """Idle slots of a worker that must make way."""
+        return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
+
+    def note_crowded(self, worker: str) -> None:
+        """What is reserved or idle on a worker has changed."""
+        if self.excess(worker) > 0:
             self.crowded.add(worker)
+
+    def fits(self, change: Mapping[str, int]) -> bool:
+        """True if so many tokens more, or less, fit on each worker."""
+        return all(tokens <= self.left(worker) for worker, tokens in change.items())
 
     def grow(self, rows: Mapping[str, int]) -> bool:
         """Reserve a step's new tokens, by worker; False, and nothing is reserved, if they do not all fit."""
@@ -232,7 +299,7 @@ class Placement:
         for worker, tokens in rows.items():
             reserved[worker] += tokens
             self.left_in_all -= tokens
-            self._note_crowded(worker)
+            self.note_crowded(worker)
         self._roomiest.clear()
         return True
 
@@ -275,6 +342,11 @@ class Placement:
     def _open(self) -> list[str]:
         """The workers that take requests."""
         return [worker for worker in self.capacities if worker not in self.closed]
+
+    @property
+    def _workers(self) -> int:
+        """How many memory workers these are."""
+        return len(self._open)
 
     def by_room(self) -> dict[str, int]:
         """The room of every worker that takes requests, for one more sequence, most first."""

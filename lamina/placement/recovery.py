@@ -40,6 +40,11 @@ def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) 
     return chosen
 
 
+def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
+    """A completion that has drawn these tokens, of which no worker has KV. It adds to the list."""
+    return Completion(sequence, index, generated, known=len(generated), own=len(generated))
+
+
 def again(group: Group, sequences: Iterator[int]) -> Group:
     """A request's completions that go on, under new sequence numbers: what they have generated is computed again.
 
@@ -50,8 +55,7 @@ def again(group: Group, sequences: Iterator[int]) -> Group:
     if group.choice is not None:
         generated = [[*generated[parent], token] for parent, token in group.choice]
     completions = [
-        Completion(next(sequences), one.index, tokens, known=len(tokens), own=len(tokens))
-        for one, tokens in zip(group.alive, generated, strict=True)
+        resumed(next(sequences), one.index, tokens) for one, tokens in zip(group.alive, generated, strict=True)
     ]
     return Group(
         group.request,
@@ -59,6 +63,7 @@ def again(group: Group, sequences: Iterator[int]) -> Group:
         completions,
         group.arrival,
         heads=group.heads,
+        expand=group.expand,
         gave_way=group.gave_way,
         cached_tokens=group.cached_tokens,
     )

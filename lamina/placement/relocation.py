@@ -1,22 +1,21 @@
 """Live migration of a sequence's KV between memory workers. Pure: no clock, no sockets.
 
-One sequence moves at a time, in two copies (``types.Migration``). The first copies the KV of completed steps while the
+One sequence moves at a time, in two copies (``steps.Migration``). The first copies the KV of completed steps while the
 sequence keeps decoding. Then it pauses until none of its steps is in flight, and the second copies the rest: simpler
 than writing new KV to both workers, and correct at any speed of the network. The sequence keeps its slots at the source
 and reserves slots at the target for each copy. If the target has too few for the second one, the KV is dropped and
 computed again.
 """
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lamina.groups import Group
 from lamina.placement.map import Placement
 from lamina.placement.migration import Movable, make_room
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.topology import Topology
-from lamina.types import Migration, Segment
+from lamina.steps import Migration
+from lamina.types import Segment
 
 CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
 
@@ -47,10 +46,11 @@ class Relocations:
         computed: Callable[[Group], int | None],
         held: Callable[[Group], Mapping[str, int]],
         drop: Callable[[Group], None],
+        numbers: Iterator[int],
     ) -> None:
         """``computed``: the tokens of a request whose steps have completed; None if it cannot move now. ``held``: the
         tokens reserved for it, by worker, without those that it shares. ``drop`` gives up the KV of a request for which
-        the target has no room left.
+        the target has no room left. ``numbers``: of migrations.
         """
         self._placement = placement
         self._prefixes = prefixes
@@ -61,12 +61,12 @@ class Relocations:
         self._workers: dict[Group, set[str]] = {}  # with KV of a request, or that have had some
         self._current: Relocation | None = None
         self._begun: list[Migration] = []
-        self._numbers = itertools.count(1)
+        self._numbers = numbers
 
     @property
-    def migrating(self) -> int | None:
+    def migrating(self) -> list[int]:
         """Number of the copy in progress, if any."""
-        return None if self._current is None or self._current.arrived else self._current.number
+        return [] if self._current is None or self._current.arrived else [self._current.number]
 
     def holders(self, worker: str) -> dict[Group, int]:
         """Live requests with KV on ``worker``, one that moves there included, and the tokens that each would free."""
@@ -78,13 +78,12 @@ class Relocations:
 
     def _holds(self, group: Group, worker: str) -> bool:
         """True if a request goes on and has tokens on a worker, shared ones included."""
-        shared = worker == group.home and self._prefixes.shared(group)
+        shared = any(node.worker == worker for node in self._prefixes.path(group))
         return bool(group.alive and (shared or self._held(group).get(worker)))
 
     def _freed(self, group: Group, worker: str) -> int:
         """Tokens that come back if a request leaves a worker."""
-        exclusive = self._prefixes.exclusive(group) if worker == group.home else 0
-        return self._held(group).get(worker, 0) + exclusive
+        return self._held(group).get(worker, 0) + self._prefixes.exclusive(group, worker)
 
     def _present(self, group: Group) -> int:
         """Tokens of a request on its only worker, with those that it shares."""
@@ -92,7 +91,8 @@ class Relocations:
 
     def settle(self, group: Group) -> None:
         """A request has been placed on its workers, or on more of them."""
-        workers = self._workers[group] = self._workers.get(group, set()) | group.workers
+        before = self._workers.get(group, set()) & self._residents.keys()  # it may have had KV on one that has left
+        workers = self._workers[group] = before | group.workers
         for worker in workers:
             self._residents[worker][group] = None
 
@@ -114,9 +114,10 @@ class Relocations:
             self._current = None
         self._begun.clear()
 
-    def apply(self, topology: Topology) -> None:
-        """The memory workers of ``topology`` hold KV from now on. No live request may be placed on another one."""
-        self._residents = {worker: self._residents.get(worker, {}) for worker in topology.capacities}
+    def follow(self) -> None:
+        """The places of the placement have changed. No live request may be on another one."""
+        self._residents = {worker: self._residents.get(worker, {}) for worker in self._placement.capacities}
+        self._workers = {group: workers & self._residents.keys() for group, workers in self._workers.items()}
 
     def ended(self, group: Group) -> None:
         """A request has ended, and ``leave`` will be called once no step runs it."""
@@ -128,9 +129,11 @@ class Relocations:
 
         Returns the worker that the sequence leaves; None if no move starts.
         """
-        if self._current is not None or self._placement.left_in_all < tokens:
+        if not self._placement.moves or self._current is not None or self._placement.left_in_all < tokens:
             return None
-        left = self._placement.by_room()
+        left = self._reachable()
+        if worker in self._placement.local:
+            return None
         if worker is None:
             moves = make_room(tokens, left, self._movable)
         else:  # the only source: tried first, and no other has movable sequences
@@ -144,6 +147,12 @@ class Relocations:
         self._pull(self._current, move.movable.cost)
         return move.source
 
+    def _reachable(self) -> dict[str, int]:
+        """The room of every worker that sequences may move to, most first."""
+        return {
+            worker: room for worker, room in self._placement.by_room().items() if worker not in self._placement.local
+        }
+
     def drain(self) -> None:
         """Empty the workers that are closed: move the next sequence away, if none moves, and drop what cannot move.
 
@@ -155,10 +164,11 @@ class Relocations:
                 if self._current is not None and self._current.group is group:
                     continue
                 present, computed = self._present(group), self._computed(group)
-                if len(group.completions) > 1 or len(group.completions[0].segments) > 1 or present <= CHEAP:
+                stays = len(group.completions) > 1 or len(group.completions[0].segments) > 1
+                if stays or present <= CHEAP or not self._placement.moves:
                     self._drop(group)
                 elif computed is not None and self._current is None:
-                    target = next(iter(self._placement.by_room().items()), ("", 0))
+                    target = next(iter(self._reachable().items()), ("", 0))
                     if present > target[1]:
                         self._drop(group)
                     else:
@@ -167,10 +177,12 @@ class Relocations:
 
     def is_empty(self, worker: str) -> bool:
         """True if nothing is on a worker, or on its way there."""
-        current = self._current
-        expected = current is not None and current.target == worker
-        cached = any(self._prefixes.idle(worker))
-        return not (self._residents[worker] or expected or cached or self._placement.reserved[worker])
+        if self._current is not None and self._current.target == worker:
+            return False
+        return not any(
+            self._residents[place] or self._placement.idle[place] or self._placement.reserved[place]
+            for place in self._placement.touching([worker])
+        )
 
     def _movable(self, worker: str) -> list[Movable]:
         return [

@@ -3,23 +3,25 @@
 A worker's disk holds blocks of ``BLOCK`` consecutive tokens. A block's key is a digest of its own tokens and of all
 before them, so that a block that is found fits whatever path leads to it. Once a worker is half full, its prefixes are
 copied one after another, those cached first, while they stay in memory: what is evicted later is on the disk already,
-and evicting never waits for it. What a slow disk has not taken by then is dropped, as it is without a disk.
+and evicting never waits for it. What a slow disk has not taken by then is dropped, as it is without a disk. So is what
+several workers hold together: a disk has the blocks of prefixes that are on its worker as a whole.
 
 A request that begins with blocks on a disk, beyond what memory has, does not queue until they are back. They come into
-slots that are reserved for them; then they are cached like any other prefix, and the request queues.
+slots that are reserved for them; then they are cached like any other prefix, and the request queues. What they go on
+from may not move meanwhile.
 """
 
 import collections
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.groups import Group, Ids, ids_of
 from lamina.placement.map import AHEAD, Placement
-from lamina.placement.prefix_cache import Node, PrefixCache
+from lamina.placement.prefix_cache import PrefixCache
+from lamina.placement.prefix_tree import Node, PrefixTree
 from lamina.spills import BLOCK, Fetch, Spill, blocks_of
-from lamina.topology import Topology
-from lamina.types import Fork
+from lamina.steps import Fork
 
 FULL = 0.5  # share of a worker's slots that are reserved or cached when it begins to copy
 MOST_BLOCKS = 32  # copied at once
@@ -102,13 +104,13 @@ class _Copying:
 
 @dataclass(eq=False)
 class _Coming:
-    """Blocks that come back for a request; ``base``: the end of what memory has of them, which stays meanwhile."""
+    """Blocks that come back for a request; ``base``: the end of what memory has of them, which stays where it is."""
 
     group: Group
     salt: str
     ids: Ids
     keys: list[bytes]
-    base: Node | None
+    base: tuple[PrefixTree, Node] | None
     fetch: Fetch
     failed: bool = False
 
@@ -128,10 +130,11 @@ class Disks:
         prefixes: PrefixCache,
         sequences: Iterator[int],
         overcommit: float,
+        moving: Callable[[Collection[Node]], bool],
         queue: Callable[[Group], None],
     ) -> None:
-        """``sequences``: numbers of new sequences. ``queue`` takes a request whose blocks are back, or not to be
-        waited for any more."""
+        """``sequences``: numbers of new sequences. ``moving``: whether some tokens are on their way to another worker.
+        ``queue`` takes a request whose blocks are back, or not to be waited for any more."""
         self.spilled = self.fetched = 0
         self.held: dict[Group, None] = {}
         self.missed = collections.Counter[str]()
@@ -139,6 +142,7 @@ class Disks:
         self._prefixes = prefixes
         self._sequences = sequences
         self._overcommit = overcommit
+        self._moving = moving
         self._queue = queue
         self.wake: Callable[[], None] = _nothing
         self._number = 0
@@ -150,43 +154,50 @@ class Disks:
         self._coming: dict[int, _Coming] = {}  # by number
         self._arrived: list[_Coming] = []
         self._failed = set[str]()  # workers whose disks are not used any more
-        self._follow(placement.capacities)
+        self.follow()
         prefixes.on_kept, prefixes.on_evicted = self.note_kept, self.note_evicted
 
-    def _follow(self, capacities: Mapping[str, int]) -> None:
-        counts = {worker: blocks_of(capacity, self._overcommit) for worker, capacity in capacities.items()}
-        self._disks = {worker: self._disks.get(worker) or Blocks(n) for worker, n in counts.items() if n > 0}
-        self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
-
-    def apply(self, topology: Topology, *, ends_epoch: bool) -> None:
-        """The memory workers of ``topology`` keep prefixes from now on. With the end of an epoch, transfers end too.
-
-        Call it before ``Placement.apply``.
-        """
-        for worker in [worker for worker in self._copying if ends_epoch or worker not in topology.capacities]:
+    def lose(self, lost: Collection[str], *, ends_epoch: bool) -> None:
+        """These workers hold nothing any more. With the end of an epoch, all transfers end. ``follow`` comes next."""
+        for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)
             self._disks[worker].give_back(copying.spill.blocks)
+        if not ends_epoch:
+            return
         begun = [*self._coming.values(), *self._arrived]
-        for coming in [*begun, *self._wanted] if ends_epoch else ():
+        for coming in [*begun, *self._wanted]:
             self._let_go(coming)
-            if coming in begun and coming.fetch.worker in topology.capacities:
+            if coming in begun and coming.fetch.worker not in lost:
                 self._prefixes.release(coming.fetch.child)
-        if ends_epoch:
-            self._wanted, self._coming, self._arrived = [], {}, []
-        self._follow(topology.capacities)
-        self._prefixes.apply(topology)
+        self._wanted, self._coming, self._arrived = [], {}, []
+
+    def follow(self) -> None:
+        """The workers of the placement have changed. Compute workers' own memory has no disk."""
+        counts = {
+            worker: blocks_of(capacity, self._overcommit)
+            for worker, capacity in self._placement.capacities.items()
+            if worker not in self._placement.local
+        }
+        self._disks = {worker: self._disks.get(worker) or Blocks(n) for worker, n in counts.items() if n > 0}
+        self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
+        known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}
+        known |= {copying.leaf for copying in self._copying.values()}
+        for leaf in self._prefixes.leaves() if self._disks else ():
+            if not leaf.copied and leaf not in known:  # what is left of one whose end was lost
+                self.note_kept(leaf)
 
     # -- to the disk -------------------------------------------------------------------------------------------------
 
-    def note_kept(self, worker: str, leaf: Node) -> None:
+    def note_kept(self, leaf: Node) -> None:
         """A prefix has been cached."""
+        worker = leaf.home
         if worker in self._uncopied and worker not in self._failed:
             self._uncopied[worker].append((leaf, 0))
 
-    def note_evicted(self, worker: str, leaf: Node) -> None:
+    def note_evicted(self, leaf: Node) -> None:
         """A prefix is given up."""
-        if worker in self._disks and not leaf.copied:
-            self.missed[worker] += len(leaf.tokens)
+        if leaf.home in self._disks and not leaf.copied:
+            self.missed[leaf.worker] += len(leaf.tokens)
 
     def _copies(self, worker: str) -> list[Spill]:
         """The next copy of a worker, if it is time for one."""
@@ -202,6 +213,9 @@ class Disks:
             leaf, first = uncopied.popleft()
             if leaf.sequence is None:
                 continue  # evicted, or the beginning of another leaf
+            if leaf.home != worker:
+                self.note_kept(leaf)  # it has moved
+                continue
             salt, ids = leaf.whole()
             disk, keys = self._disks[worker], keys_of(salt, ids, len(ids))
             places = [place for place in range(first, len(keys)) if keys[place] not in disk][:MOST_BLOCKS]
@@ -225,26 +239,30 @@ class Disks:
             return False
         salt, ids = group.request.params.cache_salt, ids_of(group.known_tokens(first, 0, first.goal))
         keys = keys_of(salt, ids, len(ids) - 1)
-        found = self._prefixes.find(group)
-        best, most = None, max((one.length for one in found.values()), default=0)
+        best, most = None, max((one.length for one in self._prefixes.find(group).values()), default=0)
         for worker, disk in self._disks.items():
-            resident = found[worker].length // BLOCK if worker in found else 0
+            if worker in self._placement.closed | self._failed:
+                continue
+            _, node, found = self._prefixes.beginning(worker, salt, ids)
+            path = [] if node is None else list(node.path())
+            if any(one.worker != worker for one in path) or self._moving(path):
+                continue
+            resident = min(found // BLOCK, len(keys))
             stop = (resident + disk.run(keys, resident)) * BLOCK
-            if stop >= most + BLOCK and worker not in self._placement.closed | self._failed:
-                best, most = (worker, resident), stop
-        if best is None:
+            if stop >= most + BLOCK:
+                held = next((one.stop for one in path if one.holders), 0)
+                best, most, lacking = (worker, resident), stop, stop - min(held, resident * BLOCK)
+        if best is None or lacking + AHEAD > self._placement.room(best[0]):
             return False
         worker, resident = best
-        held = found[worker].held if worker in found else 0
-        lacking = most - min(held, resident * BLOCK)
-        if lacking + AHEAD > self._placement.room(worker):
-            return False
         self._begin(group, worker, salt, ids[:most], keys[resident : most // BLOCK])
         return True
 
     def _begin(self, group: Group, worker: str, salt: str, ids: Ids, keys: list[bytes]) -> None:
         start = len(ids) - len(keys) * BLOCK
-        base = self._prefixes.pin(worker, salt, ids[:start]) if start else None
+        base = self._prefixes.take(worker, salt, ids[:start]) if start else None
+        for one in base[1].path() if base is not None else ():
+            one.fixed += 1
         self._placement.reserve_on(worker, len(keys) * BLOCK)
         self._number += 1
         blocks = self._disks[worker].pin(keys)
@@ -264,7 +282,9 @@ class Disks:
         self._placement.will_release(worker, tokens)
         self._placement.release(worker, tokens)
         if coming.base is not None:
-            self._prefixes.unpin(worker, coming.base)
+            for one in coming.base[1].path():
+                one.fixed -= 1
+            self._prefixes.unpin(*coming.base)
         if self.abandon(coming.group):
             self._queue(coming.group)
 
@@ -289,6 +309,7 @@ class Disks:
         del self._copying[worker]
         if not complete:
             self._disks[worker].give_back(copying.spill.blocks)
+            self.note_kept(copying.leaf)  # it may have moved
             return
         self.spilled += len(copying.keys) * BLOCK
         self._disks[worker].put(copying.keys, copying.spill.blocks)
@@ -308,12 +329,13 @@ class Disks:
                 self._disks[worker].drop(coming.keys)
             else:
                 self.fetched += len(coming.keys) * BLOCK
-                self._prefixes.adopt(worker, coming.salt, coming.ids, coming.fetch.child)
+                fetch = coming.fetch
+                self._prefixes.adopt(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
             self._prefixes.release(coming.fetch.child)
         wanted, self._wanted = self._wanted, []
         self._coming |= {coming.fetch.number: coming for coming in wanted}
         forks = [
-            Fork(coming.base.any_sequence, coming.fetch.child, coming.fetch.start)
+            Fork(coming.base[1].any_sequence, coming.fetch.child, coming.fetch.start)
             for coming in wanted
             if coming.base is not None
         ]

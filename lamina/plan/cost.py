@@ -13,7 +13,7 @@ Sizes may be numpy arrays; the results then are arrays too. ``docs/cost-model.md
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from lamina.errors import ConfigError
 from lamina.plan.attention import DecodeAttentionFit, PrefillAttentionFit
 from lamina.plan.collectives import PeerReadFit, RingFit
+from lamina.plan.experts import Experts
 from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
@@ -50,6 +51,9 @@ GEMMS: dict[str, Gemm] = {
     "mlp_down_proj": lambda s, tp: (s.hidden, s.intermediate / tp),
 }
 """Matrix products of a layer: operator -> (columns, depth) of its weight on one of ``tp`` devices."""
+
+_OF_EXPERTS = ("mlp_up_proj", "mlp_down_proj", "mlp_act")
+"""Operators that a layer with experts runs for each expert's rows."""
 
 POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
     "input_layernorm": lambda s, tp: 2 * s.hidden,
@@ -139,10 +143,10 @@ class SliceCurve:
         per_weight = np.maximum(per_weight, (large - constant) / weights[1])
         return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
 
-    def seconds(self, rows: ArrayLike, weights: float) -> Floats:
+    def seconds(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
         """Seconds of a slice, or of the output head, with so many weights."""
         at = np.log(np.asarray(rows, dtype=np.float64))
-        return self._at(at, self.slice_s) + weights * self._at(at, self.weight_s)
+        return self._at(at, self.slice_s) + np.asarray(weights) * self._at(at, self.weight_s)
 
     def _at(self, at: Floats, values: Sequence[float]) -> Floats:
         known, logarithms = np.log(self.rows), np.log(values)
@@ -256,28 +260,69 @@ class CostModel:
     """Seconds on devices of one kind. See the module docstring."""
 
     def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
+        """Raises ConfigError for weights in 8 bits on hardware whose slices were measured: those had 16 or 32."""
+        if shape.fp8 and fits.slices is not None:
+            raise ConfigError(
+                f"the profile of {hardware.kind} was measured with weights in 16 or 32 bits; leave out --weight-dtype"
+            )
         self.shape = shape
         self.hardware = hardware
         self.fits = fits
 
     def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
-        """Seconds of one operator named in ``GEMMS`` or ``POINTWISE``."""
-        shape, dtype = self.shape, self.shape.dtype
-        rows, tp = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel)
+        """Seconds of one operator named in ``GEMMS`` or ``POINTWISE``; the mean of all layers, if only some have
+        experts."""
+        count, tp, shape = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel), self.shape
+        if shape.experts is None or operator not in _OF_EXPERTS:
+            return self._operator(operator, count, tp, shape)
+        sparse = shape.experts.layers / shape.layers
+        seconds = sparse * self._of_experts(operator, count, tp, shape.experts)
+        if sparse < 1:
+            seconds = seconds + (1 - sparse) * self._operator(operator, count, tp, shape)
+        return seconds
+
+    def _operator(self, operator: str, rows: Floats, tp: Any, shape: ModelShape) -> Floats:
         if operator in GEMMS:
-            columns, depth = GEMMS[operator](shape, tp)  # type: ignore[arg-type]
-            return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, dtype)
-        moved = rows * POINTWISE[operator](shape, tp) * dtype.itemsize  # type: ignore[arg-type]
+            columns, depth = GEMMS[operator](shape, tp)
+            return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, shape.dtype, shape.fp8)
+        moved = rows * POINTWISE[operator](shape, tp) * shape.dtype.itemsize
         return self.fits.pointwise.seconds(operator, moved, self.hardware)
+
+    def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
+        """An operator on the experts that the rows touch, each with its share of the rows, as one grouped product: of
+        these shares and the touched experts' columns side by side. Besides, the experts that all rows take."""
+        shape = self.shape
+        always = replace(shape, intermediate=experts.shared)
+        each = replace(shape, intermediate=experts.intermediate)
+        if operator in POINTWISE:
+            return self._operator(operator, rows * (experts.active + experts.shared / experts.intermediate), tp, each)
+        touched = experts.touched(rows)
+        columns, depth = GEMMS[operator](each, tp)
+        share = rows * experts.active / touched
+        seconds = gemm_seconds(self.fits.gemm, self.hardware, share, touched * columns, depth, shape.dtype, shape.fp8)
+        if operator == "mlp_up_proj":  # the router's product, and gathering each expert's rows
+            seconds = seconds + gemm_seconds(
+                self.fits.gemm, self.hardware, rows, experts.count, shape.hidden, shape.dtype
+            )
+            seconds = seconds + self._operator("add", rows * experts.active, tp, shape)
+        return seconds + (self._operator(operator, rows, tp, always) if experts.shared else 0.0)
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
         rows = np.asarray(rows, dtype=np.float64)
         if self.fits.slices is not None and tensor_parallel == 1:
-            return self.fits.slices.seconds(rows, self.shape.layer_parameters)
+            return self.fits.slices.seconds(rows, self._touched_weights(rows))
         total = sum(self.operator_seconds(operator, rows, tensor_parallel) for operator in (*GEMMS, *POINTWISE))
         total = total + (LAYER_ADDS - 1) * self.operator_seconds("add", rows, tensor_parallel)
         return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
+
+    def _touched_weights(self, rows: Floats) -> ArrayLike:
+        """Weights of a layer that a step of ``rows`` reads, on average."""
+        shape, experts = self.shape, self.shape.experts
+        if experts is None:
+            return shape.layer_parameters
+        idle = (experts.count - experts.touched(rows)) * experts.intermediate * experts.layers / shape.layers
+        return shape.layer_parameters - shape.hidden * (3 if shape.gated else 2) * idle
 
     def ends_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of reading ``rows`` embeddings and of the output head, whose vocabulary is split."""

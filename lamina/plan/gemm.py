@@ -69,21 +69,31 @@ class GemmFit:
 
 
 def gemm_seconds(
-    fit: GemmFit, hardware: Hardware, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, dtype: DType
+    fit: GemmFit,
+    hardware: Hardware,
+    rows: ArrayLike,
+    columns: ArrayLike,
+    depth: ArrayLike,
+    dtype: DType,
+    fp8: bool = False,
 ) -> Floats:
     """Seconds of the product of ``[rows, depth]`` activations and ``[depth, columns]`` weights, element by element.
 
     Args:
         rows, columns, depth: M, N and K; arrays that broadcast together.
+        fp8: weights take a byte, and so do the activations where the hardware multiplies 8-bit floats; elsewhere
+            weights are converted on the way to its processors. Outputs have ``dtype``.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (rows, columns, depth)))
-    times = _kernel_seconds(fit, hardware, m, n, k, dtype)
+    times = _kernel_seconds(fit, hardware, m, n, k, dtype, fp8)
     fastest = times.min(axis=0)
     ratios = fastest / times
     return np.asarray(fastest * (ratios ** (fit.choice - 1)).sum(axis=0) / (ratios**fit.choice).sum(axis=0))
 
 
-def _kernel_seconds(fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType) -> Floats:
+def _kernel_seconds(
+    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, fp8: bool
+) -> Floats:
     """Seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not split K."""
     processors = hardware.processors
     rows, columns, cuts = (size.reshape(-1, *[1] * m.ndim) for size in _KERNELS)
@@ -94,8 +104,11 @@ def _kernel_seconds(fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: F
         fit.quantisation * np.ceil(tiles / processors) + (1 - fit.quantisation) * tiles / processors,
     )
     products = rows * columns * np.ceil(k / cuts / DEPTH) * DEPTH
-    compute = waves * (2 * products / (hardware.flops[dtype] / processors * fit.share) + fit.tile_s)
-    moved = (n * k + fit.activation_weight * (m * k + m * n)) * dtype.itemsize
+    native = fp8 and hardware.fp8_flops > 0
+    peak = hardware.fp8_flops if native else hardware.flops[dtype]
+    weight, entry = (1 if fp8 else dtype.itemsize), (1 if native else dtype.itemsize)
+    compute = waves * (2 * products / (peak / processors * fit.share) + fit.tile_s)
+    moved = n * k * weight + fit.activation_weight * (m * k * entry + m * n * dtype.itemsize)
     partials = np.where(cuts > 1, 2 * PARTIAL_BYTES * cuts * m * n, 0.0)  # written and read again
     memory = (moved + partials) / (hardware.memory_bytes_s * fit.memory_share)
     seconds = _joined(fit.overlap, compute, memory) + fit.launch_s

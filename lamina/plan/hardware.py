@@ -34,7 +34,7 @@ _NUMBERS = {
 }
 _NAME = re.compile(r"[a-z0-9_-]+")  # as in the grammar of pools
 _TEXTS = ("device", "link")
-_OPTIONAL = ("clock_ghz", "cache_mib", "like")
+_OPTIONAL = ("clock_ghz", "cache_mib", "fp8_tflops", "like")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class Hardware:
         kind: name in a pool. device: full name. link: connection to peers in the same machine.
         processors: units that each compute one tile of a matrix product at a time.
         clock_hz: their boost clock, or infinity where it is not published.
-        flops: peak FLOP/s of dense matrix products by element type.
+        flops: peak FLOP/s of dense matrix products by element type. fp8_flops: of 8-bit floats, or 0 where the device
+            has no units for them.
         memory_bytes_s, memory_bytes: bandwidth and size of its memory.
         link_bytes_s, nic_bytes_s: one-way bandwidth to peers in the machine and to other machines.
         watts: board power.
@@ -66,6 +67,7 @@ class Hardware:
     nic_bytes_s: float
     watts: float
     cache_bytes: float = 0.0
+    fp8_flops: float = 0.0
     like: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
 
@@ -162,6 +164,7 @@ def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
         nic_bytes_s=value["nic_gb_s"],
         watts=value["watts"],
         cache_bytes=_number(kind, "cache_mib", table["cache_mib"], file) * 2**20 if "cache_mib" in table else 0.0,
+        fp8_flops=_number(kind, "fp8_tflops", table["fp8_tflops"], file) * 1e12 if "fp8_tflops" in table else 0.0,
         like=str(table.get("like", "")),
         sources=dict(table.get("sources", {})),
     )

@@ -1,26 +1,36 @@
-"""Where a second kind of device pays: the cheapest ways to serve on one kind and on two, over a grid of lengths.
+"""Where a second kind of device pays: the cheapest ways to serve on one kind and on two, over grids of workloads.
 
 Pure. Every cell is a workload whose requests all have one prompt and one output length. Both sides may use the same
 devices and keep the same SLOs, and are compared by dollars for a request, so at equal cost. On one kind: one pool, or
 prefill and decoding apart. On two: attention offloaded, or prefill on one kind and decoding on the other. Offloading
 to memory workers of the same kind as the compute workers counts as one kind.
 
-A second gain is for prompts that cost nothing, because their KV is already there: the bound for sessions that are
-continued and for shared prefixes. How often that is so depends on a prefix cache, which is not modelled.
+Three grids: prompts and outputs; sessions that are idle between turns, whose KV waits in whatever memory is left; and
+prompts that begin with the same tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lamina.plan.cost import CostModel
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
 from lamina.plan.prices import Prices
-from lamina.plan.serving import Capacity, Kind, Server, Slo, Way, ways
+from lamina.plan.reuse import Sessions
+from lamina.plan.serving import Server
+from lamina.plan.ways import SEGMENT, Capacity, Kind, Slo, Way, ways
 from lamina.plan.workload import Workload, of_lengths
 
 PROMPTS = (256, 1024, 4096, 16384, 65536)
 OUTPUTS = (128, 512, 2048, 8192, 32768)
+
+IDLE = (0.0, 0.5, 0.9, 0.98)
+EARLIER = 0.9
+"""Share of a prompt that earlier turns of its session had, in the grid of idle sessions."""
+
+SHARED = (0.0, 0.5, 0.9)
+OUTPUT = 512
+"""Output tokens in the grids of idle sessions and of shared prefixes."""
 
 _CHUNKS = (512, 2048)
 _MOST_LANES = 2  # of a replica
@@ -29,18 +39,61 @@ PAYS = 0.05
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Workloads, row by row. rows, columns: their labels, below ``heading``: "rows | columns"."""
+
+    title: str
+    heading: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    workloads: Sequence[Workload]
+
+
+def grids() -> list[Grid]:
+    """What a map shows."""
+    columns = [f"{prompt}" for prompt in PROMPTS]
+    return [
+        Grid(
+            "prompts and outputs",
+            "output | prompt",
+            [f"{output}" for output in OUTPUTS],
+            columns,
+            [of_lengths(prompt, output) for output in OUTPUTS for prompt in PROMPTS],
+        ),
+        Grid(
+            f"sessions with {EARLIER:.0%} of the prompt from earlier turns, outputs of {OUTPUT}",
+            "idle | prompt",
+            [f"{idle:.0%}" for idle in IDLE],
+            columns,
+            [
+                of_lengths(prompt, OUTPUT, Sessions(resumed=round(EARLIER * prompt), idle=idle))
+                for idle in IDLE
+                for prompt in PROMPTS
+            ],
+        ),
+        Grid(
+            f"a prefix that all prompts share, outputs of {OUTPUT}",
+            "shared | prompt",
+            [f"{share:.0%}" for share in SHARED],
+            columns,
+            [
+                of_lengths(prompt, OUTPUT, Sessions(shared=round(share * prompt)))
+                for share in SHARED
+                for prompt in PROMPTS
+            ],
+        ),
+    ]
+
+
+@dataclass(frozen=True)
 class Cell:
     """The cheapest ways for one workload, on one kind, and on two with attention offloaded or with prefill apart; None
-    where none holds it within the SLOs.
-
-    ``cached``: gain of two kinds if prompts cost nothing, as ``gain``.
-    """
+    where none holds it within the SLOs."""
 
     workload: Workload
     alone: Capacity | None
     offloaded: Capacity | None
     apart: Capacity | None
-    cached: float | None
 
     @property
     def together(self) -> Capacity | None:
@@ -67,20 +120,11 @@ def cells(
     slo: Slo,
 ) -> Iterable[Cell]:
     """A cell for every workload, in order."""
-    candidates = [way for way in ways(shape, *pools) if _coarse(way)]
+    candidates = [way for way in ways(shape, *pools, (None, SEGMENT)) if _coarse(way)]
     server: Server | None = None
     for workload in workloads:
         server = server.serving(workload) if server else Server(shape, workload, models, prices, slo)
-        alone, offloaded, apart = _sides(server, candidates)
-        kept = Cell(
-            workload, *_sides(server.serving(replace(workload, prompt=1.0, sample=())), candidates), cached=None
-        )
-        yield Cell(workload, alone, offloaded, apart, cached=kept.gain)
-
-
-def grid() -> list[Workload]:
-    """Every pair of lengths, outputs first."""
-    return [of_lengths(prompt, output) for output in OUTPUTS for prompt in PROMPTS]
+        yield Cell(workload, *_sides(server, candidates))
 
 
 def crossover(found: Sequence[Cell]) -> str:
@@ -90,8 +134,7 @@ def crossover(found: Sequence[Cell]) -> str:
         return "No cell can be served both on one kind and on two."
     only = sum(cell.alone is None and cell.together is not None for cell in found)
     offloading = _best("Offloading attention", found, "offloading")
-    bound = _best("If prompts cost nothing, two kinds", found, "cached")
-    text = f"Two kinds cost less per request in {_count(compared, 'gain')}. {offloading}. {bound}."
+    text = f"Two kinds cost less per request in {_count(compared, 'gain')}. {offloading}."
     return text + (f" On one kind alone, nothing serves {only} more." if only else "")
 
 

@@ -1,25 +1,33 @@
-"""Finds the shape of a model for the cost model, from a config.json or by the name of one of the papers' models."""
+"""Finds the shape of a model for the cost model, from a config.json or by the name of one of the papers' models.
+
+``experts`` reads mixtures of experts.
+"""
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models.directory import CONFIG, max_model_len, read_json
+from lamina.plan.experts import COUNTS, Experts
 from lamina.types import DType, KvCacheDType, KvElement
+
+WeightDType = Literal["auto", "fp8"]
+"""Element type of the layers' matrices; auto is the model's own. Embeddings keep that in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer, dense or with a mixture of experts.
 
     Attributes:
         hidden: d. intermediate: width of the feed-forward network. gated: whether that has a third matrix.
         layers: L. query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
         head_size: of q, k and v. max_tokens: the longest sequence, or None where the config does not say.
-        kv_cache_dtype: element type of cached K and V; messages and weights have ``dtype``.
+        kv_cache_dtype: element type of cached K and V; messages have ``dtype``. weight_dtype: of the layers' weights.
+        experts: of the layers that have them instead of one feed-forward network; None: a dense model.
     """
 
     name: str
@@ -35,6 +43,13 @@ class ModelShape:
     dtype: DType = DType.BFLOAT16
     max_tokens: int | None = None
     kv_cache_dtype: KvCacheDType = "auto"
+    weight_dtype: WeightDType = "auto"
+    experts: Experts | None = None
+
+    def stored_as(self, kv_cache_dtype: KvCacheDType, weight_dtype: WeightDType) -> "ModelShape":
+        """The model with K and V, and weights, of other types; auto leaves them as they are."""
+        kept = weight_dtype if self.weight_dtype == "auto" else self.weight_dtype
+        return replace(self, kv_cache_dtype=kv_cache_dtype, weight_dtype=kept)
 
     @property
     def group(self) -> int:
@@ -42,21 +57,34 @@ class ModelShape:
         return self.query_heads // self.kv_heads
 
     @property
+    def fp8(self) -> bool:
+        """Whether the layers' weights take a byte each."""
+        return self.weight_dtype == "fp8"
+
+    @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """Weights of one layer's matrices; the mean, if not all layers have experts."""
         attention = self.hidden * self.head_size * 2 * (self.query_heads + self.kv_heads)
-        return attention + self.hidden * self.intermediate * (3 if self.gated else 2)
+        matrices, width = 3 if self.gated else 2, float(self.intermediate)
+        if self.experts is not None:
+            sparse = self.experts.layers / self.layers
+            width = (1 - sparse) * width + sparse * self.experts.width
+        return attention + round(self.hidden * width * matrices)
 
     @property
     def parameters(self) -> int:
-        """All weights except norms and biases, which are below 0.1%."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * self.layer_parameters + embeddings
+        """All weights except norms, biases and routers, which are below 0.1%."""
+        return self.layers * self.layer_parameters + self._embeddings
+
+    @property
+    def _embeddings(self) -> int:
+        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of one replica."""
-        return self.parameters * self.dtype.itemsize
+        item = self.dtype.itemsize
+        return self.layers * self.layer_parameters * (1 if self.fp8 else item) + self._embeddings * item
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -70,16 +98,19 @@ class ModelShape:
 
 
 def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> ModelShape:
-    values = {"kv_heads": heads, "vocabulary": 32000, "max_tokens": 2048, **others}
+    values = {"kv_heads": heads, "vocabulary": 32000, "max_tokens": 2048, "head_size": hidden // heads, **others}
     return ModelShape(
         name=name,
         layers=layers,
         hidden=hidden,
         intermediate=intermediate,
         query_heads=heads,
-        head_size=hidden // heads,
         **values,
     )
+
+
+def _experts(count: int, active: int, intermediate: int, layers: int) -> Experts:
+    return Experts(count=count, active=active, intermediate=intermediate, layers=layers)
 
 
 KNOWN = {
@@ -94,10 +125,23 @@ KNOWN = {
         _llama("Llama-2-70B", 80, 8192, 28672, 64, kv_heads=8, max_tokens=4096),
         _llama("Llama-3-8B", 32, 4096, 14336, 32, kv_heads=8, vocabulary=128256, max_tokens=8192),
         _llama("Llama-3-70B", 80, 8192, 28672, 64, kv_heads=8, vocabulary=128256, max_tokens=8192),
+        _llama("Mixtral-8x7B", 32, 4096, 14336, 32, kv_heads=8, max_tokens=32768, experts=_experts(8, 2, 14336, 32)),
+        _llama(
+            "Qwen3-30B-A3B",
+            48,
+            2048,
+            6144,
+            32,
+            kv_heads=4,
+            head_size=128,
+            vocabulary=151936,
+            max_tokens=40960,
+            experts=_experts(128, 8, 768, 48),
+        ),
         _llama("InternLM-20B", 60, 5120, 13824, 40, vocabulary=103168, max_tokens=4096),
     )
 }
-"""The papers' models, from their published configs; lower-case name -> shape."""
+"""The papers' models and two mixtures of experts, from their published configs; lower-case name -> shape."""
 
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -111,10 +155,6 @@ _NOT_GATED = {
 }
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA)",
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "moe_num_experts": "a mixture of experts",
     "mamba_d_state": "layers with a state of their own",
     "state_size": "layers with a state of their own",
 }
@@ -145,7 +185,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a parsed config.json describes. Raises like ``find``."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
-    _require_dense(name, config, text)
+    fp8 = _require_covered(name, config, text)
     sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["query_heads"]
     multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
@@ -169,18 +209,30 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
+        weight_dtype="fp8" if fp8 else "auto",
+        experts=Experts.of(name, text, sizes["layers"]),
     )
 
 
-def _require_dense(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError unless the model is a dense decoder in 16 or 32 bits."""
-    if config.get("quantization_config") is not None:
-        raise UnsupportedModelError(f"{name} has quantised weights; give the config of the model in 16 bits")
-    for part in (text, *(value for value in text.values() if isinstance(value, dict))):
+def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the weights are in 8-bit floats. Raises UnsupportedModelError for what the cost model does not cover."""
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if method not in (None, "fp8"):
+        raise UnsupportedModelError(
+            f"{name} has weights quantised by {method}; the cost model covers fp8: give the config of the model in 16 "
+            "bits, or in fp8"
+        )
+    nested = [value for value in text.values() if isinstance(value, dict)]
+    for inner in nested:
+        if any(inner.get(key) not in (None, 0, 1) for key in COUNTS):
+            raise UnsupportedModelError(f"{name} describes a mixture of experts in a part of its config, not on top")
+    parts: list[Mapping[str, Any]] = [text, *nested]
+    for part in parts:
         for key, what in _REFUSED.items():
             if part.get(key) not in (None, 0, 1):
                 raise UnsupportedModelError(
-                    f"{name} has {what} ({key} {part[key]}); the cost model covers dense models only"
+                    f"{name} has {what} ({key} {part[key]}), which the cost model does not cover"
                 )
     kinds = text.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else ():
@@ -188,6 +240,7 @@ def _require_dense(name: str, config: Mapping[str, Any], text: Mapping[str, Any]
             raise UnsupportedModelError(
                 f"{name} has layers of type {kind}; the cost model covers layers with K and V only"
             )
+    return method == "fp8"
 
 
 def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -19,7 +19,7 @@ MARKETS = Path(__file__).parent / "markets"
 DEFAULT = "own"
 HOURS_PER_YEAR = 365 * 24
 
-_OF_MARKET = ("market", "includes", "years", "usd_per_kwh", "network_usd", "kinds")
+_OF_MARKET = ("market", "includes", "years", "usd_per_kwh", "network_usd", "network", "kinds")
 _OF_KIND = ("usd", "usd_per_hour", "source", "date")
 
 
@@ -41,7 +41,8 @@ class Prices:
         entries: price by kind.
         years: over which a purchase is spread; None where the market rents.
         usd_per_kwh: of electricity, where the market sells.
-        network_usd: NIC, cable and switch port of one worker of pools that exchange data, where the market sells.
+        network_usd: the network of one worker of pools that exchange data, where the market sells. network: what that
+            is, and where its price is from.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Prices:
     years: float | None = None
     usd_per_kwh: float = 0.0
     network_usd: float = 0.0
+    network: str = ""
 
     def has(self, kind: str) -> bool:
         """Whether the market has a price for a kind."""
@@ -89,6 +91,7 @@ class Prices:
             if (price := self.entries.get(kind))
         )
         network = f"; ${self.network_usd:,.0f} of network for each worker of two pools" if self.network_usd else ""
+        network += f" ({self.network})" if network and self.network else ""
         return f"{self.name}: {self.market}. Includes {self.includes}{network}. {listed}"
 
 
@@ -138,6 +141,7 @@ def _market(name: str, table: Mapping[str, Any], file: Path) -> Prices:
         years=_number(table, "years", f"{file}", least=0.1) if bought else None,
         usd_per_kwh=_number(table, "usd_per_kwh", f"{file}") if bought else 0.0,
         network_usd=_number(table, "network_usd", f"{file}") if "network_usd" in table else 0.0,
+        network=str(table.get("network", "")),
     )
 
 

@@ -1,20 +1,19 @@
 """Ranks ways to serve whole requests, prompts and decoding together, by a closed form.
 
-Four systems compete: attention offloaded to a second pool (Lamina), one pool with chunked prefill, and one or two pools
-with prefill and decoding apart. A ``Way`` is one layout of one of them. In a steady state with b decoding sequences in
-a batch, every step generates b tokens, and per generated token P / O prompt tokens arrive (P, O: means of both). Chunks
-come in steps of their own size c; a share f = b P / (O c) of the steps has one. With T0 and T1 the seconds of a
-step without and with a chunk,
+In a steady state with b decoding sequences in a batch, every step generates b tokens, and per generated token P / O
+prompt tokens arrive that must be computed (P, O: means of both; what a prefix cache finds is not in P). Chunks come in
+steps of their own size c; a share f = b P / (O c) of the steps has one. With T0 and T1 the seconds of a step without
+and with a chunk,
 
     requests per second = batches b / (O ((1 - f) T0 + f T1))
 
-at the largest b for which KV has room, f <= 1, and the 99th percentiles of a step and of a prompt without a queue are
-within the SLOs. This is a capacity: queues cost more, which ``lamina.simulate.trial`` measures for the best few.
+at the largest b for which KV has room, and the 99th percentiles of a step and of the time to a first token are within
+the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``_Prompts``). ``lamina.simulate.trial``
+measures the best few.
 """
 
-import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,168 +22,23 @@ from lamina.placement.map import AHEAD, WATERMARK
 from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.hardware import Hardware
-from lamina.plan.homogeneous import batches, capacity
 from lamina.plan.models import ModelShape
-from lamina.plan.planner import MOST_ROWS, TENSOR_PARALLEL, Partition, Pools, layouts
+from lamina.plan.planner import MOST_ROWS
 from lamina.plan.prices import Prices
+from lamina.plan.prompts import PERCENTILE, Prompts
+from lamina.plan.ways import Capacity, Kind, Slo, Way
 from lamina.plan.workload import Workload
 
 MARGIN = 0.9
 """Share of the SLO on TBT that a step of the mean batch may take: batches and lengths vary."""
 
-PERCENTILE = 0.99
-"""Of the times between tokens, for which the SLO is."""
+POINTS = 80
+"""Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""
 
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)
-"""Rows of a step (max_num_batched_tokens) to try: more prompts at once, or shorter steps."""
+LEAST_LOAD = 0.1
+"""Share of what workers that prefill could do at which prompts are tried: workers that may do less keep no SLO."""
 
 _EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
-
-
-class Kind(enum.Enum):
-    """The systems that compete; values are the simulator's names."""
-
-    OFFLOADED = "lamina"
-    ONE_POOL = "chunked-prefill"
-    APART = "disaggregated"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to serve.
-
-    Attributes:
-        kind: the system. chunk: rows of a step (max_num_batched_tokens).
-        compute, compute_workers: of the pool that holds weights and, with ``APART``, prefills.
-        memory, memory_workers: of the pool for attention or, with ``APART``, of the one that decodes; None, 0: no pool.
-        tensor_parallel: devices of one copy of the weights, in both pools. lanes: with ``OFFLOADED``; else 1.
-    """
-
-    kind: Kind
-    chunk: int
-    compute: Hardware
-    compute_workers: int
-    memory: Hardware | None = None
-    memory_workers: int = 0
-    tensor_parallel: int = 1
-    lanes: int = 1
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the weights in the compute pool."""
-        return self.compute_workers // self.tensor_parallel
-
-    @property
-    def rotates(self) -> bool:
-        """Whether lanes move from replica to replica, rather than each staying with one."""
-        return self.kind is Kind.OFFLOADED and self.lanes == self.replicas + 1
-
-    def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
-        """Cost of each pool, and of the network between two."""
-        two = self.memory is not None
-        compute = prices.usd_per_hour(self.compute, networked=two) * self.compute_workers
-        return compute, prices.usd_per_hour(self.memory, networked=True) * self.memory_workers if self.memory else 0.0
-
-    def describe(self) -> str:
-        """The pools in words."""
-        copies = f"{self.replicas} x TP{self.tensor_parallel}"
-        if self.kind is Kind.ONE_POOL:
-            return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
-        second = f"{self.memory.kind if self.memory else ''}:{self.memory_workers}"
-        if self.kind is Kind.APART:
-            return f"{self.compute.kind}:{self.compute_workers} prefill, {second} decode, TP{self.tensor_parallel}"
-        order = "rotating" if self.rotates else "fixed"
-        return f"{self.compute.kind}:{self.compute_workers} + {second} memory, {copies}, {self.lanes} {order} lanes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """What a way can serve by the closed form.
-
-    Attributes:
-        requests_s: requests per second. batch: sequences decoding in all copies together.
-        step_s, chunk_step_s: seconds between tokens without and with a chunk in the step.
-        prompt_share: share of the compute pool's time that prompts take.
-        compute_busy, memory_busy: share of the time for which each pool works at that rate.
-        usd_per_hour: of all pools. usd_per_request: of one request. prompt_usd: the share of it that its prompt costs.
-    """
-
-    way: Way
-    requests_s: float
-    batch: int
-    step_s: float
-    chunk_step_s: float
-    prompt_share: float
-    compute_busy: float
-    memory_busy: float
-    usd_per_hour: float
-    prompt_usd: float
-
-    @property
-    def usd_per_request(self) -> float:
-        """Dollars of one request."""
-        return self.usd_per_hour / 3600 / self.requests_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """Limits on 99th percentiles, in seconds, and on dollars an hour."""
-
-    tbt_s: float = 0.2
-    ttft_s: float = 10.0
-    usd_per_hour: float | None = None
-
-
-def ways(
-    shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
-) -> Iterator[Way]:
-    """Every way with at most the given number of devices of each kind. One pool takes as many as there are: half of
-    them would serve half as much for half the money."""
-    for pools in layouts(shape, compute, memory):
-        if pools.partition is Partition.REQUEST:
-            for chunk in CHUNKS:
-                yield _offloaded(pools, chunk)
-    degrees = [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
-    kinds = {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
-    for kind, most in kinds.values():
-        for degree in degrees:
-            if groups := most // degree:
-                for chunk in CHUNKS:
-                    yield Way(
-                        kind=Kind.ONE_POOL,
-                        chunk=chunk,
-                        compute=kind,
-                        compute_workers=groups * degree,
-                        tensor_parallel=degree,
-                    )
-    for kind, most in compute:
-        for other, most_other in kinds.values():
-            for degree in degrees:
-                for prefilling in range(1, most // degree + 1):
-                    left = most - prefilling * degree if other is kind else most_other
-                    for decoding in range(1, left // degree + 1):
-                        yield Way(
-                            kind=Kind.APART,
-                            chunk=CHUNKS[-1],
-                            compute=kind,
-                            compute_workers=prefilling * degree,
-                            memory=other,
-                            memory_workers=decoding * degree,
-                            tensor_parallel=degree,
-                        )
-
-
-def _offloaded(pools: Pools, chunk: int) -> Way:
-    return Way(
-        kind=Kind.OFFLOADED,
-        chunk=chunk,
-        compute=pools.compute,
-        compute_workers=pools.compute_workers,
-        memory=pools.memory,
-        memory_workers=pools.memory_workers,
-        tensor_parallel=pools.tensor_parallel,
-        lanes=pools.lanes,
-    )
 
 
 class Server:
@@ -198,10 +52,8 @@ class Server:
         self.models = models
         self.prices = prices
         self.slo = slo
-        self._late_prompt = float(np.quantile(self._prompt_sample(), PERCENTILE))
+        self._prompts = Prompts(workload)
         self._passes: dict[tuple[str, int], Floats] = {}
-        self._whole: dict[tuple[str, int], tuple[float, float]] = {}
-        self._prompts: dict[tuple[str, int, int], _PromptToken] = {}
 
     def serving(self, workload: Workload) -> "Server":
         """The same for another workload; both keep the times of slices, which do not depend on it, together."""
@@ -229,119 +81,145 @@ class Server:
                 return f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {degree} {kind.kind} ({held:.0f} GB)"
         if way.kind is Kind.OFFLOADED:
             assert way.memory is not None
-            room = self.models[way.memory.kind].kv_tokens
+            room = self.models[way.memory.kind].kv_tokens * way.memory_workers
             if longest > room:
-                return f"the longest request has {longest} tokens; one {way.memory.kind} holds {room}"
+                return f"the longest request has {longest} tokens; {way.memory_workers} {way.memory.kind} hold {room}"
             return None
         for kind in holders:
-            free = degree * self.models[kind.kind].usable_bytes - shape.weight_bytes
-            if longest * shape.kv_bytes_per_token > 0.98 * free:
-                room = int(0.98 * free / shape.kv_bytes_per_token)
+            room = int(0.98 * self._free(kind, degree))
+            if longest > room:
                 return f"the longest request has {longest} tokens; {degree} {kind.kind} hold {room} beside the weights"
         return None
+
+    def _free(self, kind: Hardware, degree: int) -> float:
+        """Tokens of KV that fit beside the weights of one copy."""
+        free = degree * self.models[kind.kind].usable_bytes - self.shape.weight_bytes
+        return free / self.shape.kv_bytes_per_token
 
     # -- the three systems ---------------------------------------------------------------------------------------
 
     def _two_pools(self, way: Way) -> Capacity | None:
         assert way.memory is not None
         compute, memory = self.models[way.compute.kind], self.models[way.memory.kind]
-        workers, lanes = way.memory_workers, way.lanes
-        # Requests are admitted with room for the tokens that they have, and slots left for all to grow.
-        most = int((1 - WATERMARK) * memory.kv_tokens / (self.workload.live + AHEAD)) * workers // lanes
-        rows = self._rows(most, way.chunk)
+        workers, lanes, degree = way.memory_workers, way.lanes, way.tensor_parallel
+        # Requests are admitted with room for the tokens that they have, and slots left for all to grow. A sequence
+        # whose worker is full goes on elsewhere, so that the pool is one.
+        room = (1 - WATERMARK) * memory.kv_tokens * workers
+        rows, found = self._rows(room, lanes, way.chunk, copies=workers, ahead=AHEAD)
         if not len(rows):
             return None
-        chunk, share = self._chunks(rows, way.chunk)
-        prompt = self._prompt_token_s(way.compute, way.memory, way)
-        own_s = prompt.own_s
-        layers = self.shape.layers
-        dense = self._pass(compute, way.tensor_parallel, rows)
-        busiest = np.ceil(rows / workers)
-        attention = layers * memory.attention_seconds(busiest * self.workload.live, busiest)
-        sent = layers * compute.exchange_bytes(rows)
-        here, there = compute.wire_seconds(sent / way.tensor_parallel), memory.wire_seconds(sent / workers)
+        chunk, share = self._chunks(rows, way.chunk, found)
+        attends = self._prompts.attention(compute, memory, way, found)
+        layers, live, passes = self.shape.layers, self.workload.live, self._pass
+        parts = min(workers, math.ceil(live / (way.segment or memory.kv_tokens)))
+        dense = passes(compute, degree, rows)
+        busiest = np.ceil(rows * parts / workers)
+        attention = layers * memory.attention_seconds(busiest * live / parts, busiest)
+        asked = (parts - 1) * 2 * rows * self.shape.query_heads * self.shape.head_size * self.shape.dtype.itemsize
+        sent = layers * (compute.exchange_bytes(rows) + asked)
+        here, there = compute.wire_seconds(sent / degree), memory.wire_seconds(sent / workers)
         latency = here + there + layers * memory.fits.runtime.round_trip_s
         kept = layers * 2 * self.shape.kv_heads * self.shape.head_size * self.shape.dtype.itemsize
         kept_byte_s = [float(model.wire_seconds(kept)) for model in (compute, memory)]
         # Lanes that share replicas keep one pace: a lane behind one with a chunk waits for it at every slice.
         together, replicas = (lanes, way.replicas) if way.rotates else (lanes // way.replicas, 1)
+        own = attends.own_s
 
-        def pace(tokens: Floats, having: int, prefix_s: float = prompt.prefix_s) -> Floats:
+        def pace(tokens: Floats, having: int, prefix_s: Floats = attends.prefix_s) -> Floats:
             """Seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``."""
-            added = self._pass(compute, way.tensor_parallel, rows + tokens) + tokens * own_s - dense
+            added = passes(compute, degree, rows + tokens) + tokens * own - dense
             first = min(having, 1)
-            # Keys and values of a chunk go to the one worker that holds its sequence, through both NICs in turn.
-            kept_here, kept_there = tokens * kept_byte_s[0] / way.tensor_parallel, tokens * kept_byte_s[1]
+            # Keys and values of a chunk go to the worker that holds its sequence's end, through both NICs in turn.
+            kept_here, kept_there = tokens * kept_byte_s[0] / degree, tokens * kept_byte_s[1]
             path = dense + first * (added + tokens * prefix_s + kept_here + kept_there) + attention + latency
             load = (together * dense + having * added) / replicas
             wire = np.maximum(
                 (together * here + having * kept_here) / replicas, lanes * there + having * kept_there / workers
             )
-            reading = lanes * attention + having * tokens * prefix_s / workers
+            reading = lanes * attention + having * tokens * attends.prefix_load_s / workers
             return np.asarray(np.maximum.reduce([path, load, reading, wire]))
 
         plain, likely = pace(chunk, 0), np.minimum(share, 1.0)
         average, longest, below = np.zeros_like(rows), plain, np.zeros_like(rows)
+        with_chunk = np.zeros_like(rows)
         for having in range(together + 1):
-            late = pace(way.chunk - rows, having, prompt.late_prefix_s) if having else plain
+            late = pace(way.chunk - rows, having, attends.late_prefix_s) if having else plain
             longest = np.where(below < PERCENTILE, late, longest)
             odds = math.comb(together, having) * likely**having * (1 - likely) ** (together - having)
-            average += odds * (pace(chunk, having) if having else plain)
+            step = pace(chunk, having) if having else plain
+            average += odds * step
+            with_chunk += odds * having / together * step
             below = below + odds
-        added = self._pass(compute, way.tensor_parallel, rows + chunk) + chunk * own_s - dense
+        with_chunk /= np.maximum(likely, 1e-9)  # of the steps of a lane in which it has a chunk itself
+        added = passes(compute, degree, rows + chunk) + chunk * own - dense
         prompts = share * added / (dense + share * added)
         busy = together / replicas * (dense + share * added) / average
-        memory_busy = lanes * (attention + share * chunk * prompt.prefix_s / workers) / average
-        return self._best(way, rows * lanes, chunk, share, plain, longest, average, prompts, busy, memory_busy)
+        memory_busy = lanes * (attention + share * chunk * attends.prefix_load_s / workers) / average
+        first = self._prompts.first_token_s(chunk, found, share, with_chunk, longest, lanes)
+        steps = _Steps(plain, longest, average, first)
+        return self._best(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
 
     def _one_pool(self, way: Way) -> Capacity | None:
         model, degree = self.models[way.compute.kind], way.tensor_parallel
-        rows = self._rows(capacity(model, degree, self.workload), way.chunk)
+        rows, found = self._rows(self._free(way.compute, degree), 1, way.chunk)
         if not len(rows):
             return None
-        chunk, share = self._chunks(rows, way.chunk)
-        prompt = self._prompt_token_s(way.compute, way.compute, way)
+        chunk, share = self._chunks(rows, way.chunk, found)
+        attends = self._prompts.attention(model, model, way, found)
         plain = self._group_step(model, degree, rows)
         attention = plain - self._pass(model, degree, rows)
 
-        def with_chunk(tokens: Floats, token_s: float = prompt.own_s) -> Floats:
+        def with_chunk(tokens: Floats, token_s: Floats) -> Floats:
             return np.asarray(self._pass(model, degree, rows + tokens) + attention + tokens * token_s)
 
-        average = (1 - share) * plain + share * with_chunk(chunk)
-        prompts = share * (with_chunk(chunk) - plain) / average
-        late = with_chunk(way.chunk - rows, prompt.late_own_s)
+        mixed = with_chunk(chunk, attends.own_s)
+        average = (1 - share) * plain + share * mixed
+        prompts = share * (mixed - plain) / average
+        late = with_chunk(way.chunk - rows, attends.late_own_s)
         longest = np.where(share < 1 - PERCENTILE, plain, late)
         ones = np.ones_like(rows)
-        return self._best(way, rows * way.replicas, chunk, share, plain, longest, average, prompts, ones, ones)
+        first = self._prompts.first_token_s(chunk, found, share, mixed, longest, way.replicas)
+        steps = _Steps(plain, longest, average, first)
+        return self._best(way, rows * way.replicas, share, steps, found, prompts, ones, ones)
 
     def _apart(self, way: Way) -> Capacity | None:
         assert way.memory is not None
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
         prefill, decode = self.models[way.compute.kind], self.models[way.memory.kind]
-        prompt_s, late_prompt_s = self._whole_prompt_s(prefill, degree)
-        rows = self._rows(capacity(decode, degree, self.workload), 2 * MOST_ROWS)
+        rows, _ = self._rows(self._free(way.memory, degree), 1, 2 * MOST_ROWS)
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
         within = steps <= MARGIN * self.slo.tbt_s
         rates = np.where(within, groups * rows / (self.workload.output * steps), 0.0)
-        best = int(rates.argmax())
-        if not rates[best] or late_prompt_s > self.slo.ttft_s:
+        most = rates.max()
+        if not most:
             return None
-        limit = way.replicas / prompt_s
-        rate = min(limit, float(rates[best]))
+        # Prompts are cached where they are computed, and nothing else is kept there.
+        room = way.replicas * self._free(way.compute, degree)
+        found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
+        found = min(found, self.workload.prompt - 1)
+        limit, first_s = self._prompts.whole(prefill, degree, way.replicas, way.chunk, found)
+        loads = np.linspace(LEAST_LOAD, 1.0, 46)
+        kept = loads[first_s(loads) <= self.slo.ttft_s]
+        if not len(kept):
+            return None
+        rate = min(limit * float(kept[-1]), float(most))
+        # The smallest batch that draws as many tokens: it is what the rate leads to.
+        best = int(np.argmax(rates >= rate - 1e-12)) if rate < most else int(rates.argmax())
         usd = way.usd_per_hour(self.prices)
         return Capacity(
             way=way,
             requests_s=rate,
-            batch=int(rows[best]) * groups,
+            batch=max(1, round(float(rows[best]) * groups)),
             step_s=float(steps[best]),
             chunk_step_s=float(steps[best]),
             prompt_share=1.0,
             compute_busy=rate / limit,
-            memory_busy=rate / float(rates[best]),
+            memory_busy=rate / float(most),
             usd_per_hour=sum(usd),
             prompt_usd=usd[0] / sum(usd),
+            found=found,
         )
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -350,19 +228,16 @@ class Server:
         self,
         way: Way,
         sequences: Floats,
-        chunk: Floats,
         share: Floats,
-        plain: Floats,
-        longest: Floats,
-        average: Floats,
+        steps: "_Steps",
+        found: Floats,
         prompts: Floats,
         busy: Floats,
         memory_busy: Floats,
     ) -> Capacity | None:
         """The batch of the highest rate within the SLOs."""
-        first_token = np.ceil(self._late_prompt / chunk) * longest
-        allowed = (share <= 1) & (longest <= MARGIN * self.slo.tbt_s) & (first_token <= self.slo.ttft_s)
-        rates = np.where(allowed, sequences / (self.workload.output * average), 0.0)
+        allowed = (share <= 1) & (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
+        rates = np.where(allowed, sequences / (self.workload.output * steps.average), 0.0)
         best = int(rates.argmax())
         if not rates[best]:
             return None
@@ -370,25 +245,39 @@ class Server:
         return Capacity(
             way=way,
             requests_s=float(rates[best]),
-            batch=int(sequences[best]),
-            step_s=float(plain[best]),
-            chunk_step_s=float(longest[best]),
+            batch=max(1, round(float(sequences[best]))),
+            step_s=float(steps.plain[best]),
+            chunk_step_s=float(steps.longest[best]),
             prompt_share=float(prompts[best]),
             compute_busy=float(busy[best]),
             memory_busy=float(memory_busy[best]) if way.memory else 0.0,
             usd_per_hour=compute_usd + memory_usd,
             prompt_usd=float(prompts[best]) * compute_usd / (compute_usd + memory_usd),
+            found=float(found[best]),
         )
 
-    def _rows(self, most: int, chunk: int) -> Floats:
-        """Decode rows of a batch to try."""
-        most = min(most, chunk - 1, MOST_ROWS)
-        return np.array(batches(most), dtype=np.float64) if most >= 1 else np.zeros(0)
+    def _rows(self, room: float, lanes: int, chunk: int, copies: int = 1, ahead: int = 0) -> tuple[Floats, Floats]:
+        """Decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
 
-    def _chunks(self, rows: Floats, chunk: int) -> tuple[Floats, Floats]:
+        Args:
+            room: tokens of KV. lanes: batches that share it. copies: of what all sequences have in common.
+            ahead: tokens kept free for each sequence.
+        """
+        reuse = self.workload.reuse
+        common = copies * reuse.shared
+        each = self.workload.live - reuse.shared + ahead
+        most = min((room - common) / each / lanes, chunk - 1, MOST_ROWS)
+        if most * lanes < 1:
+            return np.zeros(0), np.zeros(0)
+        full = np.arange(128, most, 128)  # these fill the tiles of matrix products
+        rows = np.union1d(np.geomspace(min(most, 0.25), most, POINTS), full)
+        left = room - common - rows * lanes * each
+        return rows, np.minimum(reuse.found(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
+
+    def _chunks(self, rows: Floats, chunk: int, found: Floats) -> tuple[Floats, Floats]:
         """Prompt tokens of a step that has some, and the share of steps that do."""
         size = chunk - rows  # near capacity, prompts wait and fill the step
-        return size, rows * self.workload.prompt / self.workload.output / size
+        return size, rows * (self.workload.prompt - found) / self.workload.output / size
 
     def _group_step(self, model: CostModel, degree: int, rows: Floats) -> Floats:
         attention = model.attention_seconds(rows * self.workload.live, rows, 1 / degree)
@@ -400,68 +289,12 @@ class Server:
             self._passes[key] = model.decode_seconds(_EVERY_ROW, degree)
         return np.interp(rows, _EVERY_ROW, self._passes[key])
 
-    def _whole_prompt_s(self, model: CostModel, degree: int) -> tuple[float, float]:
-        """Seconds of a prompt of the workload in one step: mean, and ``PERCENTILE``."""
-        key = (model.hardware.kind, degree)
-        if key not in self._whole:
-            prompts, layers = np.array(self._prompt_sample(), dtype=np.float64), self.shape.layers
-            attention = model.chunk_attention_seconds(prompts, 0, degree)
-            seconds = layers * (model.slice_seconds(prompts, degree) + attention) + float(model.ends_seconds(1, degree))
-            self._whole[key] = float(seconds.mean()), float(np.quantile(seconds, PERCENTILE))
-        return self._whole[key]
 
-    def _prompt_sample(self) -> list[int]:
-        return [request.prompt for request in self.workload.sample] or [max(1, round(self.workload.prompt))]
+@dataclass(frozen=True)
+class _Steps:
+    """Seconds by batch: of a step without a chunk, at PERCENTILE, on average; and to a first token at PERCENTILE."""
 
-    def _prompt_token_s(self, compute: Hardware, memory: Hardware, way: Way) -> "_PromptToken":
-        """Attention of prompts on these kinds. With one pool, the compute workers have all of it."""
-        offloaded = way.kind is Kind.OFFLOADED
-        key = (f"{compute.kind},{memory.kind},{offloaded}", way.tensor_parallel, way.chunk)
-        if key not in self._prompts:
-            prompts = self._prompt_sample()
-            starts = np.concatenate([np.arange(0, prompt, way.chunk) for prompt in prompts]).astype(np.float64)
-            ends = np.concatenate([np.append(np.arange(way.chunk, prompt, way.chunk), prompt) for prompt in prompts])
-            sizes, model = ends - starts, self.models[compute.kind]
-            before = np.zeros_like(starts) if offloaded else starts
-            own = self.shape.layers * model.chunk_attention_seconds(sizes, before, way.tensor_parallel)
-            prefix = np.zeros_like(own)
-            if offloaded:
-                prefix = self.shape.layers * self.models[memory.kind].prefix_attention_seconds(sizes, starts)
-            late = int(np.argsort(own + prefix)[min(len(own) - 1, int(PERCENTILE * len(own)))])
-            self._prompts[key] = _PromptToken(
-                own_s=float(own.sum()) / sum(prompts),
-                prefix_s=float(prefix.sum()) / sum(prompts),
-                late_own_s=float(own[late] / sizes[late]),
-                late_prefix_s=float(prefix[late] / sizes[late]),
-            )
-        return self._prompts[key]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PromptToken:
-    """Seconds of attention per prompt token, of all layers.
-
-    Attributes:
-        own_s, prefix_s: on the compute workers, and to earlier chunks on the memory worker that holds them; means.
-        late_own_s, late_prefix_s: of the chunk at ``PERCENTILE``: one late in a long prompt.
-    """
-
-    own_s: float
-    prefix_s: float
-    late_own_s: float
-    late_prefix_s: float
-
-
-def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:
-    """The ways worth simulating: the cheapest per request of every system on every pair of kinds, with every
-    number of lanes of a replica, and rotating; at most ``most``, and at least one of every system."""
-    best: dict[tuple[Kind, str, str, bool, int], Capacity] = {}
-    for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
-        way = one.way
-        offloaded = way.kind is Kind.OFFLOADED
-        memory, each = way.memory.kind if way.memory else "", 0 if way.rotates else way.lanes // way.replicas
-        best.setdefault((way.kind, way.compute.kind, memory, way.rotates, each if offloaded else 0), one)
-    kept = sorted(best.values(), key=lambda one: one.usd_per_request)
-    first = {one.way.kind: one for one in reversed(kept)}.values()
-    others = [one for one in kept if not any(one is chosen for chosen in first)]
-    return sorted([*first, *others[: max(0, most - len(first))]], key=lambda one: one.usd_per_request)
+    plain: Floats
+    longest: Floats
+    average: Floats
+    first: Floats

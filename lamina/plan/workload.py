@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lamina.errors import ConfigError
+from lamina.plan.reuse import NOTHING, Content, FromTrace, Reuse, Sessions
 
 SAMPLE = 500
 """About how many requests of a trace stand for it where every request would take too long."""
@@ -20,13 +21,27 @@ MOST_TOKENS = 10**9
 """Most tokens of one prompt or output: a trace with more is considered corrupt."""
 
 
+MOST_IDS = 2**30
+"""Ids of runs of tokens are below this."""
+
+MOONCAKE_BLOCK = 512
+"""Tokens of the prompt that one of Mooncake's ``hash_ids`` stands for."""
+
+
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace: seconds since the first one, prompt tokens, output tokens."""
+    """One request of a trace: seconds since the first one, prompt tokens, output tokens.
+
+    Attributes:
+        content: what the prompt says, as runs of tokens (``lamina.plan.reuse``); empty: unlike any other.
+        answer: the id that later prompts give this request's output; None if none repeats it.
+    """
 
     arrival_s: float
     prompt: int
     output: int
+    content: Content = ()
+    answer: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +55,7 @@ class Workload:
             is allocated as it grows, so this is also what a sequence occupies.
         longest: the longest request, prompt and output together.
         sample: requests to draw from, in the order of their arrival; empty where only means are known.
+        reuse: what prompts have in common with earlier requests.
     """
 
     name: str
@@ -48,6 +64,12 @@ class Workload:
     live: float
     longest: int
     sample: tuple[TracedRequest, ...] = field(default=(), repr=False)
+    reuse: Reuse = NOTHING
+
+    def summary(self) -> dict[str, Any]:
+        """All figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
+        values = {name: value for name, value in vars(self).items() if name not in ("sample", "reuse")}
+        return values | {"found_at_most": self.reuse.most}
 
 
 def of_context(tokens: int) -> Workload:
@@ -74,15 +96,22 @@ def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
         live=float((outputs * (prompts + outputs / 2)).sum() / steps),
         longest=int((prompts + outputs).max()),
         sample=tuple(requests[:: max(1, len(requests) // SAMPLE)]),
+        reuse=FromTrace.of([(one.content, one.answer, one.output) for one in requests]) or NOTHING,
     )
 
 
-def of_lengths(prompt: int, output: int) -> Workload:
-    """Requests that all have one length. Raises ConfigError for a length below 1."""
+def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workload:
+    """Requests that all have one length. Raises ConfigError for a length below 1, or a prompt that is all ``reuse``."""
     if min(prompt, output) < 1:
         raise ConfigError(f"prompts of {prompt} tokens and outputs of {output}; give at least 1 of each")
+    if reuse and reuse.shared + reuse.resumed >= prompt:
+        raise ConfigError(
+            f"{reuse.shared} shared tokens and {reuse.resumed} of earlier turns leave nothing new in a prompt of "
+            f"{prompt}; give a longer prompt"
+        )
     return Workload(
-        name=f"prompts of {prompt} tokens, outputs of {output}",
+        name=f"prompts of {prompt} tokens, outputs of {output}" + (f", {reuse.describe()}" if reuse else ""),
+        reuse=reuse or NOTHING,
         prompt=prompt,
         output=output,
         live=prompt + output / 2,
@@ -94,6 +123,9 @@ def read_trace(file: Path) -> list[TracedRequest]:
     """Requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON
     lines (timestamp in ms, input_length, output_length). Requests without prompt or output are left out; time starts
     with the earliest of the others.
+
+    What prompts have in common is in Mooncake's ``hash_ids``, one for every 512 tokens of the prompt, or in
+    ``content``: a list of [id, tokens], with ``answer``, the id that the output has in later prompts.
 
     Raises:
         ConfigError: the file cannot be read, has another format, an invalid value or no request.
@@ -122,7 +154,16 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
     seconds = row["timestamp"] / 1000
     if not math.isfinite(seconds):
         raise ValueError(f"a timestamp is {row['timestamp']}")
-    return TracedRequest(seconds, _tokens(row["input_length"]), _tokens(row["output_length"]))
+    prompt, output = _tokens(row["input_length"]), _tokens(row["output_length"])
+    content: Content = tuple((_id(one), _tokens(tokens)) for one, tokens in row.get("content", ()))
+    if not content and row.get("hash_ids"):
+        starts = range(0, prompt, MOONCAKE_BLOCK)
+        content = tuple(
+            (_id(one), min(MOONCAKE_BLOCK, prompt - start)) for one, start in zip(row["hash_ids"], starts, strict=True)
+        )
+    if content and sum(tokens for _, tokens in content) != prompt:
+        raise ValueError(f"the content of a prompt of {prompt} tokens has {sum(tokens for _, tokens in content)}")
+    return TracedRequest(seconds, prompt, output, content, _id(row["answer"]) if "answer" in row else None)
 
 
 def _azure(rows: Sequence[Mapping[str, str]]) -> list[TracedRequest]:
@@ -134,6 +175,12 @@ def _azure(rows: Sequence[Mapping[str, str]]) -> list[TracedRequest]:
         )
         for moment, row in zip(moments, rows, strict=True)
     ]
+
+
+def _id(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST_IDS:
+        raise ValueError(f"an id is {value!r}; give a whole number from 0 to below {MOST_IDS}")
+    return value
 
 
 def _tokens(value: str | int) -> int:

@@ -59,6 +59,9 @@ SHORT_WEIGHT = 0.3
 ROW_BANDS = (1, 17, 65, 129, 257, 1025)
 """First rows of the bands that count equally in the fit of pointwise operators: files have most rows above 1024."""
 
+DECODING = ROW_BANDS.index(129)
+"""Number of the bands with as many rows as steps of decoding have."""
+
 START_GEMM = GemmFit(
     share=0.77,
     memory_share=0.97,
@@ -186,26 +189,34 @@ def _by_band(rows: Floats) -> Floats:
 
 
 def with_layers(part: Part, products: list[Series], others: list[Series], pointwise: PointwiseFit) -> Part:
-    """``part``, of matrix products, with the sums over a layer as further measurements.
+    """``part``, of matrix products, with the sums over a layer as further measurements, and their mean error in each of
+    the DECODING bands as one more.
 
     A sum counts as much as all products of its layer: errors of single products, mostly the library's choice of a
-    kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave.
+    kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave. A band's mean error
+    counts as much as all of its sums: the robust loss alone would leave a bias.
     """
     first = products[0]
     device = CostModel(MODEL, _CATALOGUE[part.kind], _only("pointwise", pointwise))
     added = sum(device.operator_seconds(one.operator, one.sizes, one.devices) for one in others)
     whole = np.sum([one.seconds for one in (*products, *others)], axis=0)
 
+    band = np.searchsorted(ROW_BANDS, first.sizes, side="right") - 1
+    members = np.bincount(band)
+
     def predict(fitted: Any) -> Floats:
         single = part.predict(fitted)
-        return np.concatenate([single, single.reshape(len(products), -1).sum(axis=0) + added])
+        sums = single.reshape(len(products), -1).sum(axis=0) + added
+        return np.concatenate([single, sums, (np.bincount(band, weights=sums / whole) / members)[:DECODING]])
 
     assert part.weights is not None
+    of_sums = len(products) * _by_band(first.sizes)
+    of_means = np.full(DECODING, len(products) * np.sqrt(len(whole) / len(members)))
     return replace(
         part,
         predict=predict,
-        seconds=np.concatenate([part.seconds, whole]),
-        weights=np.concatenate([part.weights, len(products) * _by_band(first.sizes)]),
+        seconds=np.concatenate([part.seconds, whole, np.ones(DECODING)]),
+        weights=np.concatenate([part.weights, of_sums, of_means]),
     )
 
 

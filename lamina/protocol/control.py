@@ -97,9 +97,11 @@ class ControlServer:
         liveness: which workers answer pings. ``receive`` sends them: call it several times a second.
 
     Args:
+        parent_pid: the process that workers end with; None: this one.
         secret: all keys are derived from it; None: from a new one.
         host: address of this machine to listen on.
         advertised: address of this machine that workers reach; empty: ``host``.
+        listener: descriptor of a socket on ``host`` that listens already; None: of a new one.
 
     Raises TransportError if it cannot listen there, or may not open as many files as it needs.
     """
@@ -112,6 +114,7 @@ class ControlServer:
         secret: Secret | None = None,
         host: str = LOOPBACK,
         advertised: str = "",
+        listener: int | None = None,
     ) -> None:
         _require_descriptors(len(workers))
         self._secret = secret or new_secret()
@@ -134,7 +137,7 @@ class ControlServer:
                 self._socket.router_mandatory = True
                 self._socket.backlog = 2 * len(workers) + 100  # all connect at once
                 self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
-                port = self._socket.bind_to_random_port(f"tcp://{host}")
+                port = _listen(self._socket, host, listener)
                 self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
                 raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
@@ -278,6 +281,17 @@ class ControlServer:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
+
+
+def _listen(router: "zmq.Socket[bytes]", host: str, listener: int | None) -> int:
+    """Returns the port."""
+    if listener is None:
+        return router.bind_to_random_port(f"tcp://{host}")
+    with socket.socket(fileno=os.dup(listener)) as known:
+        port: int = known.getsockname()[1]
+    router.setsockopt(zmq.USE_FD, listener)
+    router.bind(f"tcp://{host}:{port}")
+    return port
 
 
 def _require_descriptors(workers: int) -> None:

@@ -2,6 +2,9 @@
 
 A frontend speaks HTTP, tokenises, detokenises and applies stop strings; the engine deals in token ids only. It answers
 once a turn, with one message per frontend that has everything new of all its requests.
+
+An engine that is started again welcomes the frontends that it finds, and each sends it the requests that have not
+ended, with what they have drawn. What a frontend had sent before counts for nothing.
 """
 
 import array
@@ -11,6 +14,7 @@ import msgspec
 
 from lamina.types import Client, FinishReason, SamplingParams
 
+READY, ALIVE = b"!", b"."  # what a frontend says to the supervisor, in a pipe
 ALIVE_S = 1.0
 
 
@@ -36,41 +40,57 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     Attributes:
         name: of this process; one that takes the place of another has a new name.
         requests, answers: addresses of the engine's sockets.
-        engine_pid: the process to end with.
+        supervisor_pid: the process to end with.
+        seed: from which those of requests without one are drawn.
     """
 
     name: str
     requests: str
     answers: str
-    engine_pid: int
+    supervisor_pid: int
     model_name: str
     max_model_len: int
     default_max_tokens: int
     vocab_size: int
+    seed: int = 0
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine, again and again until ``Welcome`` comes: it is connected."""
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine: it accepts connections."""
+class Resumed(msgspec.Struct, array_like=True, frozen=True):
+    """A request that an earlier engine had, or may have had. ``drawn``: by completion that has not ended, its tokens,
+    packed."""
+
+    request: int
+    prompt: bytes
+    params: SamplingParams
+    client: Client
+    seed: int
+    drawn: dict[int, bytes]
 
 
-class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine, every ``ALIVE_S``: its event loop runs."""
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine, the answer to ``Welcome``: it begins with these requests. The engine of this ``incarnation``
+    ignores all that came before."""
+
+    incarnation: int
+    requests: list[Resumed]
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: queue all of these requests or none. The answer is ``Submitted``.
 
-    ``first``, ``first + 1`` ...: the frontend's numbers for them. ``params``: of all, or one for each.
+    ``first``, ``first + 1`` ...: the frontend's numbers for them. ``params``: of all, or one for each. ``seeds``: of
+    those without one in their parameters.
     """
 
     first: int
     prompts: list[bytes]
     params: list[SamplingParams]
     client: Client
+    seeds: list[int]
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
@@ -100,11 +120,13 @@ class Scale(msgspec.Struct, tag=True, frozen=True):
     memory: int
 
 
-FromFrontend = Hello | Ready | Alive | Submit | Finish | Abort | GetStats | Scale
+FromFrontend = Hello | Resume | Submit | Finish | Abort | GetStats | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: its answers arrive."""
+    """Engine to frontend: its answers arrive. ``incarnation``: of the engine. Answered by ``Resume``."""
+
+    incarnation: int = 0
 
 
 class Submitted(msgspec.Struct, tag=True, frozen=True):
@@ -141,7 +163,7 @@ class Answers(msgspec.Struct, tag=True):
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: the engine has stopped, and answers nothing any more."""
+    """Engine to frontend: the engine has stopped, and none will take its place."""
 
     reason: str
 

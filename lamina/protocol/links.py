@@ -92,8 +92,8 @@ def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
         case Transport.SHM:
             return ShmEndpoint(member.name)
         case Transport.TCP:
-            listen = {"host": member.bind or member.address, "advertised": member.address}
-            return TcpEndpoint(member.name, secret=member.secret, tls=tls, **listen)
+            own = member.bind or member.address
+            return TcpEndpoint(member.name, secret=member.secret, host=own, advertised=member.address, tls=tls)
         case Transport.RDMA if tls:
             raise TransportError("rdma cannot be encrypted, which --tls requires")
         case Transport.RDMA:
@@ -228,10 +228,12 @@ class Links:
 
     def settle(self) -> Wait:
         """The first links stand: close endpoints that none uses, unless later workers may. Returns how to wait for
-        messages from now on, see ``Endpoint.wait``."""
+        messages from now on, see ``Endpoint.wait``.
+
+        Without a link, the most preferred endpoint stays open for workers that join."""
         self._members = set(self._links)
         self._settled = True
-        used = self._used()
+        used = self._used() or list(self._endpoints.values())[:1]
         for transport, endpoint in list(self._endpoints.items()):
             if endpoint not in used and not self._open:
                 endpoint.close()

@@ -12,6 +12,7 @@ from lamina.protocol.messages import Hello, Resources
 from lamina.transport.shm import host
 from lamina.version import __version__
 
+RDMA_DEVICES = Path("/sys/class/infiniband")
 CGROUP = Path("/sys/fs/cgroup")  # inside a container, its own control group
 
 
@@ -32,14 +33,16 @@ def free_memory() -> int:
 
 def greeting() -> Hello:
     """The first message of this process to the engine."""
-    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)))
+    rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
 
 
-def inspection(device: str, gpu_bytes: Callable[[str], int]) -> Inspection:
-    """What answers ``Inspect`` in a worker on ``device``. ``gpu_bytes``: bytes free on it, 0 unless it is a GPU."""
+def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
+    """What answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless it is a
+    GPU."""
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
-        return Resources(sent_ns, now_ns, free_memory(), machine, gpu_bytes(device))
+        return Resources(sent_ns, now_ns, free_memory(), machine, *gpu_memory(device))
 
     return inspect

@@ -6,12 +6,17 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
+from lamina.steps import StepPlan
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, StepPlan
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``."""
+    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
+
+    The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
+    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
+    """
 
     model: str
     dtype: DType | None
@@ -22,13 +27,16 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     eos_token_ids: list[int]
     trace: bool
+    head_workers: int = 1
+    local: bool = False
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
-    Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds. ``overcommit`` times
-    as many tokens are held by the slab and a file in ``spill_dir`` together.
+    Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
+    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
+    ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir`` together.
     """
 
     attentions: list[AttentionSpec]
@@ -38,6 +46,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overlap: Overlap
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
+    head_shards: int = 1
     overcommit: float = 1.0
     spill_dir: str = ""
 
@@ -110,8 +119,8 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
     Answered by EpochEnded. All plans sent before it have been applied; of what their steps did, only this remains:
 
     Attributes:
-        kept: for a memory worker: tokens to keep of each sequence that it holds; it forgets all other sequences. A
-            compute worker forgets all: plans tell it again what it needs.
+        kept: tokens of KV to keep of each sequence that the worker holds; it forgets all other KV. What a compute
+            worker knows of requests besides, it forgets: plans tell it again what it needs.
     """
 
     topology: Topology
@@ -151,12 +160,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         host: see ``transport.shm``. machine: its name for people.
         version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+        rdma: the machine has an RDMA device.
     """
 
     host: str
     version: str = ""
     machine: str = ""
     cores: list[int] = []
+    rdma: bool = False
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
@@ -174,7 +185,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes: free on its GPU; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
     """
 
     sent_ns: int
@@ -182,6 +193,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     free_bytes: int
     machine_bytes: int
     gpu_bytes: int = 0
+    gpu_total: int = 0
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
@@ -207,7 +219,7 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabReady(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: the slab is allocated."""
+    """Worker to engine: the slab is allocated."""
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
@@ -259,7 +271,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
+    """Worker with a slab to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
 
     Sent every ``USAGE_S`` until two in a row are equal, and as soon as the slab is empty.
     """

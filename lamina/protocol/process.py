@@ -39,18 +39,20 @@ def read_bootstrap() -> Bootstrap:
 
 
 def run_worker(
-    build: Build, gpu_bytes: Callable[[str], int] = lambda device: 0, bootstrap: Bootstrap | None = None
+    build: Build,
+    gpu_memory: Callable[[str], tuple[int, int]] = lambda device: (0, 0),
+    bootstrap: Bootstrap | None = None,
 ) -> None:
     """Body of a worker process: build the worker that the bootstrap (None: on standard input) describes, and serve.
 
-    ``gpu_bytes``: bytes free on a device, 0 unless it is a GPU.
+    ``gpu_memory``: bytes free on a device and in all, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
     """
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
     bootstrap = bootstrap or read_bootstrap()
     exit_with(bootstrap.parent_pid)
     with contextlib.ExitStack() as resources:
-        control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_bytes))
+        control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_memory))
         resources.callback(control.close)
         try:
             control.send(greeting())

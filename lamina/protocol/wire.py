@@ -7,6 +7,9 @@ in the model's element type. K and V of prompt chunks lie beside it, for the mem
 
 The reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
 
+Rows are those of one shard of the heads (``lamina.heads``), and Hq and Hkv its heads: a message holds the heads that
+the memory worker has of each sequence, and no others. Functions with a ``spec`` take that of a shard.
+
 A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
 batches of query rows, and q before k and v (Lamina, section 4.2.2). Its bytes lie in the order in which they travel.
 """
@@ -21,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import PlacementError
+from lamina.heads import WHOLE, HeadShards
 from lamina.segments import by_sequence
-from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment, SequenceStep, StepPlan
+from lamina.steps import SequenceStep, StepPlan
+from lamina.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment
 
 Array = npt.NDArray[np.generic]
 
@@ -34,7 +39,7 @@ NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
 
 
 SegmentKey = tuple[int, int]
-"""What a memory worker calls one of its segments: the sequence and its first token."""
+"""What a memory worker calls one shard of one of its segments: the sequence, and first token * shards + shard."""
 
 
 class SegmentRows(msgspec.Struct, frozen=True, gc=False):
@@ -46,6 +51,7 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     start: int
     kv_start: int
     kv_stop: int
+    shard: int = 0
 
 
 class PulledRows(msgspec.Struct, frozen=True, gc=False):
@@ -55,16 +61,17 @@ class PulledRows(msgspec.Struct, frozen=True, gc=False):
     row: int
     rows: int
     kv_start: int
+    shard: int = 0
 
 
 @dataclass(frozen=True)
 class MessageRows:
-    """The rows of one step that concern one memory worker, in the order their bytes travel.
+    """The rows of one step that concern one memory worker, in the order their bytes travel: shard by shard.
 
-    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the step's rows; ``attends`` covers ``queries`` in order,
-    ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are kept too, but not part of the request.
-    ``further`` = (index of ``attends``, segment): where a worker holds several segments of a sequence, its rows travel
-    once, and it merges what they see of each.
+    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard.
+    ``attends`` covers ``queries`` in order, ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are
+    kept too, but not part of the request. ``further`` = (index of ``attends``, segment): where a worker holds several
+    segments of a sequence, its rows travel once, and it merges what they see of each.
     """
 
     queries: npt.NDArray[np.int64]
@@ -86,20 +93,17 @@ def attends_locally(step: SequenceStep) -> bool:
     return len(step.tokens) > 1
 
 
-def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) -> None:
+def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShards) -> None:
     """Reject segments that messages and page tables cannot serve: their partials would be wrong or lost.
 
-    The segments of a sequence must name it, hold all ``kv_heads`` key/value heads (the most that an attention has), and
-    cover the tokens from 0 on, in contiguous ranges of which the last has no end. Raises PlacementError.
+    The segments of a sequence must name it, hold whole shards, and cover the tokens of every shard from 0 on, in
+    contiguous ranges of which the last has no end. Raises PlacementError.
     """
-    ordered = sorted(segments, key=lambda segment: segment.tokens[0])
-    starts = [segment.tokens[0] for segment in ordered]
-    stops = [segment.tokens[1] for segment in ordered]
     if any(segment.sequence != sequence for segment in segments):
         why = "a segment names another sequence"
-    elif any(segment.heads != (0, kv_heads) for segment in segments):
-        why = f"a segment must hold all heads, 0 to {kv_heads}"
-    elif [0, *stops] != [*starts, None] or any(start == stop for start, stop in zip(starts, stops, strict=True)):
+    elif not all(shards.allows(segment.heads) for segment in segments):
+        why = _heads_rule(shards)
+    elif not all(_follow([one.tokens for one in segments if shard in shards.of(one.heads)]) for shard in _all(shards)):
         why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
     else:
         return
@@ -107,64 +111,99 @@ def check_segments(sequence: int, segments: Sequence[Segment], kv_heads: int) ->
     raise PlacementError(f"sequence {sequence} is placed on {places or 'no worker'}", why)
 
 
-def check_placements(plan: StepPlan, kv_heads: int) -> None:
+def _all(shards: HeadShards) -> range:
+    return range(shards.count)
+
+
+def _heads_rule(shards: HeadShards) -> str:
+    if shards.count == 1:
+        return f"a segment must hold all heads, 0 to {shards.heads}"
+    return f"a segment must hold some of heads 0 to {shards.heads}, cut at multiples of {shards.heads // shards.count}"
+
+
+def _follow(tokens: Sequence[tuple[int, int | None]]) -> bool:
+    """Whether ranges of tokens cover all from 0 on, each once."""
+    ordered = sorted(tokens, key=lambda one: one[0])
+    starts, stops = [start for start, _ in ordered], [stop for _, stop in ordered]
+    return [0, *stops] == [*starts, None] and all(start != stop for start, stop in ordered)
+
+
+def check_placements(plan: StepPlan, shards: HeadShards) -> None:
     """``check_segments`` of everything that a plan places. Raises PlacementError."""
     for admission in plan.admitted:
         placed = by_sequence(admission.segments)
         if not placed or not placed.keys() <= set(range(admission.sequence, admission.sequence + admission.count)):
             placed = {admission.sequence: admission.segments}
         for sequence, segments in placed.items():
-            check_segments(sequence, segments, kv_heads)
+            check_segments(sequence, segments, shards)
     for segment in plan.moved:
-        check_segments(segment.sequence, [segment], kv_heads)
+        check_segments(segment.sequence, [segment], shards)
+    for segment in (segment for switch in plan.switches for segment in switch.segments):
+        start, stop = segment.tokens
+        if start < 0 or (stop is not None and stop <= start) or not shards.allows(segment.heads):
+            raise PlacementError(
+                f"sequence {segment.sequence} moves to {segment.worker}: heads {segment.heads} tokens {segment.tokens}",
+                f"a range that moves must have tokens; {_heads_rule(shards)}",
+            )
     for segment in plan.grown:
         first, last = segment.tokens
-        if first < 1 or last is not None or segment.heads != (0, kv_heads):
+        if first < 1 or last is not None or not shards.allows(segment.heads):
             raise PlacementError(
                 f"sequence {segment.sequence} grows to {segment.worker} heads {segment.heads} tokens {segment.tokens}",
-                f"it must continue there from token 1 or later, without an end, with all heads, 0 to {kv_heads}",
+                f"it must continue there from token 1 or later, without an end; {_heads_rule(shards)}",
             )
 
 
-def message_rows(plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str) -> MessageRows:
+def message_rows(
+    plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str, shards: HeadShards = WHOLE
+) -> MessageRows:
     """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
 
     The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
     """
-    queries: list[tuple[int, int]] = []
-    appends: list[tuple[int, int]] = []
+    queries: list[npt.NDArray[np.int64]] = []
+    appends: list[npt.NDArray[np.int64]] = []
     attends: list[SegmentRows] = []
     kept: list[tuple[SegmentKey, int]] = []
     pulled: list[PulledRows] = []
     further: list[tuple[int, SegmentRows]] = []
-    row = 0
-    for step in plan.sequences:
-        sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
-        stop = start + count
-        visible, place = start if chunk else stop, -1
-        for segment in segments.get(sequence, ()):
-            if segment.worker != worker:
-                continue
-            first, last = segment.tokens
-            if last is None:
-                last = stop
-            low, high = max(start, first), min(stop, last)
-            if low < high and chunk:
-                pulled.append(PulledRows(sequence, row + low - start, high - low, first))
-            elif low < high:
-                appends.append((row + low - start, high - low))
-                kept.append(((sequence, first), high - low))
-            seen = min(visible, last)
-            if first < seen:
-                attend = SegmentRows(sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen)
-                if place >= 0:
-                    further.append((place, attend))
-                else:
-                    place = len(attends)
-                    queries.append((row, count))
-                    attends.append(attend)
-        row += count
-    return MessageRows(_ranges(queries), _ranges(appends), tuple(attends), tuple(kept), tuple(pulled), tuple(further))
+    several = shards.count > 1
+    for shard in range(shards.count):
+        asking: list[tuple[int, int]] = []
+        adding: list[tuple[int, int]] = []
+        row = 0
+        for step in plan.sequences:
+            sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
+            stop = start + count
+            visible, place = start if chunk else stop, -1
+            for segment in segments.get(sequence, ()):
+                if segment.worker != worker or (several and shard not in shards.of(segment.heads)):
+                    continue
+                first, last = segment.tokens
+                if last is None:
+                    last = stop
+                low, high = max(start, first), min(stop, last)
+                if low < high and chunk:
+                    pulled.append(PulledRows(sequence, row + low - start, high - low, first, shard))
+                elif low < high:
+                    adding.append((row + low - start, high - low))
+                    kept.append(((sequence, first * shards.count + shard), high - low))
+                seen = min(visible, last)
+                if first < seen:
+                    attend = SegmentRows(
+                        sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen, shard=shard
+                    )
+                    if place >= 0:
+                        further.append((place, attend))
+                    else:
+                        place = len(attends)
+                        asking.append((row, count))
+                        attends.append(attend)
+            row += count
+        queries.append(_ranges(asking) * shards.count + shard)
+        appends.append(_ranges(adding) * shards.count + shard)
+    indices = np.concatenate(queries), np.concatenate(appends)
+    return MessageRows(*indices, tuple(attends), tuple(kept), tuple(pulled), tuple(further))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
@@ -261,7 +300,8 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
     """The pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
     for rows in pulled:
         for first in range(0, rows.rows, most):
-            yield PulledRows(rows.sequence, rows.row + first, min(most, rows.rows - first), rows.kv_start)
+            count = min(most, rows.rows - first)
+            yield PulledRows(rows.sequence, rows.row + first, count, rows.kv_start, rows.shard)
 
 
 def migrated_pieces(

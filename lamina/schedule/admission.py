@@ -20,7 +20,6 @@ from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.relocation import Relocations
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
-from lamina.topology import Topology
 from lamina.types import Client
 
 PAUSE = 32  # steps, of all lanes together
@@ -139,16 +138,16 @@ class Admissions:
         """Room or seats have been released."""
         self._exhausted = False
 
-    def apply(self, topology: Topology) -> None:
-        """Only the memory workers of ``topology`` hold KV from now on."""
+    def follow(self) -> None:
+        """The places of the placement have changed."""
         self._exhausted = False
-        if self._kept is not None and not self._kept.workers <= topology.names:
+        if self._kept is not None and not self._kept.workers <= self._placement.capacities.keys():
             self._kept = None
 
     def close(self, worker: str) -> None:
         """A memory worker takes no more requests."""
         self._exhausted = False
-        if self._kept is not None and worker in self._kept.workers:
+        if self._kept is not None and not self._kept.workers.isdisjoint(self._placement.touching([worker])):
             self._kept = None
 
     def step_completed(self) -> None:
@@ -218,7 +217,7 @@ class Admissions:
         wanted, besides = len(group.completions), NOWHERE
         if self._kept is not None and self._kept.group is not group:
             wanted += len(self._kept.group.completions)
-            besides = self._kept.workers
+            besides = frozenset(self._placement.touching(self._kept.workers))
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
         found = self._prefixes.find(group)

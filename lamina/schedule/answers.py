@@ -3,7 +3,7 @@
 import collections
 
 from lamina.protocol.messages import StepDone
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 
 
 class Answers:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from lamina.groups import Completion, Group, Owner
 from lamina.segments import holding
-from lamina.types import LAST_DRAWN, DecodeRows
+from lamina.steps import LAST_DRAWN, DecodeRows
 
 
 class DecodeBatch:
@@ -53,7 +53,7 @@ class DecodeBatch:
             self._owners[completion.sequence] = group, completion
             self._joined[completion.sequence] = position - self.steps
             self._leaving.setdefault(self.steps + rows, []).append(completion.sequence)
-            self._settle(completion, position)
+            self._settle(completion, position, holding(completion.segments, position).tokens[0])
             self._members = None
 
     def leave(self, sequence: int) -> None:
@@ -65,14 +65,15 @@ class DecodeBatch:
             self._unsettle(sequence)
             self._members = None
 
-    def _settle(self, completion: Completion, position: int) -> None:
-        """The next tokens of a sequence go to the worker that holds this position."""
+    def _settle(self, completion: Completion, position: int, first: int) -> None:
+        """The next tokens of a sequence go to the worker that holds this position, where ``longest`` counts from
+        position ``first`` on."""
         segment = holding(completion.segments, position)
         self._places[completion.sequence] = segment.worker
         self.workers[segment.worker] = self.workers.get(segment.worker, 0) + 1
-        start, stop = segment.tokens
+        _, stop = segment.tokens
         if stop is None and self._longest is not None:
-            stop = start + self._longest
+            stop = first + self._longest
         if stop is not None:
             self.postpone(completion.sequence, max(stop - position, 0))
 
@@ -86,7 +87,8 @@ class DecodeBatch:
     def turn_over(self, completion: Completion) -> None:
         """A sequence continues in another of its segments, the one that holds its position."""
         self._unsettle(completion.sequence)
-        self._settle(completion, self.position(completion.sequence))
+        position = self.position(completion.sequence)
+        self._settle(completion, position, position)  # the segment may have begun before, and ended, and come back
 
     def postpone(self, sequence: int, steps: int) -> None:
         """The segment of a sequence takes tokens for so many steps more."""

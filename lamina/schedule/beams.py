@@ -19,7 +19,8 @@ from lamina.schedule.beam_search import Choice, continued
 from lamina.schedule.lane import Lane
 from lamina.schedule.readiness import Readiness
 from lamina.segments import by_worker, forked
-from lamina.types import Admission, Fork, Segment
+from lamina.steps import Admission, Fork
+from lamina.types import Segment
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class Beams:
         for one, after in zip(group.completions, segments, strict=True):
             change.update(by_worker(after, group.base, group.base + one.own))
             change.subtract(group.slots(one, one.own))
-        if any(tokens > self._placement.left(worker) for worker, tokens in change.items()):
+        if not self._placement.fits(change):
             return False
-        for worker, tokens in change.items():
+        for worker, tokens in sorted(change.items(), key=lambda one: one[1]):  # first those that come back
             if tokens > 0:
                 self._placement.reserve_on(worker, tokens)
             else:
@@ -123,5 +124,5 @@ class Beams:
 
 def _admission(group: Group, completion: Completion, sequence: int, segments: list[Segment]) -> Admission:
     """What workers are told of a new beam."""
-    request = group.request
+    request, segments = group.request, group.expand(segments)
     return Admission(sequence, 1, group.prompt_length, segments, request.params, request.seed, [], [completion.index])

@@ -20,6 +20,9 @@ class PromptBatch:
         self._owners: dict[Completion, Group] = {}  # the oldest first
         self._shortest: list[tuple[int, int, Completion]] = []  # a heap of (left, sequence, ...); some are out of date
 
+    def __len__(self) -> int:
+        return len(self._owners)
+
     def add(self, group: Group, completion: Completion) -> None:
         """Run the tokens that a completion has left."""
         self._owners[completion] = group
@@ -36,25 +39,8 @@ class PromptBatch:
 
     def share(self, budget: int) -> dict[Owner, int]:
         """Tokens of each in the next step, ``budget`` in total at most. Removes those that it finishes."""
-        if budget <= 0 or not self._owners:
-            return {}
-        oldest = next(iter(self._owners))
-        shares = {oldest: min(oldest.left, (budget + 1) // 2)}
-        spare = budget - shares[oldest]
-        while spare and (one := self._pop_shortest()) is not None:
-            if spare < min(SMALLEST, one.left):
-                more = min(spare, oldest.left - shares[oldest])
-                shares[oldest] += more
-                spare -= more
-            tokens = min(spare, one.left - shares.get(one, 0))
-            if tokens:
-                shares[one] = shares.get(one, 0) + tokens
-                spare -= tokens
-            elif one not in shares:
-                self._note(one)
-        shares[oldest] += min(spare, oldest.left - shares[oldest])
         shared: dict[Owner, int] = {}
-        for one, tokens in shares.items():
+        for one, tokens in self.split(budget).items():
             one.cached += tokens
             shared[self._owners[one], one] = tokens
             if one.left:
@@ -63,15 +49,35 @@ class PromptBatch:
                 del self._owners[one]
         return shared
 
+    def split(self, budget: int) -> dict[Completion, int]:
+        """What ``share`` would give each. Changes nothing."""
+        if budget <= 0 or not self._owners:
+            return {}
+        oldest = next(iter(self._owners))
+        shares = {oldest: min(oldest.left, (budget + 1) // 2)}
+        spare = budget - shares[oldest]
+        smallest, shortest = min(SMALLEST, budget // 2), self._shortest.copy()
+        while spare and (one := self._pop_shortest(shortest)) is not None:
+            if spare < min(smallest, one.left):
+                more = min(spare, oldest.left - shares[oldest])
+                shares[oldest] += more
+                spare -= more
+            tokens = min(spare, one.left - shares.get(one, 0))
+            if tokens:
+                shares[one] = shares.get(one, 0) + tokens
+                spare -= tokens
+        shares[oldest] += min(spare, oldest.left - shares[oldest])
+        return shares
+
     def _note(self, completion: Completion) -> None:
         heapq.heappush(self._shortest, (completion.left, completion.sequence, completion))
         if len(self._shortest) > 4 * len(self._owners) + SMALLEST:
             self._shortest = [(each.left, each.sequence, each) for each in self._owners]
             heapq.heapify(self._shortest)
 
-    def _pop_shortest(self) -> Completion | None:
-        while self._shortest:
-            left, _, one = heapq.heappop(self._shortest)
+    def _pop_shortest(self, shortest: list[tuple[int, int, Completion]]) -> Completion | None:
+        while shortest:
+            left, _, one = heapq.heappop(shortest)
             if one in self._owners and left == one.left:
                 return one
         return None

@@ -43,12 +43,14 @@ class Growth:
         its way to another worker, or no other worker has room."""
         if worker is None or self._relocations.is_moving(group):
             return False
-        position = lane.decoding.position(completion.sequence)
+        position, before = lane.decoding.position(completion.sequence), completion.worker
         new = Segment(completion.sequence, worker, group.heads, (position, None))
-        self._placement.go_on(completion.worker, worker)
+        self._placement.go_on(before, worker)
         completion.segments = grown(completion.segments, new)
         self._relocations.settle(group)
         lane.decoding.turn_over(completion)
+        undone = Segment(new.sequence, before, group.heads, new.tokens)  # if it has grown in this plan already
+        lane.grown = [segment for segment in lane.grown if segment != undone]
         lane.grown.append(new)
         return True
 
@@ -60,7 +62,7 @@ class Growth:
             lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
             if lacking <= 0:
                 continue
-            holders = self._relocations.holders(worker)
+            holders = {group: freed for group, freed in self._relocations.holders(worker).items() if freed}
             if len(holders) > 1:
                 for group in victims(holders, lacking, self._policy):
                     self._drop(group)

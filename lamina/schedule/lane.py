@@ -2,15 +2,17 @@
 
 import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamina.groups import Completion, Group, Owner
 from lamina.placement.map import Placement
 from lamina.schedule.batch import DecodeBatch
 from lamina.schedule.chunks import PromptBatch
+from lamina.schedule.pace import Pace
 from lamina.schedule.seats import Seats
 from lamina.segments import forked
-from lamina.types import DecodeRows, Fork, Segment, SequenceStep, StepPlan
+from lamina.steps import DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.types import Segment
 
 
 @dataclass(eq=False, slots=True)
@@ -33,10 +35,12 @@ class Planned:
 class Lane:
     """The requests of one lane, by what they do; dicts are ordered sets.
 
-    ``longest``: most tokens of a segment that decodes, if that is bounded.
+    ``longest``: most tokens of a segment that decodes, if that is bounded. ``pace`` bounds the time of steps.
     """
 
     longest: int | None = None
+    number: int = 0
+    pace: Pace | None = None
     running: dict[Group, None] = field(default_factory=dict)  # all requests
     dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
@@ -72,7 +76,10 @@ class Lane:
         """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
         rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
         self.due.clear()
-        return rows, *self._chunks(most - len(rows.sequences))
+        budget = most - len(rows.sequences)
+        if self.pace is not None and self.prompts and budget > 0:
+            budget = self.pace.budget(self.number, bool(rows.sequences), self.prompts, budget)
+        return rows, *self._chunks(budget)
 
     def forks(self) -> list[Fork]:
         """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
@@ -84,7 +91,9 @@ class Lane:
                 for child in group.fork():
                     fork = Fork(first.sequence, child.sequence, group.prompt_length)
                     forks.append(fork)
-                    self.grown += child.segments[len(forked(first.segments, fork.child, fork.tokens)) :]
+                    further = child.segments[len(forked(first.segments, fork.child, fork.tokens)) :]
+                    # Each ends where the next one takes over.
+                    self.grown += [replace(segment, tokens=(segment.tokens[0], None)) for segment in further]
             for completion in starting:
                 if completion.finished:
                     continue
@@ -134,6 +143,19 @@ class Lane:
             return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
+    def is_settled(self, group: Group) -> bool:
+        """True if the prompt of a request has been computed and given to its completions, and to the prefix cache."""
+        return (
+            group.forked and self.completed >= group.until and group not in self.dealt and group not in self.prompts_run
+        )
+
+    def exist(self, group: Group, completion: Completion) -> int:
+        """Tokens of a completion that decodes whose KV exists; 0 if it does not decode."""
+        if completion.sequence not in self.decoding:
+            return 0
+        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
+        return max(self.decoding.position(completion.sequence) - planned, completion.goal)
+
     def computed(self, group: Group) -> int | None:
         """Tokens of a request whose steps have completed; None if it cannot move now.
 
@@ -143,8 +165,7 @@ class Lane:
         several = others or len(first.segments) > 1
         if several or first.sequence not in self.decoding or self.completed < group.until:
             return None
-        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
-        return max(self.decoding.position(first.sequence) - planned, first.goal)
+        return self.exist(group, first)
 
     def retire(self) -> list[Group]:
         """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""

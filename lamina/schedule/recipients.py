@@ -9,16 +9,18 @@ a sequence with the first plan in which it runs it, which may be long after the 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from lamina.pipeline import Pipeline
-from lamina.segments import for_sequence, forked, grown
+from lamina.segments import for_sequence, forked, grown, moved
+from lamina.steps import Admission, DecodeRows, Fork, StepPlan, Switch
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Fork, Segment, StepPlan
+from lamina.types import Segment
 
+NOTHING_KEPT: Mapping[str, Mapping[int, int]] = {}
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
 
 _NOTHING: dict[str, Any] = {
@@ -31,6 +33,7 @@ _NOTHING: dict[str, Any] = {
     "migrations": [],
     "histories": {},
     "grown": [],
+    "switches": [],
     "spills": [],
     "fetches": [],
 }
@@ -42,7 +45,8 @@ class _Decoding:
 
     Attributes:
         sequences: the plan's own list, which is the same object until one joins or leaves.
-        replicas: that run them. shares: by memory worker, its sequences and their places in the list.
+        replicas: that run them. shares: by memory worker, but for the replicas, its sequences and their places in the
+            list.
     """
 
     sequences: list[int]
@@ -61,28 +65,45 @@ class Recipients:
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
         self._segments: dict[int, list[Segment]] = {}
         self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
-        self._knowing: dict[int, set[str]] = {}  # all workers that must be told of its release
+        self._knowing: dict[int, set[str]] = {}  # the compute workers that must be told of its release
+        self._holding: dict[int, set[str]] = {}  # the memory workers that must, those that it moves to included
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
+        self._carriers = set[int]()  # of moves in progress
 
-    def apply(self, topology: Topology) -> None:
-        """A new epoch: compute workers know of no sequence any more, and those of lost memory workers are forgotten."""
+    def apply(self, topology: Topology, kept: Mapping[str, Mapping[int, int]] = NOTHING_KEPT) -> None:
+        """A new epoch: compute workers know of no sequence any more, and those of lost memory workers are forgotten.
+
+        Of cached prefixes, what is ``kept`` on workers that are left stays: tokens by worker and sequence.
+        """
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
         self._untold.clear()
-        lost = {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)}
+        self._shorten(topology, kept)
+        lost = {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)} | self._carriers
+        self._carriers.clear()
         struck = {self._admissions[one].sequence for one in lost if one in self._admissions}  # else a cached prefix
         lost |= {one for one, told in self._admissions.items() if told.sequence in struck}
         self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
         self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
         self._segments = {one: self._segments[one] for one in self._homes}
-        self._knowing = {one: set(homes) for one, homes in self._homes.items()}
+        self._knowing = {one: set() for one in self._homes}
+        self._holding = {one: set(homes) for one, homes in self._homes.items()}
+
+    def _shorten(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
+        """Cached prefixes end where the first of their workers that was lost held tokens."""
+        lengths = {one: tokens for sequences in kept.values() for one, tokens in sequences.items()}
+        for one, homes in self._homes.items():
+            if one in lengths and one not in self._admissions and not topology.names.issuperset(homes):
+                self._segments[one] = forked(self._segments[one], one, lengths[one])
+                self._homes[one] = list(dict.fromkeys(segment.worker for segment in self._segments[one]))
 
     def change(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch. Those that left hold no KV any more."""
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._untold = {worker: untold for worker, untold in self._untold.items() if worker in topology.names}
         self._knowing = {one: workers & topology.names for one, workers in self._knowing.items()}
+        self._holding = {one: workers & topology.names for one, workers in self._holding.items()}
 
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
         """The workers to send something to, and what: the next plan, whole or the part that concerns them.
@@ -96,25 +117,7 @@ class Recipients:
             for worker in workers:
                 parts.setdefault(worker, {}).setdefault(name, []).append(item)
 
-        for fork in plan.forks:
-            add(self._fork(fork, replicas, now), "forks", fork)
-        self._release(plan, replicas, now)
-        for segment in plan.moved:
-            add([*self._homes[segment.sequence], segment.worker], "moved", segment)
-            self._place(segment.sequence, [segment], replicas, now)
-        for migration in plan.migrations:
-            add((migration.source, migration.target), "migrations", migration)
-            self._knowing[migration.sequence].add(migration.target)
-        for admission in plan.admitted:
-            add(self._admit(admission, replicas), "admitted", admission)
-        for segment in plan.grown:
-            before, (first, _) = self._segments[segment.sequence], segment.tokens
-            ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
-            add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
-            self._place(segment.sequence, grown(before, segment), replicas, now)
-        if plan.grown:
-            self._decoding.pop(plan.lane, None)
-        self._transfer(plan, add)
+        self._place_all(plan, replicas, now, add)
         decoding = self._decoding.get(plan.lane)
         strange = self._strange(plan, replicas, decoding)
         if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
@@ -124,12 +127,48 @@ class Recipients:
             rows = DecodeRows(sequences, [starts[place] for place in places], [])
             parts.setdefault(worker, {})["decoding"] = rows
         for chunk in plan.chunks:
-            add(self._homes[chunk.sequence], "chunks", chunk)
+            stop = chunk.start + len(chunk.tokens)
+            begun = [segment.worker for segment in self._segments[chunk.sequence] if segment.tokens[0] < stop]
+            add(dict.fromkeys(begun), "chunks", chunk)
+        for worker in parts.keys() & replicas:  # compute workers with local memory get the whole plan
+            del parts[worker]
         for worker, part in parts.items():
             if worker in self._untold:
                 part["released"] = self._untold.pop(worker)[1]
         addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
         return addressed + self._whole(plan, replicas, strange, now)
+
+    def _place_all(
+        self, plan: StepPlan, replicas: tuple[str, ...], now: float, add: Callable[[Iterable[str], str, object], None]
+    ) -> None:
+        """Follow what a plan says of places, in the order in which workers apply it, and ``add`` it to their parts."""
+        for switch in plan.switches:
+            for worker, segments in self._switch(switch, replicas).items():
+                add([worker], "switches", Switch(switch.carrier, segments))
+        for fork in plan.forks:
+            add(self._fork(fork, replicas, now), "forks", fork)
+        self._release(plan, replicas, now)
+        for segment in plan.moved:
+            add([*self._homes[segment.sequence], segment.worker], "moved", segment)
+            self._place(segment.sequence, [segment], replicas, now)
+        for migration in plan.migrations:
+            add((migration.source, migration.target), "migrations", migration)
+            if migration.parent is not None:
+                self._begin(migration.sequence, [])
+                self._carriers.add(migration.sequence)
+            self._holding[migration.sequence] |= {migration.source, migration.target}
+        for admission in plan.admitted:
+            add(self._admit(admission, replicas), "admitted", admission)
+        for segment in plan.grown:
+            before, (first, _) = self._segments[segment.sequence], segment.tokens
+            ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
+            add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
+            self._place(segment.sequence, grown(before, segment), replicas, now)
+        if plan.grown:
+            self._decoding.pop(plan.lane, None)
+        if plan.switches:
+            self._decoding.clear()
+        self._transfer(plan, add)
 
     def _transfer(self, plan: StepPlan, add: Callable[[Iterable[str], str, object], None]) -> None:
         """Copies to disks and back, for the workers that have these."""
@@ -152,8 +191,10 @@ class Recipients:
     def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
         for sequence in plan.released:
             self._admissions.pop(sequence, None)  # a cached prefix has none
+            self._carriers.discard(sequence)
             del self._homes[sequence], self._segments[sequence]
-            for worker in self._knowing.pop(sequence).difference(replicas):  # these get the whole plan
+            knowing = self._knowing.pop(sequence) | self._holding.pop(sequence)
+            for worker in knowing.difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
     def _forget(self, worker: str, sequence: int, now: float) -> None:
@@ -165,10 +206,28 @@ class Recipients:
         if segments == self._segments[sequence]:
             return
         homes = list(dict.fromkeys(segment.worker for segment in segments))
-        for worker in self._knowing[sequence].difference(replicas, self._homes[sequence], homes):
+        knowing = self._knowing[sequence]
+        for worker in (knowing | self._holding[sequence]).difference(replicas, self._homes[sequence], homes):
             self._forget(worker, sequence, now)
-        self._knowing[sequence] = {*homes, *self._knowing[sequence].intersection(replicas)}
+        self._knowing[sequence], self._holding[sequence] = knowing.intersection(replicas), set(homes)
         self._segments[sequence], self._homes[sequence] = segments, homes
+
+    def _switch(self, switch: Switch, replicas: tuple[str, ...]) -> dict[str, list[Segment]]:
+        """Returns what has moved, by worker that is told: all that run the sequence, except these replicas, have lost
+        some of it, or hold more of it now."""
+        told: dict[str, list[Segment]] = {}
+        for new in switch.segments:
+            before = self._segments[new.sequence]
+            after = moved(before, new)
+            sources = [one.worker for one in before if one not in after]
+            knowing = self._knowing[new.sequence]
+            runs = [worker for worker in self._computes if worker in knowing and worker not in replicas]
+            for worker in dict.fromkeys([*sources, new.worker, *runs]):
+                told.setdefault(worker, []).append(new)
+            homes = list(dict.fromkeys(segment.worker for segment in after))
+            self._holding[new.sequence] = self._holding[new.sequence].difference(self._homes[new.sequence]).union(homes)
+            self._segments[new.sequence], self._homes[new.sequence] = after, homes
+        return told
 
     def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> list[str]:
         """Returns the memory workers with shared segments."""
@@ -191,7 +250,8 @@ class Recipients:
     def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
         """A sequence that no worker knows has these segments. Returns the memory workers with them, which are told."""
         homes = list(dict.fromkeys(segment.worker for segment in segments))
-        self._segments[sequence], self._homes[sequence], self._knowing[sequence] = segments, homes, set(homes)
+        self._segments[sequence], self._homes[sequence] = segments, homes
+        self._knowing[sequence], self._holding[sequence] = set(), set(homes)
         return homes
 
     def _present(self, admission: Admission) -> Admission:
@@ -216,6 +276,8 @@ class Recipients:
         shares: dict[str, tuple[list[int], list[int]]] = {}
         for place, sequence in enumerate(sequences):
             for worker in self._homes[sequence]:
+                if worker in replicas:
+                    continue  # it gets the whole plan
                 share = shares.setdefault(worker, ([], []))
                 share[0].append(sequence)
                 share[1].append(place)

@@ -36,7 +36,8 @@ def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -
                 kept[segment.worker][completion.sequence] = group.kept(completion)
     for group, completion in itertools.chain.from_iterable(own.ending for own in lanes):
         if length := prefixes.keepable(group, completion):
-            kept[group.home][completion.sequence] = length
+            for segment in completion.segments:
+                kept[segment.worker][completion.sequence] = length
     for worker in kept:
         kept[worker] |= prefixes.sequences(worker)
     return kept

@@ -15,19 +15,18 @@ that is still being drawn. If a sequence has ended, its row is discarded.
 ``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
 and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
 
-If no memory worker has had room for a request for long, although all together have, sequences move, one at a time
-(``lamina.placement.relocation``). A sequence that moves keeps decoding while its KV is copied. Then it pauses: once its
-steps have completed, the KV they added is copied too, and the next plan names its new worker and resumes it.
+If no memory worker has had room for a request for long, although all together have, sequences move, one at a time,
+with a short pause (``lamina.placement.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
 """
 
 import itertools
 from collections.abc import Iterator, Mapping
 
 from lamina.errors import RequestError
-from lamina.groups import Completion, Group, Owner
+from lamina.groups import Completion, Drawn, Group, Owner
 from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest
+from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
 from lamina.placement.spill import Disks
 from lamina.schedule.admission import Admissions, giving
@@ -36,12 +35,15 @@ from lamina.schedule.growth import Growth
 from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
 from lamina.schedule.limits import Limits
+from lamina.schedule.moves import Moves
+from lamina.schedule.pace import Pace
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.remains import Remains, kept
 from lamina.schedule.seats import Seats
 from lamina.schedule.suspects import Hold
+from lamina.steps import Admission, DecodeRows, StepPlan
 from lamina.topology import Topology
-from lamina.types import Admission, DecodeRows, Request, SamplingParams, Segment, StepPlan
+from lamina.types import Request, SamplingParams
 
 
 class Scheduler:
@@ -59,11 +61,13 @@ class Scheduler:
         kv_heads: int,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        pace: Pace | None = None,
         overcommit: float = 1.0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens. ``overcommit``: how many times its slots a memory worker and its disk hold."""
+        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode. ``overcommit``:
+        how many times its slots a memory worker and its disk hold."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -71,7 +75,8 @@ class Scheduler:
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
-        self._lanes = [self._new_lane() for _ in range(lanes)]
+        self._pace = pace
+        self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
         self._moving = False
@@ -79,25 +84,30 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        numbers = itertools.count(1)
         self._relocations = Relocations(
             placement,
             self.prefixes,
-            lambda group: self._lanes[group.lane].computed(group),
+            lambda group: None if self.moves.touches(group) else self._lanes[group.lane].computed(group),
             lambda group: self._lanes[group.lane].held(group),
             self.drop,
+            numbers,
         )
+        self.moves = Moves(placement, self.prefixes, self._relocations, self._lanes, self._sequences, numbers)
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
         self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
-        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, self._admissions.add)
+        moving, queue = self.moves.touches_any, self._admissions.add
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue)
         self.disks.wake = lambda: self._ready.note_change(0)
         self._holding = Holding(self._admissions, self.drop)
+        self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
-    def _new_lane(self) -> Lane:
-        return Lane(self.placement.longest, allowance=self.limits.max_num_batched_tokens)
+    def _new_lane(self, number: int) -> Lane:
+        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
 
     @property
     def waiting(self) -> int:
@@ -121,9 +131,9 @@ class Scheduler:
         return min(self._seats.total + waiting, self.limits.max_sequences)
 
     @property
-    def migrating(self) -> int | None:
-        """Number of the migration in progress, if any."""
-        return self._relocations.migrating
+    def migrating(self) -> list[int]:
+        """Numbers of the migrations in progress."""
+        return [*self.moves.numbers, *self._relocations.migrating]
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -133,15 +143,17 @@ class Scheduler:
         """Raises RequestError, with the figures, for a request that can never be served."""
         self.limits.check(prompt_length, params, self.placement)
 
-    def add(self, request: Request) -> Group:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
         self.check(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
-        completions = [Completion(next(self._sequences), index) for index in range(request.params.n)]
+        begun = drawn or {index: list[int]() for index in range(request.params.n)}
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
-        group = Group(request, most, completions, next(self._arrivals), heads=(0, self._kv_heads))
+        heads, expand = (0, self._kv_heads), self.placement.expand
+        group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
         if not self.disks.hold(group):
             self._admissions.add(group)
@@ -183,8 +195,9 @@ class Scheduler:
         for own in self._lanes:
             own.withdraw()
             self._retire(own)
+        self.moves.cancel()
         self._relocations.cancel()
-        lost = self.placement.capacities.keys() - topology.names
+        lost = self.placement.lost(topology)
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
@@ -195,12 +208,20 @@ class Scheduler:
             own.shrink(self.placement)
             for owner in own.strike(lost):
                 self._give_back(*owner)
-        self.disks.apply(topology, ends_epoch=True)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
+        self._follow(topology, ends_epoch=True)
         self._move()
-        return Remains(kept(self._lanes, self.prefixes, self.placement.capacities), len(dropped), recomputed)
+        remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
+        return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
+
+    def _follow(self, topology: Topology, *, ends_epoch: bool) -> None:
+        lost = self.placement.lost(topology)
+        self.disks.lose(lost, ends_epoch=ends_epoch)
+        self.prefixes.lose(lost)
+        self.placement.apply(topology)
+        self.prefixes.follow()
+        self.disks.follow()
+        self._relocations.follow()
+        self._admissions.follow()
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -233,12 +254,8 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
-        self.disks.apply(topology, ends_epoch=False)
-        self.placement.apply(topology)
-        self._relocations.apply(topology)
-        self._admissions.apply(topology)
-        more = topology.pipeline.lanes - len(self._lanes)
-        self._lanes += [self._new_lane() for _ in range(more)]
+        self._follow(topology, ends_epoch=False)
+        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
 
     def _move(self) -> None:
@@ -246,6 +263,7 @@ class Scheduler:
         self._moving = False
         self._seats = Seats(self.active)
         deal_again(self._lanes, self._seats, self._relocations.is_paused, self._holding.may_run)
+        self.moves.restart()
         self._admissions.given_back()
         self._ready.restart()
         for lane, own in enumerate(self._lanes):
@@ -271,11 +289,12 @@ class Scheduler:
                 return None
             self._move()
         own = self._lanes[lane]
+        switches = self.moves.switches()
         forks = own.forks()
         for group in own.prompts_computed():
             self.prefixes.keep_prompt(group)
         released = self._release(own)
-        moved = self._relocated(lane)
+        moved = self.moves.relocated(lane)
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
         self._growth.make_way(own)
@@ -290,20 +309,22 @@ class Scheduler:
         disk_forks, spills, fetches = self.disks.changes()
         more_forks, more_released = self.prefixes.changes()
         forks += [*beams.forks, *more_forks, *disk_forks]
-        released += beams.released + more_released
+        released += [*beams.released, *more_released, *self.moves.released()]
+        migrations += self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
-        grown_here, own.grown = own.grown, []
-        if not any((forks, released, moved, migrations, admitted, chunks, rows.sequences, grown_here, spills, fetches)):
+        grown_here, own.grown = self.placement.expand(own.grown), []
+        changes = forks, released, admitted, chunks, rows, moved, migrations
+        others = switches, spills, fetches
+        if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or any(others)):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.ending:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        changes = forks, released, admitted, chunks, rows, moved, migrations
-        more = self.rotates, histories, grown_here, spills, fetches
+        more = self.rotates, histories, grown_here, *others
         plan = StepPlan(next(self._steps), lane, own.turn, *changes, *more)
         if chunks or rows.sequences:
             own.turn += self._attentions
@@ -335,22 +356,11 @@ class Scheduler:
         for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
             self.placement.release(worker, tokens)  # the last one releases the prompt, which all share
         completion.released = True
+        self.moves.leave(group, completion)
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
             self._relocations.leave(group)
-
-    def _relocated(self, lane: int) -> list[Segment]:
-        """The new segment of a sequence of this lane that has moved and resumes with this plan."""
-        own = self._lanes[lane]
-        finished = self._relocations.finish(lane, own.completed)
-        if finished is None:
-            return []
-        group, position = finished
-        (completion,) = group.completions
-        own.decoding.resume(group, completion, position)
-        self._admissions.given_back()
-        return completion.segments
 
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
@@ -379,17 +389,8 @@ class Scheduler:
 
     def migrated(self, number: int) -> None:
         """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
-        relocation = self._relocations.expected(number)
-        if relocation is None:
-            return
-        group = relocation.group
-        (completion,) = group.completions
-        own = self._lanes[group.lane]
-        if completion.sequence in own.decoding:
-            relocation.position = own.decoding.pause(completion.sequence)
-        if relocation.position is not None:
-            relocation.arrived = True
-            self._ready.note_change(group.lane)
+        if self.moves.arrive(number):
+            self._ready.wake()
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
@@ -406,6 +407,7 @@ class Scheduler:
             return {}
         own.completed += 1
         self._admissions.step_completed()
+        self.moves.step_completed()
         if own.finished:
             self._retire(own)
         return planned.drawn(own.decoding.members)

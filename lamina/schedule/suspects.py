@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.groups import Owner
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 
 Positions: TypeAlias = dict[int, int]
 """By index of a completion: the position behind its last token in flight."""

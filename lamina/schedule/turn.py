@@ -5,17 +5,21 @@ from collections.abc import Iterator, Mapping
 
 from lamina.groups import Owner
 from lamina.pipeline import Pipeline
+from lamina.placement.balance import POLICIES
 from lamina.placement.map import Placement
 from lamina.placement.recovery import Policy, latest
 from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
+from lamina.schedule.balancing import Balancing
 from lamina.schedule.lanes import chooser
 from lamina.schedule.limits import Limits
+from lamina.schedule.pace import Pace
 from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
+from lamina.steps import StepPlan
 from lamina.topology import Topology
-from lamina.types import StepPlan
+from lamina.types import Balance
 
 DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
 
@@ -50,13 +54,17 @@ class Turn:
         plan_ahead: bool = True,
         policy: Policy = latest,
         prefix_cache: bool = False,
+        step_bound_s: float | None = None,
+        balance: Balance = "off",
         overcommit: float = 1.0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
         planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``: as for
-            ``Scheduler``."""
+        ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no
+        longer. ``balance``: what moves between memory workers."""
+        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas)
         self.scheduler = Scheduler(
-            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, overcommit
+            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace, overcommit
         )
         self.in_flight: dict[int, StepPlan] = {}
         self._pipeline = pipeline
@@ -67,6 +75,9 @@ class Turn:
         self._answers = Answers()
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
+        self._balancing: Balancing | None = None
+        if balance != "off":
+            self._balancing = Balancing(POLICIES[balance](), self.scheduler.moves, placement)
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
@@ -100,6 +111,8 @@ class Turn:
 
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
+        if self._pace is not None:
+            self._pace.replicas = topology.pipeline.replicas
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
@@ -140,8 +153,12 @@ class Turn:
         The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
         """
         plan = self.in_flight.pop(done.step)
+        if self._pace is not None and done.rows:
+            self._pace.note(plan, done.busy_s, done.waited_s)
         if self._suspects.searching:
             self._clear_suspects(plan)
+        if self._balancing is not None and done.rows:
+            self._balancing.note_step(done.rows, done.busy_s)
         if self._chooser is not None and done.rows:
             self._sequences = self.scheduler.sequences
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
@@ -149,11 +166,14 @@ class Turn:
 
     @property
     def reviews_lanes(self) -> bool:
-        """True if the next ``plan`` looks at how many lanes to use, and so at ``note_attention``."""
-        return self._chooser is not None and self._chooser.due
+        """True if the next ``plan`` looks at how many lanes to use, or what to move, and so at ``note_attention``."""
+        looks = self._balancing is not None and self._balancing.due
+        return looks or (self._chooser is not None and self._chooser.due)
 
     def note_attention(self, worker: str, seconds: float) -> None:
         """A memory worker has spent ``seconds`` on attention so far."""
+        if self._balancing is not None:
+            self._balancing.note_attention(worker, seconds)
         if self._chooser is not None:
             self._chooser.note_attention(worker, seconds)
 

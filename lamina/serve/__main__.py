@@ -1,10 +1,12 @@
 """The process of a frontend: ``python -m lamina.serve MODEL DESCRIPTOR``.
 
 MODEL is the model's directory, DESCRIPTOR that of the inherited listening socket. The bootstrap comes through standard
-input once the engine runs; until then, this process loads its tokenizer.
+input once the engine runs; until then, this process loads its tokenizer. On standard output it says ``READY`` once it
+accepts connections, and ``ALIVE`` again and again while its event loop runs.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -20,7 +22,7 @@ from lamina.env import LOG_FORMAT, environment
 from lamina.errors import EngineDeadError, UserError
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
-from lamina.protocol.frontends import FrontendBootstrap
+from lamina.protocol.frontends import ALIVE, ALIVE_S, READY, FrontendBootstrap
 from lamina.serve.server import serve_in_loop
 
 
@@ -40,17 +42,30 @@ def main() -> None:
     try:
         asyncio.run(_serve(bootstrap, tokenizer, listener))
     except EngineDeadError:  # reported by the process that started this one, which removes its files, if it is left
-        if os.getppid() != bootstrap.engine_pid:
+        if os.getppid() != bootstrap.supervisor_pid:
             shutil.rmtree(Path(bootstrap.requests.removeprefix("ipc://")).parent, ignore_errors=True)
         sys.exit(1)
 
 
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
+    alive = asyncio.create_task(_say_alive())
     try:
-        await serve_in_loop(engine, listener, engine.ready)
+        await serve_in_loop(engine, listener, lambda: _say(READY))
     finally:
+        alive.cancel()
         engine.disconnect()
+
+
+async def _say_alive() -> None:
+    while True:
+        _say(ALIVE)
+        await asyncio.sleep(ALIVE_S)
+
+
+def _say(what: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the supervisor has exited, which ends this process too
+        os.write(sys.stdout.fileno(), what)
 
 
 main()

@@ -17,6 +17,7 @@ from lamina.serve.generation import Form, check_model, respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
 from lamina.serve.interface import CHAT_PATH, COMPLETIONS_PATH, interface
 from lamina.serve.logs import RequestLog
+from lamina.serve.placement import placement_of
 from lamina.serve.protocol import ChatRequest, CompletionRequest, parse
 from lamina.serve.responses import chat_choice, completion_choice
 from lamina.types import SamplingParams
@@ -86,6 +87,12 @@ def create_app(engine: Runtime) -> FastAPI:
     async def metrics_text() -> Response:
         """Metrics for Prometheus."""
         return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
+
+    @app.head("/placement", include_in_schema=False)
+    @app.get("/placement")
+    async def placement() -> Response:
+        """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
+        return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
     admin.install(app, engine)
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Frontends in processes of their own: starts them, replaces one that ends, and ends them with the server.
+"""Frontends in processes of their own: starts them, replaces those that end, and ends them with the server.
 
 All accept connections from the same listening socket, so that connections which no frontend has accepted yet survive
 the end of any of them.
@@ -18,23 +18,57 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
-from lamina.engine.engine import Engine
-from lamina.engine.frontends import Frontends
 from lamina.errors import EngineDeadError, WorkerError
+from lamina.protocol.frontends import READY
 from lamina.protocol.liveness import Liveness
+from lamina.protocol.supervision import Serving
 from lamina.serve.errors import first_line
-from lamina.serve.server import GRACE_S, TELL_S, no_old_garbage
+from lamina.serve.server import GRACE_S, TELL_S
 
 log = logging.getLogger(__name__)
 
+ENGINE = "engine"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = GRACE_S + 2 * TELL_S + 5.0  # what a frontend takes to end its answers, at most
 MOST_ENDS, ENDS_S = 5, 60.0  # frontends that end unexpectedly within so long, before the server gives up
+
+
+class Owner(Protocol):
+    """Owns an engine and starts it again; ``supervisor.Supervisor`` is one.
+
+    Attributes:
+        serving: of the engine that runs; None until the first one does.
+        dead: why there is no engine any more, if so. gave_up: frontends do not know of that.
+        beats: changes every ``BEAT_S`` while the engine's process runs.
+        lost_frontends: those that cannot be answered any more, with the reasons, until they are removed here.
+    """
+
+    serving: Serving | None
+    gave_up: bool
+    lost_frontends: dict[str, str]
+
+    @property
+    def dead(self) -> str | None:
+        """See above."""
+        ...
+
+    @property
+    def beats(self) -> int:
+        """See above."""
+        ...
+
+    def leave(self, frontend: str) -> None:
+        """The process of a frontend has ended."""
+        ...
+
+    def kill_engine(self) -> None:
+        """End an engine that does not answer."""
+        ...
 
 
 @dataclass(eq=False)
@@ -44,7 +78,13 @@ class _Process:
     popen: subprocess.Popen[bytes]
     exited: int  # a descriptor that is readable once it has
     name: str = ""  # given when the engine runs
-    heard: int = 0
+    ready: bool = False
+
+    def said(self) -> bytes:
+        """What it has said since the last call: see ``lamina.serve``."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.popen.stdout.fileno(), 1024)  # type: ignore[union-attr]
+        return b""
 
 
 class FrontendProcesses:
@@ -60,6 +100,7 @@ class FrontendProcesses:
         self._ends = deque[float](maxlen=MOST_ENDS)
         self._signals: list[int] = []
         self._liveness = Liveness(time.monotonic())
+        self._beats = 0
         for _ in range(count):
             self._start()
 
@@ -69,72 +110,92 @@ class FrontendProcesses:
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "lamina.serve", str(self._model), str(self._listener.fileno())],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(metrics)},
             pass_fds=[self._listener.fileno()],
             process_group=0,  # so that Ctrl-C in a terminal reaches the engine alone
         )
+        os.set_blocking(popen.stdout.fileno(), False)  # type: ignore[union-attr]
         process = _Process(popen, os.pidfd_open(popen.pid))
         self._exits.register(process.exited, selectors.EVENT_READ, process)
         self._running.append(process)
         return process
 
-    def serve(self, engine: Engine, on_ready: Callable[[], None]) -> None:
+    @property
+    def folder(self) -> Path:
+        """For sockets; nobody else may enter it."""
+        return Path(self._folder.name)
+
+    def names(self) -> list[str]:
+        """Of the frontends that have been told of an engine. Any thread."""
+        return [process.name for process in list(self._running) if process.name]
+
+    def serve(self, supervisor: Owner, on_ready: Callable[[], None]) -> None:
         """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
 
         Raises:
             EngineDeadError: the engine has stopped by itself; clients have received the error.
             WorkerError: a frontend cannot start, or frontends end again and again.
         """
-        room = Frontends(engine, Path(self._folder.name))
         try:
-            with self._own_signals(), no_old_garbage():
+            with self._own_signals():
                 for process in self._running:
-                    self._introduce(process, room)
-                self._await_ready(room)
+                    self._introduce(process, supervisor)
+                self._await_ready(supervisor)
                 if not self._signals:
                     on_ready()
-                while not self._signals and engine.dead is None:
-                    self._watch(room)
-                self._stop()
+                while not self._signals and supervisor.dead is None:
+                    self._watch(supervisor)
+                self._stop(hurry=supervisor.gave_up)
         finally:
             self._kill()
-            engine.close()
-            room.close()
         if self._signals:
             signal.raise_signal(self._signals[0])
-        elif engine.dead is not None:
-            raise EngineDeadError(f"the engine has stopped: {first_line(engine.dead)}. Start the server again")
+        elif supervisor.dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {first_line(supervisor.dead)}. Start the server again")
 
-    def _introduce(self, process: _Process, room: Frontends) -> None:
+    def _introduce(self, process: _Process, supervisor: Owner) -> None:
+        if supervisor.serving is None:
+            raise EngineDeadError("the engine has not started")
         process.name = f"frontend{self._started}"
         self._started += 1
+        bootstrap = msgspec.structs.replace(
+            supervisor.serving.frontend, name=process.name, seed=supervisor.serving.frontend.seed + self._started
+        )
         with contextlib.suppress(BrokenPipeError), process.popen.stdin as pipe:  # type: ignore[union-attr]
-            pipe.write(msgspec.msgpack.encode(room.join(process.name, os.getpid())))
+            pipe.write(msgspec.msgpack.encode(bootstrap))
 
-    def _await_ready(self, room: Frontends) -> None:
+    def _await_ready(self, supervisor: Owner) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not all(room.ready(process.name) for process in self._running) and not self._signals:
+        while not all(process.ready for process in self._running) and not self._signals and supervisor.dead is None:
             for process in self._ended():
                 raise WorkerError(process.name, f"it could not start: {_how(process.popen)}")
+            for process in self._running:
+                process.ready = process.ready or READY in process.said()
             if time.monotonic() > deadline:
                 raise WorkerError("frontend", f"it was not ready within {START_TIMEOUT_S:.0f} s")
 
-    def _watch(self, room: Frontends) -> None:
-        """Wait for a moment; replace frontends that have ended or answer no more."""
+    def _watch(self, supervisor: Owner) -> None:
+        """Wait for a moment; replace frontends that have ended or answer no more, and an engine that hangs."""
         self._liveness.turn(time.monotonic())
         for process in self._running:
-            if (heard := room.heard(process.name)) != process.heard:
-                process.heard = heard
+            if process.said():
                 self._liveness.heard(process.name)
+        if supervisor.beats != self._beats:
+            self._beats = supervisor.beats
+            self._liveness.heard(ENGINE)
         silent = {name: f"its event loop has not run for {s:.0f} s" for name, s in self._liveness.lost().items()}
+        if ENGINE in silent:
+            log.warning("the engine is ended: its process does not run")
+            self._liveness.forget(ENGINE)
+            supervisor.kill_engine()
         for process in self._running:
-            why = room.lost(process.name) or silent.get(process.name)
+            why = supervisor.lost_frontends.pop(process.name, None) or silent.get(process.name)
             if why is not None and process.popen.poll() is None:
                 log.warning("%s is ended: %s", process.name, why)
                 process.popen.kill()
         for process in self._ended():
-            room.leave(process.name)
+            supervisor.leave(process.name)
             how, now = _how(process.popen), time.monotonic()
             log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
             self._liveness.forget(process.name)
@@ -142,7 +203,7 @@ class FrontendProcesses:
             self._ends.append(now)
             if len(self._ends) == MOST_ENDS and now - self._ends[0] < ENDS_S:
                 raise WorkerError(process.name, f"{how}, and {MOST_ENDS - 1} others before it in {ENDS_S:.0f} s")
-            self._introduce(self._start(), room)
+            self._introduce(self._start(), supervisor)
 
     def _ended(self) -> Iterator[_Process]:
         """Processes that have exited, after waiting for ``POLL_S`` at most."""
@@ -151,14 +212,17 @@ class FrontendProcesses:
             self._exits.unregister(process.exited)
             os.close(process.exited)
             process.popen.wait()
+            process.popen.stdout.close()  # type: ignore[union-attr]
             yield process
 
-    def _stop(self) -> None:
-        """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end."""
+    def _stop(self, hurry: bool) -> None:
+        """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end.
+        ``hurry``: they do not know of that yet."""
+        signals = [signal.SIGTERM, signal.SIGTERM] if hurry else self._signals
         told, deadline = 0, time.monotonic() + STOP_TIMEOUT_S
         left = list(self._running)
         while left and time.monotonic() < deadline:
-            if told < len(self._signals):
+            if told < len(signals):
                 told += 1
                 for process in left:
                     process.popen.terminate()

@@ -1,6 +1,6 @@
 """Generates the arriving requests: a trace at any speed, or requests with lengths sampled from a trace."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from lamina.errors import ConfigError
 from lamina.plan.gemm import Floats
+from lamina.plan.reuse import Content
 from lamina.plan.workload import TracedRequest
 
 Ints = NDArray[np.int64]
@@ -20,12 +21,15 @@ class Arrivals:
     Attributes:
         arrival_s: seconds since the first one, non-decreasing. prompt, output: tokens, at least 1.
         max_tokens: output tokens that each request asks for; one with a longer output asks for exactly that.
+        contents, answers: what prompts say, and ids of outputs, as in ``TracedRequest``; empty: no two are alike.
     """
 
     arrival_s: Floats
     prompt: Ints
     output: Ints
     max_tokens: int = 1
+    contents: Sequence[Content] = ()
+    answers: Sequence[int | None] = ()
 
     @property
     def asked(self) -> Ints:
@@ -40,11 +44,14 @@ def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: 
     """The requests of a trace at ``rate_scale`` times its rate. Raises ConfigError for a scale not above 0."""
     _check(rate_scale)
     requests = sorted(trace, key=lambda request: request.arrival_s)
+    alike = any(request.content for request in requests)
     return Arrivals(
         np.array([request.arrival_s for request in requests], np.float64) / rate_scale,
         np.array([request.prompt for request in requests], np.int64),
         np.array([request.output for request in requests], np.int64),
         max_tokens,
+        [request.content for request in requests] if alike else (),
+        [request.answer for request in requests] if alike else (),
     )
 
 
@@ -53,7 +60,8 @@ def draw(
 ) -> Arrivals:
     """``count`` requests with pairs of lengths (prompt, output) sampled from a trace.
 
-    They arrive in a Poisson process at ``rate_scale`` times the trace's mean rate. Raises ConfigError for a scale not
+    They arrive in a Poisson process at ``rate_scale`` times the trace's mean rate, and have nothing in common: what
+    prompts share depends on the order of the trace, which only ``replay`` keeps. Raises ConfigError for a scale not
     above 0, or a trace without a rate.
     """
     _check(rate_scale)

@@ -1,7 +1,8 @@
 """Simulates the systems that Lamina is compared with, on the same cost model and arrivals.
 
 * Tensor parallel and chunked prefill: every group of ``tensor_parallel`` compute workers is an ``Instance`` that does
-  everything; a request goes to the instance with the fewest requests.
+  everything; a request goes to the instance with the fewest requests, or to one with more than half of its prompt
+  cached, unless that has far more of them.
 * Disaggregated: instances on the compute pool prefill, those on the memory pool decode. A request's KV stays on the
   prefill instance until a decode instance has room, and then moves over both NICs, as in DistServe.
 
@@ -20,11 +21,16 @@ import numpy as np
 
 from lamina.errors import ConfigError
 from lamina.plan.cost import CostModel
+from lamina.plan.reuse import Content
 from lamina.simulate.arrivals import Arrivals
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
 from lamina.simulate.instance import Batch, Instance, Running
+from lamina.simulate.prefixes import BLOCK
 from lamina.simulate.result import PoolUse, RequestLog, Result, State
+
+AFFINITY, SLACK = 1.5, 4
+"""A request goes where its prefix is unless so many times as many requests, and so many more, are there."""
 
 
 class System(enum.Enum):
@@ -114,9 +120,17 @@ class BaselineSimulation:
         if not able or not any(instance.could_hold(prompt + output) for instance in last):
             self._log.end(index, State.REFUSED, now)
             return
-        chosen = min(able, key=lambda instance: instance.load)
-        chosen.waiting.append(Running(index, prompt))
+        request = Running(index, prompt, self._content(index, output))
+        chosen = _chosen(able, request)
+        chosen.waiting.append(request)
         self._begin(chosen, now)
+
+    def _content(self, index: int, output: int) -> Content:
+        """What a request's KV says in the end: its prompt, and its answer if later prompts may repeat that."""
+        if not self._deployment.prefix_cache or not len(self._arrivals.contents):
+            return ()
+        prompt, answer = self._arrivals.contents[index], self._arrivals.answers[index]
+        return prompt if answer is None or not prompt else (*prompt, (answer, output))
 
     def _held(self, prompt: int, output: int) -> int:
         """Most tokens that the first instance will hold for a request."""
@@ -179,17 +193,17 @@ class BaselineSimulation:
         for instance in (source, target):
             instance.sent_until_s = end
             instance.sent_s += seconds
-        held, sequence.blocks = sequence.blocks, 0
+        held = source.hand_over(sequence)
         target.hold(sequence)
         target.coming.append(sequence)
         self._moving[sequence] = source, target
         self._at(end + float(costs[0].link_seconds(0.0)), partial(self._moved, sequence, held))
 
-    def _moved(self, sequence: Running, held: int, now: float) -> None:
+    def _moved(self, sequence: Running, held: tuple[int, list[int]], now: float) -> None:
         if sequence not in self._moving:  # one of its ends was lost
             return
         source, target = self._moving.pop(sequence)
-        source.free += held
+        source.give_back(*held)
         target.coming.remove(sequence)
         target.running.append(sequence)
         self._begin(source, now)
@@ -241,11 +255,24 @@ class BaselineSimulation:
             refused=self._queued_s / now if now else 0.0,
             steps=self._steps,
             preempted=sum(instance.preempted for instance in (*self._first, *self._decode)),
+            prefix_queried=sum(instance.prefixes.queried for instance in self._first),
+            prefix_hit=sum(instance.prefixes.hit for instance in self._first),
         )
 
 
 def _alive(instances: Sequence[Instance]) -> list[Instance]:
     return [instance for instance in instances if not instance.lost]
+
+
+def _chosen(able: Sequence[Instance], request: Running) -> Instance:
+    """The instance that a router sends a request to: as SGLang's, by what is cached while loads are balanced."""
+    least = min(able, key=lambda instance: instance.load)
+    if not request.content:
+        return least
+    hits = {id(one): BLOCK * one.prefixes.blocks(one.found(request)) for one in able}
+    best = max(able, key=lambda one: (hits[id(one)], -one.load))
+    near = hits[id(best)] > request.prompt / 2 and best.load <= AFFINITY * least.load + SLACK
+    return best if near else least
 
 
 def _use(name: str, kind: str, tensor_parallel: int, instances: list[Instance], seconds: float) -> PoolUse:

@@ -9,7 +9,7 @@ from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
 from lamina.plan.prices import Prices
 from lamina.plan.store import ProfileStore
-from lamina.types import Pipelining
+from lamina.types import Balance, Pipelining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,11 @@ class Deployment:
         compute, memory: hardware of each pool's workers.
         tensor_parallel: devices that together hold one copy of the weights. The runtime has no tensor parallelism yet:
             more than 1 simulates a future version.
-        lanes, pipelining, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the last two
-            mean the same for every system: sequences that a copy of the weights decodes at once, rows of a step.
+        lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the
+            last two mean the same for every system: sequences that a copy of the weights decodes at once, rows of a
+            step.
+        kv_tokens_per_worker, prefix_cache, balance: as in ``EngineConfig``; the first and the last have no meaning for
+            other systems.
         victim: the policy, of ``lamina.placement.recovery``, that names the request whose KV is dropped when a memory
             worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
@@ -38,6 +41,10 @@ class Deployment:
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    slo_tbt_ms: int | None = None
+    kv_tokens_per_worker: int | None = None
+    prefix_cache: bool = True
+    balance: Balance = "off"
     victim: str = "latest"
     profile: ProfileStore | None = None
     prices: Prices | None = None
@@ -46,6 +53,8 @@ class Deployment:
         for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
+            raise ConfigError(f"kv_tokens_per_worker is {self.kv_tokens_per_worker}; give at least 1")
         if self.compute_workers % self.tensor_parallel:
             raise ConfigError(
                 f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "

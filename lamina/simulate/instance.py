@@ -2,7 +2,8 @@
 
 As in vLLM, KV is allocated in blocks of 16 tokens as needed; when none is left, the sequence that came last is
 preempted and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding
-first, with chunks of prompts filling the rest of each step (Sarathi-Serve).
+first, with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts whose content is known share the KV
+of equal prefixes (``lamina.simulate.prefixes``).
 """
 
 import collections
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.plan.cost import CostModel
+from lamina.plan.reuse import Content
+from lamina.simulate.prefixes import BLOCK, Prefixes
 from lamina.simulate.step_times import SliceTimes
 
-BLOCK = 16  # tokens of KV per block
 WATERMARK = 0.01  # share of the blocks that stays free when a request is admitted
 
 
@@ -21,17 +23,20 @@ class Running:
 
     Attributes:
         index, prompt: of the request. drawn: tokens generated so far.
+        content: what its prompt says, and its answer; empty: unlike any other.
         cached: tokens with KV in this instance. target: cached tokens needed before the next token can be generated.
-        blocks: KV blocks that it holds.
+        blocks: KV blocks that it holds. shared: keys of those that other requests may hold too.
     """
 
-    __slots__ = ("blocks", "cached", "drawn", "index", "prompt", "target")
+    __slots__ = ("blocks", "cached", "content", "drawn", "index", "prompt", "shared", "target")
 
-    def __init__(self, index: int, prompt: int) -> None:
+    def __init__(self, index: int, prompt: int, content: Content = ()) -> None:
         self.index = index
         self.prompt = prompt
         self.target = prompt
+        self.content = content
         self.drawn = self.cached = self.blocks = 0
+        self.shared: list[int] = []
 
 
 def blocks_of(tokens: int) -> int:
@@ -60,8 +65,8 @@ class Instance:
     """Plans steps, one at a time, and predicts how long they take.
 
     Attributes:
-        blocks, free: KV blocks in total and unused. waiting, running: requests; ``coming``: requests whose KV is being
-            moved here.
+        blocks, free: KV blocks in total, and those that no sequence holds; some of these are in ``prefixes``.
+        waiting, running: requests; ``coming``: requests whose KV is being moved here.
         preempted: number of preemptions. factor: slowdown of everything.
         busy_s, sent_s: seconds in completed steps, and of its NICs.
         idle, lost: whether no step runs; whether it has failed.
@@ -74,6 +79,7 @@ class Instance:
         free = tensor_parallel * cost.usable_bytes - shape.weight_bytes
         self.blocks = int(free / shape.kv_bytes_per_token) // BLOCK
         self.free = self.blocks
+        self.prefixes = Prefixes()
         self.waiting: collections.deque[Running] = collections.deque()
         self.running: list[Running] = []
         self.coming: list[Running] = []
@@ -95,9 +101,14 @@ class Instance:
         """Whether a request of ``tokens`` fits at all."""
         return blocks_of(tokens) <= self.blocks - self._watermark
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether a request of ``tokens`` could be admitted now."""
-        return len(self.running) + len(self.coming) < self._seats and blocks_of(tokens) <= self.free - self._watermark
+    def has_room(self, tokens: int, held: int = 0) -> bool:
+        """Whether a request of ``tokens``, ``held`` blocks of which others hold too, could be admitted now."""
+        seats = len(self.running) + len(self.coming) < self._seats
+        return seats and blocks_of(tokens) - held <= self.free - self._watermark
+
+    def found(self, sequence: Running) -> list[int]:
+        """Keys of the longest prefix of a waiting request that is kept here; its last token is computed in any case."""
+        return self.prefixes.find(sequence.content, sequence.target - 1) if sequence.content else []
 
     @property
     def _watermark(self) -> int:
@@ -107,12 +118,26 @@ class Instance:
         """Allocate blocks for the cached or target tokens of a sequence. There must be room."""
         needed = blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks
         sequence.blocks += needed
-        self.free -= needed
+        self._use(needed)
+
+    def _use(self, blocks: int) -> None:
+        self.free -= blocks
+        self.prefixes.evict(self.free)
 
     def let_go(self, sequence: Running) -> None:
         """Free the blocks of a sequence."""
-        self.free += sequence.blocks
-        sequence.blocks = 0
+        self.give_back(*self.hand_over(sequence))
+
+    def hand_over(self, sequence: Running) -> tuple[int, list[int]]:
+        """The blocks that a sequence has here stay in use until ``give_back``, but are no longer its own."""
+        held = sequence.blocks, sequence.shared
+        sequence.blocks, sequence.shared = 0, []
+        return held
+
+    def give_back(self, blocks: int, shared: list[int]) -> None:
+        """Free what ``hand_over`` returned."""
+        own = blocks - self.prefixes.blocks(shared)
+        self.free += own + self.prefixes.let_go(shared)
 
     def plan(self) -> Batch | None:
         """The next step; None if there is nothing to do."""
@@ -133,7 +158,7 @@ class Instance:
                 self._preempt(self.running[-1])
             if sequence.blocks:
                 sequence.blocks += 1
-                self.free -= 1
+                self._use(1)
         return [sequence for sequence in decoding if sequence.blocks]
 
     def _preempt(self, victim: Running) -> None:
@@ -146,20 +171,25 @@ class Instance:
     def _whole_prompts(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self._rows
-        while self.waiting and self.has_room(self.waiting[0].target):
-            length = self.waiting[0].target
-            if chunks and length > budget:
+        while self._next_has_room():
+            first = self.waiting[0]
+            if chunks and first.target - BLOCK * self.prefixes.blocks(self.found(first)) > budget:
                 break
             sequence = self._admit()
-            chunks.append(Chunk(sequence, 0, length))
-            budget -= length
+            chunks.append(Chunk(sequence, sequence.cached, sequence.target - sequence.cached))
+            budget -= chunks[-1].length
         return chunks
+
+    def _next_has_room(self) -> bool:
+        return bool(self.waiting) and self.has_room(
+            self.waiting[0].target, self.prefixes.held(self.found(self.waiting[0]))
+        )
 
     def _chunks(self, budget: int) -> list[Chunk]:
         """Chunks of prompts that have begun, then of new ones."""
         chunks: list[Chunk] = []
         begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
-        while budget > 0 and (begun or (self.waiting and self.has_room(self.waiting[0].target))):
+        while budget > 0 and (begun or self._next_has_room()):
             sequence = begun.pop(0) if begun else self._admit()
             length = min(budget, sequence.target - sequence.cached)
             chunks.append(Chunk(sequence, sequence.cached, length))
@@ -168,6 +198,12 @@ class Instance:
 
     def _admit(self) -> Running:
         sequence = self.waiting.popleft()
+        sequence.shared = self.found(sequence)
+        sequence.blocks = self.prefixes.blocks(sequence.shared)
+        sequence.cached = BLOCK * sequence.blocks
+        self.free -= self.prefixes.take(sequence.shared)
+        self.prefixes.queried += sequence.target if sequence.content else 0
+        self.prefixes.hit += sequence.cached
         self.hold(sequence)
         self.running.append(sequence)
         return sequence
@@ -198,11 +234,18 @@ class Instance:
             chunk.sequence.cached = chunk.start + chunk.length
             if chunk.sequence.cached == chunk.sequence.target:
                 drew.append(chunk.sequence)
+                self._publish(chunk.sequence)
         for sequence in drew:
             sequence.drawn += 1
         return drew
 
+    def _publish(self, sequence: Running) -> None:
+        """Others may share what a sequence has computed."""
+        if sequence.content:
+            sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
+
     def leave(self, sequence: Running) -> None:
         """Remove a running sequence that has ended."""
+        self._publish(sequence)
         self.running.remove(sequence)
         self.let_go(sequence)

@@ -141,6 +141,7 @@ class Result:
         refused: share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
         decisions: CPU time of the engine, the only part that differs from run to run.
         preempted: number of preemptions, whose KV was recomputed.
+        prefix_queried, prefix_hit: prompt tokens of admitted requests, and those found in a prefix cache.
         spans: recorded activity by worker.
     """
 
@@ -153,6 +154,8 @@ class Result:
     refused: float
     steps: int
     preempted: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
     decisions: Decisions | None = field(default=None, compare=False)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
 
@@ -240,6 +243,8 @@ class Result:
             "usd_per_million_out": self.usd_per_million_out,
             "steps": self.steps,
             "preempted": self.preempted,
+            "prefix_queried": self.prefix_queried,
+            "prefix_hit": self.prefix_hit,
         }
 
 

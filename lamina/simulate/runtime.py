@@ -6,6 +6,8 @@ control plane has no latency. All slowness of workers and all messages between t
 """
 
 import bisect
+import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +27,14 @@ from lamina.protocol.timeline import Span
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
-from lamina.segments import grown
+from lamina.segments import grown, moved
 from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
 from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.simulate.step_times import Places, StepModel
-from lamina.types import Request, SamplingParams, Segment, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Request, SamplingParams, Segment
 
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 
@@ -64,17 +67,17 @@ def _requests(drawn: Mapping[int, Owner]) -> list[int]:
 
 
 class _Drawn(list[int]):
-    """Generated tokens without values: as many as the log has of a request."""
+    """Generated tokens that all have one value: as many as the log has of a request."""
 
-    def __init__(self, log: RequestLog, index: int) -> None:
-        super().__init__([0])  # for plans that must name the last one
-        self._log, self._index = log, index
+    def __init__(self, log: RequestLog, index: int, value: int = 0) -> None:
+        super().__init__([value])  # for plans that must name the last one
+        self._log, self._index, self._value = log, index, value
 
     def __len__(self) -> int:
         return int(self._log.drawn[self._index])
 
     def __getitem__(self, place: Any) -> Any:
-        return [0] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else 0
+        return [self._value] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else self._value
 
 
 class Simulation:
@@ -85,6 +88,7 @@ class Simulation:
         self._deployment = deployment
         self._arrivals = arrivals
         self._asked = arrivals.asked
+        self._shares = deployment.prefix_cache and len(arrivals.contents) > 0
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
@@ -113,7 +117,8 @@ class Simulation:
         self._requests = [_Numbers(_requests) for _ in lanes]
         self._decoding = [_Numbers(self._homes_of) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
-        self._migration: tuple[float, int] | None = None  # end of the latest, and its number
+        self._migrations: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
+        self._sources: dict[str, float] = {}  # when each worker has sent all that leaves it
         self._steps = 0
         self._queued_s = self._refused_s = 0.0
         self._next = 0  # of the arrivals
@@ -129,12 +134,15 @@ class Simulation:
         sequences = sizing.most_sequences(self._config, self._pipeline)
         return Turn(
             Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
-            Placement(dict.fromkeys(self._memories, capacity)),
+            Placement(dict.fromkeys(self._memories, capacity), deployment.kv_tokens_per_worker),
             self._pipeline,
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
             policy=POLICIES[deployment.victim],
+            step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
+            prefix_cache=self._shares,
+            balance=deployment.balance,
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
@@ -175,7 +183,7 @@ class Simulation:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
-        return min(arrival, fault, math.inf if self._migration is None else self._migration[0])
+        return min(arrival, fault, self._migrations[0][0] if self._migrations else math.inf)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -183,9 +191,8 @@ class Simulation:
         while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
             self._strike(self._faults[self._next_fault], now)
             self._next_fault += 1
-        if self._migration is not None and self._migration[0] <= now:
-            self._scheduler.migrated(self._migration[1])
-            self._migration = None
+        while self._migrations and self._migrations[0][0] <= now:
+            self._scheduler.migrated(heapq.heappop(self._migrations)[1])
         while (
             self._next < len(self._arrival_s)
             and self._arrival_s[self._next] <= now
@@ -202,13 +209,22 @@ class Simulation:
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
-        request = Request(str(index), None, [0] * prompt, params)
+        request = Request(str(index), None, self._prompt(index, prompt), params)
         begun = self._clock()
         group = self._scheduler.add(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
-        completion.generated = _Drawn(self._log, index)
+        completion.generated = _Drawn(self._log, index, self._answer(index))
         self._live.add(index)
+
+    def _prompt(self, index: int, tokens: int) -> list[int]:
+        """Token ids: equal where the contents of prompts are, unlike all others where a request has none."""
+        content = self._arrivals.contents[index] if self._shares else ()
+        return list(itertools.chain.from_iterable([one] * run for one, run in content)) or [-2 * index - 1] * tokens
+
+    def _answer(self, index: int) -> int:
+        named = self._arrivals.answers[index] if self._shares else None
+        return -2 * index - 2 if named is None else named
 
     def _homes_of(self, sequences: list[int]) -> list[int]:
         return [self._homes[sequence] for sequence in sequences]
@@ -216,6 +232,7 @@ class Simulation:
     def _place(self, sequence: int, segments: list[Segment]) -> None:
         self._segments[sequence] = segments
         self._homes[sequence] = self._numbers[segments[-1].worker]
+        self._split.pop(sequence, None)
         if len(segments) > 1:
             self._split[sequence] = [(self._numbers[each.worker], *each.tokens) for each in segments]
 
@@ -273,14 +290,22 @@ class Simulation:
             self._launch(now)
 
     def _submit(self, plan: StepPlan, now: float) -> None:
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self._segments:  # else it only holds a cached prefix
+                self._place(segment.sequence, moved(self._segments[segment.sequence], segment))
+        if plan.switches:
+            for numbers in self._decoding:
+                numbers.forget()
         for sequence in plan.released:
-            del self._segments[sequence], self._homes[sequence]
-            self._split.pop(sequence, None)
+            if self._homes.pop(sequence, None) is not None:  # else it only held a cached prefix, or was a carrier
+                del self._segments[sequence]
+                self._split.pop(sequence, None)
         for segment in plan.moved:
             self._place(segment.sequence, [segment])
-        for migration in plan.migrations:  # one at a time; the one before may have been cancelled
+        for migration in plan.migrations:  # a source serves one at a time; it may have been cancelled meanwhile
             seconds = self._model.migration_seconds(migration.stop - migration.start)
-            self._migration = now + seconds, migration.number
+            end = self._sources[migration.source] = max(now, self._sources.get(migration.source, 0.0)) + seconds
+            heapq.heappush(self._migrations, (end, migration.number))
         for admission in plan.admitted:
             self._place(admission.sequence, admission.segments)
         for segment in plan.grown:
@@ -319,6 +344,8 @@ class Simulation:
             refused=self._refused_s / now if now else 0.0,
             steps=self._steps,
             preempted=self._scheduler.dropped,
+            prefix_queried=self._scheduler.prefixes.queried,
+            prefix_hit=self._scheduler.prefixes.hit,
             decisions=self._decisions,
             spans=self._spans(),
         )

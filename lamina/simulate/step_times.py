@@ -9,7 +9,7 @@ from lamina.plan.cost import GEMMS, POINTWISE, CostModel
 from lamina.protocol.wire import attends_locally
 from lamina.simulate.arrivals import Ints
 from lamina.simulate.deployment import Deployment
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 
 Places = Sequence[tuple[int, int, int | None]]
 """The memory worker, first token and end of each segment of a sequence, by ascending token."""

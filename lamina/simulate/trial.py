@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from lamina.plan.models import ModelShape
 from lamina.plan.prices import Prices
-from lamina.plan.serving import Capacity, Kind, Slo, Way
 from lamina.plan.store import ProfileStore
+from lamina.plan.ways import Capacity, Kind, Slo, Way
 from lamina.plan.workload import TracedRequest, Workload
 from lamina.simulate import System, simulate
-from lamina.simulate.arrivals import Arrivals, draw
+from lamina.simulate.arrivals import Arrivals, draw, replay
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.result import Result, State
 
-FEWEST, MOST = 400, 2400
+FEWEST, MOST = 400, 12_000
 TURNOVERS = 4
 """A run has at least so many times as many requests as decode at once, between FEWEST and MOST, so that most of it is
-past the start."""
+past the start: requests that take longer than half of the run would look like a growing queue."""
 
 STEP = 1.25
 TOLERANCE = 0.04
@@ -26,6 +26,10 @@ TOLERANCE = 0.04
 SUSTAINED = 0.94
 """Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
 a few minutes does not show in its percentiles."""
+
+MOST_REPLAYED = 2000
+"""Requests of a trace whose prompts have something in common that plans are for: as many as a run needs are replayed in
+order, from the first one on."""
 
 WORSE = 3.0
 """Ways whose requests cost more than so many times those of the cheapest simulated so far are given up."""
@@ -83,13 +87,15 @@ class Course:
         slo: Slo,
         profile: ProfileStore | None = None,
     ) -> None:
-        """``trace``: the requests whose lengths are drawn; empty: all have the workload's mean lengths."""
+        """``trace``: the requests whose lengths are drawn; empty: all have the workload's mean lengths. If prompts have
+        something in common, the first ones are replayed in order instead."""
         self._shape = shape
         self._workload = workload
         lengths = max(1, round(workload.prompt)), max(1, round(workload.output))
         self._trace = list(trace) or [TracedRequest(second, *lengths) for second in (0.0, 1.0)]
-        arrivals = [request.arrival_s for request in self._trace]
-        self._trace_s = (max(arrivals) - min(arrivals)) / (len(arrivals) - 1) if len(arrivals) > 1 else 0.0
+        self.replays = any(request.content for request in self._trace)
+        if self.replays:
+            self._trace.sort(key=lambda request: request.arrival_s)
         self._prices = prices
         self._slo = slo
         self._profile = profile
@@ -99,13 +105,22 @@ class Course:
         """The market that prices the pools."""
         return self._prices.name
 
-    def rate_scale(self, rate: float) -> float:
+    def rate_scale(self, rate: float, requests: int) -> float:
         """``lamina simulate --rate-scale`` for about ``rate`` requests per second, in four digits to be typed."""
-        return float(f"{rate * self._trace_s:.4g}")
+        replayed = self._trace[:requests] if self.replays else self._trace
+        times = [request.arrival_s for request in replayed]
+        return float(f"{rate * (max(times) - min(times)) / max(1, len(times) - 1):.4g}")
+
+    def requests(self, capacity: Capacity) -> int:
+        """Of a run."""
+        needed = int(min(MOST, max(FEWEST, TURNOVERS * capacity.batch)))
+        return min(needed, len(self._trace)) if self.replays else needed
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
-        """``requests`` drawn from the trace that arrive at random, as `lamina simulate --draw` has them."""
-        return draw(self._trace, requests, SEED, self.rate_scale(rate))
+        """``requests`` drawn from the trace that arrive at random, as `lamina simulate --draw` has them; or the first
+        ones replayed, as `--first` has them."""
+        scale = self.rate_scale(rate, requests)
+        return replay(self._trace[:requests], scale) if self.replays else draw(self._trace, requests, SEED, scale)
 
     def deployment(self, capacity: Capacity) -> Deployment:
         """What the simulator runs for a way: its pools, with room for the batch of the closed form."""
@@ -121,6 +136,7 @@ class Course:
             pipelining="rotational" if way.rotates else "fixed" if way.kind is Kind.OFFLOADED else "auto",
             max_num_seqs=min(way.chunk, max(16, 2 * capacity.batch)),
             max_num_batched_tokens=way.chunk,
+            kv_tokens_per_worker=way.segment,
             profile=self._profile,
             prices=self._prices,
         )
@@ -149,7 +165,7 @@ class Course:
     ) -> Trial | None:
         """The highest rate that holds; None if none does at which a request costs less than WORSE times
         ``cheapest_usd``."""
-        requests = int(min(MOST, max(FEWEST, TURNOVERS * capacity.batch)))
+        requests = self.requests(capacity)
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
         useless = capacity.usd_per_hour / 3600 / (WORSE * cheapest_usd)
         kept: Result | None = None

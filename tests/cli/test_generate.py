@@ -32,7 +32,8 @@ def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
 
 def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) -> None:
     place = tmp_path / "trace.json"
-    done = run("bench", "--batch", "3", "--context", "9", "--tokens", "24", "--lanes", "2", "--trace", str(place))
+    sizes = ("--batch", "3", "--context", "9", "--tokens", "24", "--lanes", "2")
+    done = run("bench", "--memory", "cpu:1", *sizes, "--trace", str(place))
     assert done.returncode == 0, done.stderr
     for stage in (r"compute0 +│ slice", r"compute0 +│ send", r"compute0 +│ receive", r"memory0 +│ attention"):
         assert re.search(stage + r" +│ +\d+\.\d{3} │ +\d+%", done.stdout)
@@ -87,7 +88,7 @@ def test_chat_answers_each_line_of_a_pipe() -> None:
 def test_commands_whose_engine_dies_fail(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_LOG_LEVEL", "INFO")
     process = subprocess.Popen(
-        [*LAMINA, *command, "--max-tokens", "900", "--max-num-seqs", "1", "--max-restarts", "0"],
+        [*LAMINA, *command, "--memory", "cpu:1", "--max-tokens", "900", "--max-num-seqs", "1", "--max-restarts", "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

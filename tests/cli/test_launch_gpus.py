@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lamina.compute.preparation import prepare
+from lamina.lowering import Target
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
+from lamina.types import DType
 from tests.cli.commands import END_S, RUN_S, assert_refused, run_here, start
 from tests.random_models import greedy
 
@@ -17,22 +20,27 @@ PROMPT = "x ="
 TOKENS = 2
 
 
-def test_two_a100_and_six_rtx3090_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch line of the title; text is what Hugging Face says."""
+@pytest.mark.parametrize(("a100s", "rtx3090s"), [(1, 1), pytest.param(2, 6, marks=pytest.mark.slow)])
+def test_a100s_compute_and_rtx3090s_attend(a100s: int, rtx3090s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is what Hugging Face says. Eight workers take a minute to start on two cores."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     monkeypatch.setenv("LAMINA_EMULATED_GPUS", "rtx3090:6,a100:2")
-    server = start("--compute", "a100:2", "--memory", "rtx3090:6", "--dtype", "float32", "--max-num-seqs", "8")
+    model = directory.find(None)
+    prepare(model, DType.FLOAT32, lambda: None, Target.GPU)  # once, instead of in every worker
+    pools = "--compute", f"a100:{a100s}", "--memory", f"rtx3090:{rtx3090s}"
+    sizes = "--max-num-seqs", "8", "--max-num-batched-tokens", "16"
+    server = start(*pools, *sizes, "--dtype", "float32")
     workers = server.workers()
     try:
-        assert sum("lamina.compute" in " ".join(worker.cmdline()) for worker in workers) == 2
-        assert sum("lamina.memory.worker" in " ".join(worker.cmdline()) for worker in workers) == 6
+        commands = [" ".join(worker.cmdline()) for worker in workers]
+        assert sum("lamina.compute" in command for command in commands) == a100s
+        assert sum("lamina.memory.worker" in command for command in commands) == rtx3090s
         body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=RUN_S).json()
     finally:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(END_S) == 0
     assert psutil.wait_procs(workers, END_S)[1] == []
-    model = directory.find(None)
     tokenizer = Tokenizer(model)
     reference = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
     assert answer["choices"][0]["text"] == tokenizer.decode(greedy(reference, tokenizer.encode(PROMPT), TOKENS))

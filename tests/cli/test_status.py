@@ -1,5 +1,6 @@
 """`lamina status` with addresses where something other than Lamina answers."""
 
+import json
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ import pytest
 
 from lamina.cli import status
 from lamina.errors import ConfigError
+from lamina.serve.placement import placement_of
+from tests.serve.scripted import FakeEngine
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 
@@ -62,3 +65,17 @@ def test_what_is_no_server_of_lamina_is_refused(stranger: Stranger, answer: byte
     stranger.answer = answer
     with pytest.raises(ConfigError, match=said):
         status.status(stranger.url)
+
+
+def test_placement_is_a_bar_for_each_worker_with_its_largest_requests_and_moves() -> None:
+    answer = json.dumps(placement_of(FakeEngine().stats()))
+    assert status.placement_lines(answer) == [
+        "memory0   [" + "#" * 23 + "+" * 14 + "...] 5 used, 3 cached of 9 slots",
+        "          chat-1 5",
+        "imbalance 1.00 (fullest over mean)",
+        "moves     3 completed, 2 refused, 1 cancelled; now 64 tokens memory0 -> memory1",
+        "prefixes  2 of 8 tokens found (25%)",
+    ]
+    for other in ("no JSON", "[]", '{"workers": {"memory0": 3}}'):
+        with pytest.raises(ConfigError, match="not a placement"):
+            status.placement_lines(other)

@@ -5,8 +5,10 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from lamina.cluster.launchers.local import LocalWorkers
+from lamina.errors import ConfigError
 from lamina.protocol.control import Bootstrap
 
 MORE_THAN_A_PIPE_HOLDS = bytes(1 << 20)
@@ -45,3 +47,25 @@ def test_a_stopped_worker_can_be_ended_and_is_not_reported() -> None:
     assert workers.ended() == {} and psutil.pid_exists(pids["memory1"])
     workers.kill()
     assert not psutil.pid_exists(pids["memory1"])
+
+
+class Waiting(LocalWorkers):
+    def command(self, name: str, module: str) -> list[str]:
+        return ["sleep", "60"]
+
+
+def test_a_worker_is_replaced_on_the_gpu_of_the_one_that_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_EMULATED_GPUS", "rtx3090:2,a100:1")
+    workers = Waiting()
+    cores = frozenset(os.sched_getaffinity(0))
+    try:
+        for index, device in enumerate(("emulated:0", "emulated:1", "emulated:2")):
+            bootstrap = Bootstrap(f"memory{index}", "", b"", b"", b"", b"", os.getpid(), device)
+            workers.spawn(f"memory{index}", "unused", bootstrap, cores, shared_cores=False)
+        workers.end("memory1")
+        workers.start("memory3", "memory", "rtx3090", Bootstrap("memory3", "", b"", b"", b"", b"", os.getpid()))
+        assert workers.devices["memory3"] == "emulated:1"
+        with pytest.raises(ConfigError, match="h20:1 asks for 1 GPU"):
+            workers.start("memory4", "memory", "h20", Bootstrap("memory4", "", b"", b"", b"", b"", os.getpid()))
+    finally:
+        workers.kill()

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.pool import GPUS, MAX_COUNT, Assigned, Devices, PoolEntry, assign, assign_pools, parse
+from lamina.cluster.pool import (
+    GPUS,
+    MAX_COUNT,
+    Assigned,
+    Devices,
+    PoolEntry,
+    assign,
+    assign_pools,
+    memory_pool,
+    parse,
+)
 from lamina.errors import ConfigError
 
 KINDS = ["cpu", *GPUS]
@@ -25,7 +35,7 @@ def test_any_text_is_a_pool_or_a_config_error(text: str) -> None:
     except ConfigError:
         return
     assert pool == parse(",".join(map(str, pool)))
-    assert all(entry.kind in KINDS and 1 <= entry.count <= MAX_COUNT for entry in pool)
+    assert all(entry.kind in [*KINDS, "local"] and 1 <= entry.count <= MAX_COUNT for entry in pool)
 
 
 def test_a_count_left_out_is_one() -> None:
@@ -50,8 +60,10 @@ def test_a_count_left_out_is_one() -> None:
         ("cpu:" + "9" * 5000, "give a whole number from 1 to 1024"),
         ("cpu:1,cpu:2", "names cpu 2 times; write cpu:3 once"),
         ("rtx309:6", "unknown kind 'rtx309'; did you mean rtx3090"),
-        ("toaster:1", "unknown kind 'toaster'. Known: cpu, cuda, p100"),
+        ("toaster:1", "unknown kind 'toaster'. Known: cpu, local, cuda, p100"),
         ("cpu 2", "contains 'cpu 2'"),
+        ("local:2", "gives local a count"),
+        ("local,local", "names local 2 times; write it once"),
     ],
 )
 def test_a_bad_pool_says_what_is_wrong_and_what_to_type(text: str, said: str) -> None:
@@ -62,6 +74,19 @@ def test_a_bad_pool_says_what_is_wrong_and_what_to_type(text: str, said: str) ->
 
 def test_cpus_are_always_available() -> None:
     assert assign("memory", parse("cpu:16"), NO_GPU) == (Assigned("cpu", "cpu"),) * 16
+
+
+def test_one_compute_worker_keeps_kv_itself_unless_told_otherwise() -> None:
+    one, two, gpu = parse("cpu:1"), parse("cpu:2"), parse("cuda:1")
+    assert memory_pool(None, one, apart=False) == (PoolEntry("local", 1),)
+    assert memory_pool(None, one, apart=True) == (PoolEntry("cpu", 1),)
+    assert memory_pool(None, two, apart=False) == memory_pool(None, gpu, apart=False) == (PoolEntry("cpu", 1),)
+    assert memory_pool("local,cpu:2", one, apart=True) == (PoolEntry("local", 1), PoolEntry("cpu", 2))
+    assert assign("memory", parse("local,cpu:2"), NO_GPU) == (Assigned("cpu", "cpu"),) * 2
+    with pytest.raises(ConfigError, match="works with one compute worker on a CPU so far, not with cpu:2"):
+        memory_pool("local", two, apart=False)
+    with pytest.raises(ConfigError, match="local is memory of the compute workers; it cannot compute"):
+        assign("compute", parse("local"), NO_GPU)
 
 
 def test_each_worker_gets_a_gpu_of_its_own() -> None:

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
-from lamina.cluster import sizing
+from lamina.cluster import bringup, sizing
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.models import directory
 from lamina.pipeline import Pipeline
+from lamina.protocol.messages import Hello, Resources
+from lamina.topology import Role
 from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S, spin_s
 
 ONE = Pipeline(1, 1)
@@ -36,6 +38,17 @@ def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None
         sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=401), 2, 800)
 
 
+def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
+    """1000 bytes, of which weights and others take some."""
+    assert sizing.kv_bytes_on_gpu(EngineConfig(), 1000, 1000) == 900
+    assert sizing.kv_bytes_on_gpu(EngineConfig(gpu_memory_utilization=0.75), 400, 1000) == 150
+    assert sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=400), 400, 1000) == 400
+    with pytest.raises(ConfigError, match=r"90 of the 1000 bytes .* gpu_memory_utilization 0.9 leaves 100"):
+        sizing.kv_bytes_on_gpu(EngineConfig(), 90, 1000)
+    with pytest.raises(ConfigError, match="401 for each memory worker; 400 bytes are free on its GPU"):
+        sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=401), 400, 1000)
+
+
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=1024)
     assert sizing.most_sequences(config, Pipeline(3, 2, rotates=True)) == 512
@@ -54,3 +67,37 @@ def test_waits_spin_longer_only_where_no_worker_shares_a_core(
     available = frozenset(range(3))
     computes, memories = sizing.worker_cores(compute, 1, available), sizing.worker_cores(memory, 2, available)
     assert spin_s([*computes, *memories]) == (OWN_CORES_SPIN_S if alone else SPIN_S)
+
+
+def greeting(machine: str, *cores: int) -> Hello:
+    return Hello(f"{machine} pid:[1]", "", machine, list(cores))
+
+
+def test_threads_and_waits_depend_on_the_cores_of_each_machine() -> None:
+    """Machine a runs two memory workers beside a compute worker; the worker on b has it to itself."""
+    greetings = {
+        "compute0": greeting("a", 0, 1, 2, 3),
+        "memory0": greeting("a", 4, 5, 6),
+        "memory1": greeting("a", 4, 5, 6),
+        "memory2": greeting("b", *range(8)),
+    }
+    roles: dict[str, Role] = {name: "compute" if name == "compute0" else "memory" for name in greetings}
+    machines = sizing.Machines.of(roles, greetings)
+    assert not machines.shared
+    threads = [machines.threads(roles[name], hello, None) for name, hello in greetings.items()]
+    assert threads == [4, 1, 1, 8]
+    assert machines.threads("memory", greetings["memory2"], 3) == 3
+    assert machines.threads("compute", greeting("c", 0, 1), None) == 2, "one that joins on a machine of its own"
+    assert machines.spins_s() == {"a": SPIN_S, "b": OWN_CORES_SPIN_S}
+    same = {**greetings, "compute0": greeting("a", 4), "memory2": greeting("a", 9)}
+    assert sizing.Machines.of(roles, same).shared
+    elsewhere = {**greetings, "compute0": greeting("c", 4)}
+    assert not sizing.Machines.of(roles, elsewhere).shared, "core 4 of another machine"
+
+
+def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -> None:
+    hosts = {"memory0": "a 1", "memory1": "a 1", "memory2": "a 2", "memory3": "b 1"}
+    free = {"memory0": 400, "memory1": 420, "memory2": 1000, "memory3": 1000}
+    found = {name: Resources(0, 0, each, 1500 if name != "memory3" else 1000) for name, each in free.items()}
+    shares = {name: bringup._share(name, hosts, found) for name in hosts}
+    assert shares == {"memory0": (2, 400), "memory1": (2, 400), "memory2": (3, 1500), "memory3": (1, 1000)}

@@ -1,6 +1,7 @@
 """Scatter, attend, gather and merge over real slots against attention over the whole history in float64."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.compute.device.base import Carrier
+from lamina.compute.device.emulated import Emulated
+from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
+from lamina.compute.runner import NativeRunner
 from lamina.errors import DeadlineError, PlacementError
+from lamina.heads import HeadShards
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS
@@ -31,26 +37,16 @@ from lamina.protocol.wire import (
 )
 from lamina.segments import forked
 from lamina.splitter import SliceOutput
+from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
 from lamina.transport.shm import ShmEndpoint
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Fork,
-    Migration,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.channels import Station, link
 
 ROWS = 24
 TIMEOUT_S = 20.0
 SLOT_NBYTES = 64 + 640  # for a message of about three rows
 NOBODY = DecodeRows([], [], [])
+NATIVE, CARD = NativeRunner(DType.FLOAT32), GpuCarrier(Emulated(), DType.FLOAT32)
 SPECS = [
     AttentionSpec(layer=0, query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.35),
     AttentionSpec(layer=1, query_heads=4, kv_heads=4, qk_dim=12, v_dim=6, scale=0.3, window=5, softcap=4.0, sinks=True),
@@ -62,9 +58,13 @@ SPECS = [
 class Memory:
     """A memory worker on a thread of this process: the worker's own body, without its control plane."""
 
-    def __init__(self, station: Station, overlap: Overlap) -> None:
+    def __init__(
+        self, station: Station, overlap: Overlap, specs: list[AttentionSpec], shards: int, capacity: int, device: str
+    ) -> None:
         self.station = station
-        self.store = KvStore(station.name, SPECS, DType.FLOAT32, 200, 1, overlap)
+        self.store = KvStore(
+            station.name, specs, DType.FLOAT32, capacity, 1, overlap, device=device, head_shards=shards
+        )
         self.puller = Puller(station.fetch, station.arena, station.plan, self.store)
 
     def pull(self, turn: int) -> None:
@@ -84,7 +84,7 @@ class Memory:
 
         def answer() -> None:
             channel = self.station.channels["compute0"]
-            for layer, spec in enumerate(SPECS):
+            for layer, spec in enumerate(self.store.attentions):
                 shape = (len(step.rows.queries), spec.query_heads, spec.v_dim)
                 out, lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
                 turn, slot, at, body = plan.turn + layer, -1, 0, memoryview(b"")
@@ -116,7 +116,7 @@ class Memory:
                     self.puller.add("compute0", request.bulk_at, layer, step, done)
                 elif request.fetched_at >= 0:
                     done()
-                self.pull(turn if layer == len(SPECS) - 1 else -1)
+                self.pull(turn if layer == len(self.store.attentions) - 1 else -1)
                 parts = [out, lse] if len(step.rows.queries) else []
                 message = channel.begin(0, turn, sum(part.nbytes for part in parts))
                 message.send(parts)
@@ -136,12 +136,21 @@ class Connected(NamedTuple):
     compute: Station
     mail: Mail
     memories: dict[str, Memory]
+    specs: list[AttentionSpec]
+    shards: HeadShards
 
 
 @contextmanager
-def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
-    """Slots hold a few rows; larger messages are fetched."""
-    per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in SPECS)
+def connected(
+    names: tuple[str, ...],
+    overlap: Overlap,
+    specs: list[AttentionSpec] = SPECS,
+    shards: int = 1,
+    capacity: int = 200,
+    device: str = "cpu",
+) -> Iterator[Connected]:
+    """Slots hold a few rows; larger messages are fetched. ``device``: of the first memory worker."""
+    per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in specs)
     plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, 4 * lease_nbytes(4096), links=4)
     stations = [Station(name, ShmEndpoint(name), plan) for name in ("compute0", *names)]
     pairs = [("compute0", name) for name in names]
@@ -149,7 +158,12 @@ def connected(names: tuple[str, ...], overlap: Overlap) -> Iterator[Connected]:
     compute, *others = stations
     try:
         mail = Mail(compute.hub, compute.channels, compute.fetcher(), 1)
-        yield Connected(compute, mail, {station.name: Memory(station, overlap) for station in others})
+        devices = [device, *["cpu"] * len(others)]  # Triton's interpreter runs in one thread at a time
+        memories = {
+            one.name: Memory(one, overlap, specs, shards, capacity, own)
+            for one, own in zip(others, devices, strict=False)
+        }
+        yield Connected(compute, mail, memories, specs, HeadShards(max(spec.kv_heads for spec in specs), shards))
     finally:
         for station in stations:
             station.endpoint.close()
@@ -159,7 +173,7 @@ def attend(
     cluster: Connected, exchange: StepExchange, layer: int, tensors: Sequence[np.ndarray], sinks: np.ndarray | None
 ) -> np.ndarray:
     """One attention as a step runs it."""
-    spec = SPECS[layer]
+    spec = cluster.specs[layer]
     q, k, v = map(torch.from_numpy, tensors)
     output = SliceOutput((q, k, v))
     exchange.send_queries(layer, spec, q)
@@ -188,6 +202,15 @@ def expected(
     return reference.partial(q, k, v, table, spec, 1)
 
 
+def in_place(carrier: Carrier, array: np.ndarray) -> np.ndarray:
+    """Where slices leave their results: on a card, in fixed memory. q, k and v of a layer differ in shape or use."""
+    if not isinstance(carrier, GpuCarrier):
+        return array
+    fixed = carrier.lines.at(f"out {next(_numbers) % 3}", len(array), array.shape[1:], torch.float32)
+    return fixed.copy_(torch.from_numpy(array)).numpy()
+
+
+_numbers = itertools.count()
 steps = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1, max_size=5)
 
 
@@ -200,10 +223,17 @@ overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1,
     overlap=overlaps,
     padding=st.integers(0, 3),
     most_products=st.sampled_from([1, MOST_PRODUCTS]),
+    carrier=st.sampled_from([NATIVE, CARD]),
     seed=st.integers(0, 9),
 )
 def test_steps_of_any_mix_equal_whole_attention(
-    steps: list[list[int]], boundary: int | None, overlap: Overlap, padding: int, most_products: int, seed: int
+    steps: list[list[int]],
+    boundary: int | None,
+    overlap: Overlap,
+    padding: int,
+    most_products: int,
+    carrier: Carrier,
+    seed: int,
 ) -> None:
     """Two sequences take any numbers of tokens in turn; their KV is on one worker or cut at any token between two.
 
@@ -232,11 +262,11 @@ def test_steps_of_any_mix_equal_whole_attention(
             threads = [memory.serve(plan) for memory in cluster.memories.values()]
             total = sum(counts)
             rows = total + padding
-            exchange = StepExchange(plan, segments, cluster.mail, DType.FLOAT32, overlap, threads=1, rows=rows)
+            exchange = StepExchange(plan, segments, cluster.mail, overlap, carrier, rows)
             turn += len(SPECS) if total else 0
             for layer, spec in enumerate(SPECS if total else []):
                 q, k, v = (
-                    random.standard_normal((rows, heads, dim)).astype(np.float32)
+                    in_place(carrier, random.standard_normal((rows, heads, dim)).astype(np.float32))
                     for heads, dim in (
                         (spec.query_heads, spec.qk_dim),
                         (spec.kv_heads, spec.qk_dim),
@@ -250,7 +280,7 @@ def test_steps_of_any_mix_equal_whole_attention(
                 for step in taken:
                     part = slice(row, row + len(step.tokens))
                     row = part.stop
-                    history.setdefault((step.sequence, layer), []).append((k[part], v[part]))
+                    history.setdefault((step.sequence, layer), []).append((k[part].copy(), v[part].copy()))
                     keys, values = (np.concatenate(parts) for parts in zip(*history[step.sequence, layer], strict=True))
                     out, lse = expected(spec, q[part], keys, values, step.start)
                     if logits is not None:
@@ -284,9 +314,7 @@ def test_a_prompt_alone_is_answered_too() -> None:
     admission = Admission(0, 1, 5, [Segment(0, "memory0", (0, 4), (0, None))], SamplingParams(), 0)
     plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])], NOBODY)
     with connected(("memory0",), Overlap()) as cluster:
-        exchange = StepExchange(
-            plan, {0: admission.segments}, cluster.mail, DType.FLOAT32, Overlap(), threads=1, rows=5
-        )
+        exchange = StepExchange(plan, {0: admission.segments}, cluster.mail, Overlap(), NATIVE, 5)
         assert exchange.peers == ["memory0"]
         with pytest.raises(DeadlineError):
             cluster.mail.wait(cluster.compute.endpoint.wait, exchange.peers, 0.0)
@@ -328,7 +356,7 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
         for plan in plans:
             threads = [memory.serve(plan) for memory in cluster.memories.values()]
             rows = sum(len(step.tokens) for step in plan.sequences)
-            exchange = StepExchange(plan, segments, cluster.mail, DType.FLOAT32, Overlap(), threads=1, rows=rows)
+            exchange = StepExchange(plan, segments, cluster.mail, Overlap(), NATIVE, rows)
             for layer, spec in enumerate(SPECS):
                 shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
                 q, k, v = (random.standard_normal((rows, *shape)).astype(np.float32) for shape in shapes)

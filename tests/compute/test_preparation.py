@@ -21,7 +21,9 @@ import lamina
 from lamina import _native as native
 from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
-from lamina.compute.runner import Rows, SliceRunner
+from lamina.compute.rows import Rows
+from lamina.compute.runner import SliceRunner
+from lamina.lowering import Target
 from lamina.models import directory, tensors
 from lamina.models.directory import BUNDLED, ModelDirectory
 from lamina.types import DType
@@ -54,13 +56,13 @@ def bundled() -> ModelDirectory:
 @pytest.fixture(scope="module")
 def fresh() -> Prepared:
     """The bundled model, split."""
-    return preparation._split(directory.find(None), None)
+    return preparation._split(directory.find(None), None, Target.CPU)
 
 
 @pytest.fixture
 def split_before(fresh: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splitting, where only its times matter, takes none."""
-    monkeypatch.setattr(preparation, "_split", lambda place, dtype: fresh)
+    monkeypatch.setattr(preparation, "_split", lambda place, dtype, target: fresh)
 
 
 def must_not_split() -> None:

@@ -16,13 +16,16 @@ from lamina.compute.exchange import StepExchange
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from lamina.segments import by_sequence, by_worker, forked, grown, holding
-from lamina.types import Admission, DecodeRows, DType, Fork, Overlap, SamplingParams, Segment, SequenceStep, StepPlan
-from tests.compute.test_exchange import ROWS, SPECS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
+from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.types import Overlap, SamplingParams, Segment
+from tests.compute.test_exchange import NATIVE, ROWS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
 
 NAMES = ("memory0", "memory1", "memory2")
 HEADS = (0, 4)
 NOBODY = DecodeRows([], [], [])
+Heads = tuple[int, int]
 places = st.sampled_from(NAMES)
+all_heads = st.just([HEADS])
 
 
 def segment(sequence: int, worker: str, first: int, last: int | None = None) -> Segment:
@@ -35,7 +38,8 @@ class Sequences:
     def __init__(self, cluster: Connected, overlap: Overlap, seed: int) -> None:
         self.cluster, self.overlap = cluster, overlap
         self.random = np.random.default_rng(seed)
-        self.sinks = self.random.standard_normal(4).astype(np.float32)
+        self.specs = cluster.specs
+        self.sinks = self.random.standard_normal(self.specs[0].query_heads).astype(np.float32)
         self.segments: dict[int, list[Segment]] = {}
         # By sequence and layer: k and v of every token. Forks share the rows themselves: their identities tell which
         # tokens have a slot in common.
@@ -54,7 +58,7 @@ class Sequences:
             del self.segments[sequence], self.history[sequence]
         for admission in deltas.get("admitted", []):
             self.segments |= by_sequence(admission.segments)
-            self.history[admission.sequence] = [[] for _ in SPECS]
+            self.history[admission.sequence] = [[] for _ in self.specs]
         for new in deltas.get("grown", []):
             self.segments[new.sequence] = grown(self.segments[new.sequence], new)
         nothing: dict[str, Any] = {"forks": [], "released": [], "admitted": [], "grown": []}
@@ -67,13 +71,15 @@ class Sequences:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
         self.steps += 1
-        self.turn += len(SPECS) if steps else 0
+        self.turn += len(self.specs) if steps else 0
         self.check_slots()
 
     def attend(self, plan: StepPlan, steps: list[SequenceStep]) -> None:
         rows = sum(len(step.tokens) for step in steps)
-        exchange = StepExchange(plan, self.segments, self.cluster.mail, DType.FLOAT32, self.overlap, 1, rows)
-        for layer, spec in enumerate(SPECS):
+        exchange = StepExchange(
+            plan, self.segments, self.cluster.mail, self.overlap, NATIVE, rows, shards=self.cluster.shards
+        )
+        for layer, spec in enumerate(self.specs):
             shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
             q, k, v = (self.random.standard_normal((rows, *shape)).astype(np.float32) for shape in shapes)
             got = attend(self.cluster, exchange, layer, (q, k, v), self.sinks if spec.sinks else None)
@@ -122,39 +128,50 @@ def test_any_splits_forks_and_growth_equal_whole_attention(
     data: st.DataObject, overlap: Overlap, most_products: int, seed: int
 ) -> None:
     with mock.patch.object(cpu, "MOST_PRODUCTS", most_products), connected(NAMES, overlap) as cluster:
-        under_test = Sequences(cluster, overlap, seed)
-        for sequence in range(2):
+        drive(data, Sequences(cluster, overlap, seed))
+
+
+def drive(data: st.DataObject, under_test: Sequences, bands: st.SearchStrategy[list[Heads]] = all_heads) -> None:
+    """Sequences begin, run, fork, grow and end, and epochs end; ``bands``: head ranges that together are all heads."""
+    for sequence in range(2):
+        split = []
+        for heads in data.draw(bands, f"heads of {sequence}"):
             ends = data.draw(st.lists(st.integers(1, 14), max_size=4, unique=True).map(sorted), f"ends of {sequence}")
             bounds = zip([0, *ends], [*ends, None], strict=True)
-            split = [segment(sequence, data.draw(places), first, last) for first, last in bounds]
-            admission = Admission(sequence, 1, 0, split, SamplingParams(), 0)
-            under_test.run({}, admitted=[admission])
-        for _ in range(data.draw(st.integers(1, 7), "steps")):
-            live = sorted(under_test.segments)
+            split += [Segment(sequence, data.draw(places), heads, tokens) for tokens in bounds]
+        admission = Admission(sequence, 1, 0, split, SamplingParams(), 0)
+        under_test.run({}, admitted=[admission])
+    for _ in range(data.draw(st.integers(1, 7), "steps")):
+        live = sorted(under_test.segments)
+        lengths = {sequence: under_test.length(sequence) for sequence in live}
+        event = data.draw(st.sampled_from(["none", "none", "fork", "end", "epoch"]), "event")
+        deltas: dict[str, list] = {}
+        child = max(live) + 1
+        parent = data.draw(st.sampled_from(live))
+        if event == "fork" and lengths[parent] and len(live) < 4:
+            firsts = {one.tokens[0] for one in under_test.segments[parent]}
+            cuts = [first for first in sorted(firsts) if 0 < first <= lengths[parent]] or [1]
+            tokens = data.draw(st.sampled_from(cuts) | st.integers(1, lengths[parent]), "shared")
+            deltas["forks"] = [Fork(parent, child, tokens)]
+            live, lengths = [*live, child], {**lengths, child: tokens}
+        elif event == "end" and len(live) > 1:
+            deltas["released"] = [parent]
+            live = [sequence for sequence in live if sequence != parent]
+        elif event == "epoch":
+            under_test.truncate({sequence: data.draw(st.integers(0, lengths[sequence])) for sequence in live})
             lengths = {sequence: under_test.length(sequence) for sequence in live}
-            event = data.draw(st.sampled_from(["none", "none", "fork", "end", "epoch"]), "event")
-            deltas: dict[str, list] = {}
-            child = max(live) + 1
-            parent = data.draw(st.sampled_from(live))
-            if event == "fork" and lengths[parent] and len(live) < 4:
-                firsts = {one.tokens[0] for one in under_test.segments[parent]}
-                cuts = [first for first in sorted(firsts) if 0 < first <= lengths[parent]] or [1]
-                tokens = data.draw(st.sampled_from(cuts) | st.integers(1, lengths[parent]), "shared")
-                deltas["forks"] = [Fork(parent, child, tokens)]
-                live, lengths = [*live, child], {**lengths, child: tokens}
-            elif event == "end" and len(live) > 1:
-                deltas["released"] = [parent]
-                live = [sequence for sequence in live if sequence != parent]
-            elif event == "epoch":
-                under_test.truncate({sequence: data.draw(st.integers(0, lengths[sequence])) for sequence in live})
-                lengths = {sequence: under_test.length(sequence) for sequence in live}
-            growing = data.draw(st.lists(st.sampled_from(live), max_size=3, unique=True), "growing")
-            deltas["grown"] = [segment(one, data.draw(places), lengths[one]) for one in growing if lengths[one]]
-            most = ROWS // len(live)
-            counts = {one: data.draw(st.sampled_from([0, 1, 1, 1, 2, most]), "tokens") for one in live}
-            under_test.run(counts, **deltas)
-        under_test.run({}, released=sorted(under_test.segments))
-        assert all(memory.store.slab.used == memory.store.sequences == 0 for memory in cluster.memories.values())
+        growing = [one for one in data.draw(st.lists(st.sampled_from(live), max_size=3, unique=True)) if lengths[one]]
+        deltas["grown"] = [
+            Segment(one, data.draw(places), heads, (lengths[one], None))
+            for one in growing
+            for heads in data.draw(bands, f"heads of {one}")
+        ]
+        most = ROWS // len(live)
+        counts = {one: data.draw(st.sampled_from([0, 1, 1, 1, 2, most]), "tokens") for one in live}
+        under_test.run(counts, **deltas)
+    under_test.run({}, released=sorted(under_test.segments))
+    memories = under_test.cluster.memories.values()
+    assert all(memory.store.slab.used == memory.store.sequences == 0 for memory in memories)
 
 
 @pytest.mark.parametrize("overlap", [Overlap(), Overlap(q_first=True, mini_batches=2)])

@@ -5,8 +5,10 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -17,10 +19,11 @@ from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole
 from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
+from lamina.groups import Drawn
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.choice import Choice, Transport
-from lamina.protocol.frontends import CompletionTokens
+from lamina.protocol.frontends import CompletionTokens, FrontendBootstrap
 from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, SamplingParams
 
@@ -38,6 +41,8 @@ class ScriptedEngine:
     model_name, max_model_len, default_max_tokens, vocab_size = "scripted", 100, 7, TOKENIZER.vocab_size
 
     def __init__(self) -> None:
+        self.longest = 98
+        self.scaling = 0
         self.after_turn: Callable[[], None] = lambda: None
         self.places = 3
         self.accepts = threading.Event()
@@ -46,16 +51,28 @@ class ScriptedEngine:
         self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
         self.aborted: list[str] = []
         self.finished: list[tuple[str, int]] = []
+        self.begun: dict[str, tuple[int, Drawn | None]] = {}  # seeds, and what was drawn before
+
+    def new_seed(self) -> int:
+        return 11
 
     def submit_tokens(
-        self, request_id: str, tokens: list[int], params: SamplingParams, on_tokens: OnTokens, client: Client
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        on_tokens: OnTokens,
+        client: Client,
+        seed: int,
+        drawn: Drawn | None = None,
     ) -> None:
         assert self.accepts.wait(END_S)
         if len(self.queued) == self.places:
             raise OverloadedError("three are enough")
-        if len(tokens) == 99:
-            raise RequestError("99 is too long")
+        if len(tokens) > self.longest:
+            raise RequestError(f"{len(tokens)} is too long")
         self.queued[request_id] = tokens, params, on_tokens, client
+        self.begun[request_id] = seed, drawn
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -65,6 +82,11 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return STATS
+
+    def scale(self, *, compute: int, memory: int) -> "Future[list[str]]":
+        """Never done."""
+        self.scaling += 1
+        return Future()
 
     def tell(self, request_id: str, *completions: CompletionTokens, finished: bool = False) -> None:
         self.queued[request_id][2](TokenUpdate(list(completions), finished))
@@ -78,14 +100,18 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def room(engine: ScriptedEngine, tmp_path: Path) -> Iterator[Frontends]:
-    made = Frontends(engine, tmp_path)  # type: ignore[arg-type]
+    made = Frontends(engine, tmp_path, os.getpid())  # type: ignore[arg-type]
     yield made
     made.close()
 
 
+def named(room: Frontends, name: str = "frontend0") -> FrontendBootstrap:
+    return msgspec.structs.replace(room.bootstrap, name=name)
+
+
 @pytest.fixture
 async def remote(room: Frontends) -> AsyncIterator[RemoteEngine]:
-    made = await RemoteEngine.connect(room.join("frontend0", os.getpid()), TOKENIZER)
+    made = await RemoteEngine.connect(named(room), TOKENIZER)
     yield made
     made.disconnect()
 
@@ -245,18 +271,78 @@ def test_what_a_frontend_does_not_take_is_bounded(
 ) -> None:
     """One that is suspended: its descriptors stay open, and nobody reads."""
     monkeypatch.setattr(frontends, "MOST_UNSENT", 10)
-    room, context = Frontends(engine, tmp_path), zmq.Context()  # type: ignore[arg-type]
-    bootstrap = room.join("frontend0", os.getpid())
+    lost: dict[str, str] = {}
+    room = Frontends(engine, tmp_path, os.getpid(), names=["frontend0"], on_lost=lost.__setitem__)  # type: ignore[arg-type]
+    context = zmq.Context()
     suspended = context.socket(zmq.DEALER)
     suspended.identity, suspended.rcvhwm, suspended.linger = b"frontend0", 1, 0
-    suspended.connect(bootstrap.answers)
-    receive = room._receiver(room._members["frontend0"], 1)
+    suspended.connect(room.bootstrap.answers)
+    member = room._members["frontend0"]
+    receive = room._receiver(member, 1)
     deadline = time.monotonic() + END_S
-    while room.lost("frontend0") is None or "cannot be reached" in (room.lost("frontend0") or ""):
-        room._members["frontend0"].lost = None  # not connected yet
+    while member.lost is None or "cannot be reached" in member.lost:
+        member.lost = None  # not connected yet
         receive(TokenUpdate([CompletionTokens(0, [7] * 10_000)], False))
         engine.after_turn()
         assert time.monotonic() < deadline
-    assert room.lost("frontend0") == "it has not taken 10 messages"
+    assert lost["frontend0"] == "it has not taken 10 messages"
     room.close()
     context.destroy(linger=0)
+
+
+async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_they_have_drawn(
+    engine: ScriptedEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
+) -> None:
+    """What the frontend had sent to the engine before, and it has not read, counts for nothing."""
+    several, ended, stopped = Caller(), Caller(), Caller()
+    params = SamplingParams(n=3, stop=["zz"], max_tokens=None)
+    await submit(remote, Submission("a", [5, 6], params, several), Submission("b", [7], SamplingParams(seed=4), ended))
+    await submit(remote, Submission("c", [8], SamplingParams(stop=["on"], max_tokens=None, n=1), stopped))
+    first, second, third = engine.queued
+    engine.tell(first, CompletionTokens(0, [9, 10]), CompletionTokens(2, [11], [], FinishReason.LENGTH))
+    engine.tell(second, CompletionTokens(0, [7], [], FinishReason.LENGTH), finished=True)
+    engine.tell(third, CompletionTokens(0, TOKENIZER.encode("on")))
+    await until(lambda: stopped.finished and ended.finished)
+    seed, _ = engine.begun[first]
+    room._closed.set()
+    room._thread.join()  # it reads nothing any more
+    late = asyncio.create_task(submit(remote, Submission("d", [12], SamplingParams(), Caller())))
+    pending = asyncio.create_task(asyncio.to_thread(remote.stats))
+    await asyncio.sleep(0.05)
+    room.close()
+
+    other = ScriptedEngine()
+    again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
+    try:
+        await late
+        assert await pending == STATS
+        await until(lambda: len(other.queued) == 2)
+        assert other.queued[first][:2] == ([5, 6], params) and other.begun[first] == (seed, {0: [9, 10], 1: []})
+        (new,) = other.queued.keys() - {first}
+        assert other.queued[new][0] == [12] and other.begun[new][1] is None
+        other.tell(first, CompletionTokens(0, [13], [], FinishReason.LENGTH))
+        other.tell(first, CompletionTokens(1, [14], [], FinishReason.LENGTH), finished=True)
+        await until(lambda: several.finished)
+        assert [list(one.token_ids) for one in several.whole.output().outputs] == [[9, 10, 13], [14], [11]]
+        scaling = remote.scale(memory=1)
+        await until(lambda: other.scaling > 0)
+    finally:
+        again.close()
+    third_room = Frontends(other, tmp_path, os.getpid(), 2, ["frontend0"])  # type: ignore[arg-type]
+    with pytest.raises(EngineDeadError, match="started again"):
+        await asyncio.wrap_future(scaling)
+    third_room.close()
+
+
+async def test_a_request_that_another_engine_cannot_serve_ends_with_its_error(
+    engine: ScriptedEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
+) -> None:
+    caller = Caller()
+    await submit(remote, Submission("a", [5] * 98, SamplingParams(n=2), caller))
+    room.close()
+    other = ScriptedEngine()
+    other.longest = 97
+    again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
+    await until(lambda: caller.finished)
+    assert caller.updates[-1].error == "98 is too long"
+    again.close()

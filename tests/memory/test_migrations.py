@@ -16,21 +16,10 @@ from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
+from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
 from lamina.transport.base import Endpoint
 from lamina.transport.null import NullEndpoint
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    KvCacheDType,
-    Migration,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
 from tests.channels import Station, link
 
 NAMES = ["memory0", "memory1", "memory2"]
@@ -132,15 +121,15 @@ class Pool:
         k = base + heads + np.arange(spec.qk_dim, dtype=np.float32) / 64
         return k, -(base + heads + np.arange(spec.v_dim, dtype=np.float32) / 64)
 
-    def check(self, sequence: int, worker: str, tokens: int) -> None:
-        """All of a sequence is there."""
+    def check(self, sequence: int, worker: str, stop: int, start: int = 0, written_as: int | None = None) -> None:
+        """Tokens [start, stop) of a sequence are there, in a segment of their own."""
         store = self.workers[worker].store
-        slots = store.slab.slots((sequence, 0))
+        slots, tokens = store.slab.slots((sequence, start)), stop - start
         assert len(slots) == tokens
         wanted = make("cpu", SPECS, store.element, tokens, threads=1)
         order = np.arange(tokens, dtype=np.int32)
         for layer, spec in enumerate(SPECS):
-            wanted.keep(layer, *self.content(sequence, layer, 0, tokens), order)
+            wanted.keep(layer, *self.content(sequence if written_as is None else written_as, layer, start, stop), order)
             held, expected = (bytearray(tokens * spec.slab_bytes_per_token(store.element)) for _ in range(2))
             store.device.read(layer, slots, memoryview(held))
             wanted.read(layer, order, memoryview(expected))
@@ -251,3 +240,55 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
     left.migrations.drop()
     assert not left.migrations.awaited and not left.puller.awaited and not left.puller.may_ask
     assert dead.store.slab.used == 17
+
+
+@given(gaps=turns)
+def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(gaps: list) -> None:
+    """From one source to two targets, and from another; a fork has some of the tokens that move."""
+    pool = Pool()
+    for sequence, worker, tokens in ((0, "memory0", 17), (1, "memory0", 15), (2, "memory1", 9)):
+        pool.begin(sequence, worker, tokens)
+    pool.send(forks=[Fork(0, 3, 10)])
+    moves = [
+        Migration(1, 100, "memory0", "memory1", 4, 12, parent=0),
+        Migration(2, 101, "memory0", "memory2", 0, 15, parent=1),
+        Migration(3, 102, "memory1", "memory2", 0, 6, parent=2),
+    ]
+    pool.send(migrations=moves)
+    for name, reads in gaps:
+        pool.workers[name].read() if reads else pool.workers[name].gap()
+    pool.settle()
+    assert [worker.done for worker in pool.workers.values()] == [[], [1], [2, 3]] or pool.workers["memory2"].done == [
+        3,
+        2,
+    ]
+    assert pool.used == [32, 17, 21]
+
+    def there(sequence: int, worker: str, start: int, stop: int) -> Segment:
+        return Segment(sequence, worker, (0, 2), (start, stop))
+
+    switches = [
+        Switch(100, [there(0, "memory1", 4, 12), there(3, "memory1", 4, 10)]),
+        Switch(101, [there(1, "memory2", 0, 15)]),
+        Switch(102, [there(2, "memory2", 0, 6)]),
+    ]
+    pool.send(switches=switches)
+    pool.settle()
+    assert pool.used == [32, 17, 21], "steps planned before may still read at the sources"
+    pool.send(released=[100, 101, 102])
+    pool.settle()
+    assert pool.used == [9, 11, 21]  # of 0, 4 tokens before the range and 5 behind it
+    where = [
+        (0, "memory0", 0, 4), (0, "memory1", 4, 12), (0, "memory0", 12, 17), (3, "memory0", 0, 4),
+        (3, "memory1", 4, 10), (1, "memory2", 0, 15), (2, "memory2", 0, 6), (2, "memory1", 6, 9),
+    ]  # fmt: skip
+    for sequence, worker, start, stop in where:
+        pool.check(sequence, worker, stop, start, written_as=0 if sequence == 3 else sequence)
+    pool.send(chunks=[SequenceStep(0, 17, [0, 0], []), SequenceStep(1, 15, [0], [])])
+    pool.settle()
+    assert pool.used == [12, 11, 21], "both go on where they were"
+    pool.send(released=[0, 1, 2, 3])
+    pool.settle()
+    assert pool.used == [0, 0, 0] and not any(worker.migrations.active for worker in pool.workers.values())
+    for each in pool.workers.values():
+        each.endpoint.close()

@@ -69,6 +69,31 @@ class SlabMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
+    def rearrange(self, data: st.DataObject) -> None:
+        """Parts of two segments become new ones; one of the two may go, or be one of the new."""
+        first, second = self.pick(data), self.pick(data)
+        parts = []
+        for segment in dict.fromkeys((first, second)):
+            stop = data.draw(st.integers(0, len(self.model[segment])))
+            parts.append((segment, data.draw(st.integers(0, stop)), stop))
+        own = [set(self.model[segment][start:stop]) for segment, start, stop in parts]
+        if len(own) == 2 and own[0] & own[1]:  # a segment has a slot once
+            parts.pop()
+        old = data.draw(st.sampled_from([[], [first], list(dict.fromkeys((first, second)))]))
+        new = data.draw(st.sampled_from([*old, self.new()]))
+        other = self.new()
+        slots = {new: parts, other: parts[:1]}
+        expected = {
+            segment: [slot for source, start, stop in taken for slot in self.model[source][start:stop]]
+            for segment, taken in slots.items()
+        }
+        self.slab.rearrange(old, slots)
+        for segment in old:
+            del self.model[segment]
+        self.model |= expected
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         tokens = data.draw(st.integers(0, len(self.model[sequence])))
@@ -102,6 +127,9 @@ class SlabMachine(RuleBasedStateMachine):
                 lambda: self.slab.fork(known, self.new(), -1),
                 lambda: self.slab.truncate(known, len(self.model[known]) + 1),
                 lambda: self.slab.truncate(known, -1),
+                lambda: self.slab.rearrange([], {known: []}),
+                lambda: self.slab.rearrange([known], {known: [(known, 0, len(self.model[known]) + 1)]}),
+                lambda: self.slab.rearrange([known], {known: [(unknown, 0, 0)]}),
                 lambda: self.slab.append(known, -1),
                 lambda: self.slab.extend([known, unknown], [1, 1]),
                 lambda: self.slab.extend([known], [1, 1]),

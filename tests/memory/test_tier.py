@@ -13,7 +13,8 @@ import pytest
 from lamina.memory.store import KvStore
 from lamina.memory.tier import open_tier
 from lamina.spills import BLOCK, Fetch, Spill
-from lamina.types import AttentionSpec, DecodeRows, DType, Fork, KvCacheDType, Overlap, StepPlan
+from lamina.steps import DecodeRows, Fork, Migration, StepPlan, Switch
+from lamina.types import AttentionSpec, DType, KvCacheDType, Overlap, Segment
 
 SPECS = [AttentionSpec(layer=layer, query_heads=4, kv_heads=2, qk_dim=8, v_dim=4, scale=1.0) for layer in range(3)]
 HEADS = (0, 2)
@@ -92,6 +93,15 @@ def test_a_sequence_that_is_released_is_not_copied_on(worker: Worker) -> None:
     worker.apply(released=[1], spills=[])
     worker.apply(spills=[Spill(2, "memory0", 1, [0], [0])])
     assert worker.done == [(1, False, ""), (2, False, "")] and not worker.tier.active
+
+
+def test_a_sequence_that_moves_away_is_not_copied_on(worker: Worker) -> None:
+    """Its slots are free once the carrier of the move is released."""
+    worker.apply(spills=[Spill(1, "memory0", 1, [0, 1, 2], [0, 1, 2])])
+    worker.apply(migrations=[Migration(1, 9, "memory0", "memory1", 0, BLOCK, 1)])
+    assert worker.tier.work() and worker.tier.active
+    worker.apply(switches=[Switch(9, [Segment(1, "memory1", HEADS, (0, BLOCK))])])
+    assert worker.done == [(1, False, "")] and not worker.tier.active
 
 
 def test_an_error_of_the_disk_ends_one_transfer_and_says_why(worker: Worker) -> None:

@@ -36,17 +36,8 @@ from lamina.protocol.messages import (
     Working,
 )
 from lamina.protocol.wire import read_reply
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)
 NOBODY = DecodeRows([], [], [])

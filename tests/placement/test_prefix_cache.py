@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.groups import Ids, ids_of
-from lamina.placement.prefix_cache import Node, PrefixTree
+from lamina.placement.prefix_tree import Node, PrefixTree
+from lamina.types import Segment
 
 
 class BruteForce:
@@ -62,7 +63,9 @@ def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recen
             if node is not None and found < min(node.stop, len(ids)):
                 node = tree.split(node, found)
             if found < len(ids):
-                node, superseded = tree.add(node, salt, ids[found:], number)
+                node, superseded = tree.add(
+                    node, salt, ids[found:], number, [Segment(number, "memory0", (0, 1), (0, None))]
+                )
                 held[number] = ids
                 if superseded is not None:
                     del held[superseded]

@@ -6,7 +6,8 @@ import pytest
 
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import Migration, Segment
+from lamina.steps import Migration
+from lamina.types import Segment
 from tests.schedule.schedules import plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")

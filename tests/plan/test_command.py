@@ -100,7 +100,8 @@ def test_json_holds_the_front_with_the_units_in_its_names() -> None:
 def test_owned_devices_cost_what_they_cost_to_buy() -> None:
     result = json.loads(plan(f"{PAIR.replace('--prices paper', '')} --json"))["recommended"]
     h100, h20 = result["compute"]["workers"], result["memory"]["workers"]
-    owned = h100 * (36500 / 26280 + 0.084) + h20 * (12500 / 26280 + 0.048)
+    network = 36_000 / 64 + 675_840 / 512  # a switch port and cables for each worker
+    owned = h100 * ((36500 + network) / 26280 + 0.084) + h20 * ((12500 + network) / 26280 + 0.048)
     assert result["usd_per_hour"] == pytest.approx(owned)
 
 

@@ -13,8 +13,9 @@ from lamina.errors import UserError
 from lamina.plan import hardware, models, prices, workload
 from lamina.plan import map as plan_map
 from lamina.plan.cost import CostModel, Fits
-from lamina.plan.map import Cell, cells, crossover
-from lamina.plan.serving import Capacity, Server, Slo, ways
+from lamina.plan.map import Cell, Grid, cells, crossover
+from lamina.plan.serving import Server
+from lamina.plan.ways import Capacity, Slo, ways
 
 CATALOGUE = hardware.load()
 RENTS = prices.load("paper")
@@ -37,7 +38,6 @@ def test_a_cell_has_the_cheapest_of_both_sides() -> None:
         least = min(one.usd_per_request for one in best)
         assert least <= found.usd_per_request * (1 + 1e-9) and found.usd_per_request < 1.2 * least
     assert cell.gain == pytest.approx(cell.alone.usd_per_request / cell.together.usd_per_request - 1)
-    assert cell.cached is not None
 
 
 def cell_of(prompt: int, output: int, alone: float | None, together: float | None) -> Cell:
@@ -48,7 +48,7 @@ def cell_of(prompt: int, output: int, alone: float | None, together: float | Non
             self.usd_per_request = usd
 
     one, two = (None if usd is None else cast(Capacity, Priced(usd)) for usd in (alone, together))
-    return Cell(workload.of_lengths(prompt, output), one, two, None, cached=None)
+    return Cell(workload.of_lengths(prompt, output), one, two, None)
 
 
 def test_the_crossover_in_words() -> None:
@@ -56,8 +56,7 @@ def test_the_crossover_in_words() -> None:
     assert crossover([*found, cell_of(9000, 100, None, 1.0)]) == (
         "Two kinds cost less per request in 1 of 3 cells, with prompts of 100 tokens and outputs of 400. Offloading "
         "attention: cheaper in 1 of 3 cells, with prompts of 100 tokens and outputs of 400; at best +30%, with prompts "
-        "of 100 tokens, outputs of 400. If prompts cost nothing, two kinds cannot be compared in any cell. On one kind "
-        "alone, nothing serves 1 more."
+        "of 100 tokens, outputs of 400. On one kind alone, nothing serves 1 more."
     )
     assert crossover([cell_of(1, 1, None, 1.0)]) == "No cell can be served both on one kind and on two."
 
@@ -68,9 +67,16 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
     picture = tmp_path / "map.svg"
     line = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h20:1", "--prices", "paper"]
     output = CliRunner().invoke(app, [*line, "--map", str(picture)], catch_exceptions=False).output
-    assert "prompt 2000" in output and "h100 and h20" in output and "Two kinds cost less" in output
+    assert (
+        "output | prompt" in output
+        and "2000" in output
+        and "h100 and h20" in output
+        and "Two kinds cost less" in output
+    )
     drawn = ElementTree.fromstring(picture.read_text())
-    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 2
+    cells = len(plan_map.PROMPTS) * (len(plan_map.OUTPUTS) + len(plan_map.IDLE) + len(plan_map.SHARED))
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == cells
+    assert "idle | prompt" in output and "shared | prompt" in output
     with pytest.raises(UserError, match="--map has a grid"):
         CliRunner().invoke(app, [*line, "--map", str(picture), "--prompt", "5"], catch_exceptions=False)
     with pytest.raises(UserError, match="--map compares two kinds"):
@@ -79,7 +85,9 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_picture_says_which_side_serves_alone() -> None:
-    text = svg([("a & b", [cell_of(100, 100, 1.0, None), cell_of(200, 100, None, 1.0), cell_of(300, 100, None, None)])])
+    found = [cell_of(100, 100, 1.0, None), cell_of(200, 100, None, 1.0), cell_of(300, 100, None, None)]
+    grid = Grid("lengths", "output | prompt", ["100"], ["100", "200", "300"], [cell.workload for cell in found])
+    text = svg([("a & b", grid, found)])
     labels = [label.text for label in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert (
         labels[0] == "a & b: two kinds (offloading) against one"

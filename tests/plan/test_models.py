@@ -87,18 +87,18 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     with pytest.raises(ModelError, match="has none of num_hidden_layers, n_layer"):
         models.find(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
-    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "state_size": 8}))
+    with pytest.raises(UnsupportedModelError, match="a state of their own"):
         models.find(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ({"num_experts": [8, 8]}, "a mixture of experts"),
-        ({"ffn_config": {"moe_num_experts": 16}}, "a mixture of experts"),
+        ({"num_experts": [8, 8]}, "a mixture of experts whose layers differ"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "a mixture of experts in a part of its config"),
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by gptq"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
         ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ({"mamba_d_state": 128}, "a state of their own"),

@@ -1,5 +1,6 @@
 """Plans for whole requests: the closed form against the simulator, what fits, and what is recommended."""
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -13,7 +14,9 @@ from lamina.cli import app
 from lamina.errors import UserError
 from lamina.plan import hardware, models, prices, workload
 from lamina.plan.cost import CostModel, Fits
-from lamina.plan.serving import Kind, Server, Slo, Way, shortlist, ways
+from lamina.plan.reuse import Sessions
+from lamina.plan.serving import Server
+from lamina.plan.ways import Kind, Slo, Way, shortlist, ways
 from lamina.plan.workload import TracedRequest
 from lamina.simulate.trial import Course
 
@@ -27,7 +30,10 @@ def server(served: workload.Workload, slo: Slo | None = None, shape: models.Mode
     return Server(shape, served, costs, RENTS, slo or Slo())
 
 
-def pools(compute: int = 2, memory: int = 2) -> tuple[list[tuple[hardware.Hardware, int]], ...]:
+Pool = list[tuple[hardware.Hardware, int]]
+
+
+def pools(compute: int = 2, memory: int = 2) -> tuple[Pool, Pool]:
     return [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], memory)]
 
 
@@ -92,6 +98,41 @@ def test_the_slowest_steps_are_those_with_late_chunks_of_long_prompts() -> None:
     assert some.chunk_step_s - without.chunk_step_s > 0.5 * last
 
 
+@pytest.mark.parametrize("kind", list(Kind))
+def test_what_a_prefix_cache_finds_is_not_computed(kind: Kind) -> None:
+    """Sessions that fit beside the batch are as good as shorter prompts; those that do not, as nothing in common."""
+    chosen = [way for way in ways(SMALL, *pools(1, 1)) if way.kind is kind and way.chunk >= 1024]
+
+    def best(served: workload.Workload) -> float:
+        place = server(served, Slo(tbt_s=1.0))
+        return max(one.requests_s for way in chosen if (one := place.evaluate(way)))
+
+    plain = best(workload.of_lengths(8000, 50))
+    none_idle, all_idle = (
+        best(workload.of_lengths(8000, 50, Sessions(resumed=7200, idle=idle))) for idle in (0.0, 0.9999)
+    )
+    assert all_idle == pytest.approx(plain, rel=0.03)
+    assert none_idle > 1.5 * plain
+    assert none_idle <= best(workload.of_lengths(800, 50)) * 1.001
+
+
+def test_long_sequences_over_several_workers() -> None:
+    """Parts of a long sequence are attended to at once: late chunks take less, and steps of few sequences too."""
+    served, slo = workload.of_lengths(60_000, 100), Slo(tbt_s=9, ttft_s=999)
+    way = next(
+        one
+        for one in ways(SMALL, *pools(1, 4), segments=(4096,))
+        if one.kind is Kind.OFFLOADED and one.memory_workers == 4 and one.chunk == 512 and one.lanes == 1
+    )
+    place = server(served, slo)
+    parted, whole = place.evaluate(way), place.evaluate(dataclasses.replace(way, segment=None))
+    assert parted is not None and whole is not None and "KV in parts of 4096" in way.describe()
+    assert parted.chunk_step_s < 0.6 * whole.chunk_step_s and parted.requests_s > whole.requests_s
+    course = Course(SMALL, served, [], RENTS, slo)
+    times = [course.run(one, 0.8 * whole.requests_s, 12).tbt_s.p50 for one in (parted, whole)]
+    assert times[0] < times[1]
+
+
 def test_prompts_count() -> None:
     """One way, the same outputs after longer prompts: fewer requests, and a larger share of the compute pool's time."""
     way = next(way for way in ways(SMALL, *pools()) if way.kind is Kind.OFFLOADED and way.memory_workers == 2)
@@ -110,8 +151,8 @@ def test_every_system_on_every_kind_competes() -> None:
     assert {way.tensor_parallel for way in every if way.kind is Kind.ONE_POOL} == {1, 2}
 
 
-def test_a_request_that_fits_no_memory_worker_is_an_error_with_the_figures() -> None:
-    long = workload.of_requests("long", [TracedRequest(0, 200_000, 10), TracedRequest(1, 10, 10)])
+def test_a_request_that_fits_no_memory_pool_is_an_error_with_the_figures() -> None:
+    long = workload.of_requests("long", [TracedRequest(0, 400_000, 10), TracedRequest(1, 10, 10)])
     place = server(long, shape=models.find("LLaMA-65B"))
     way = Way(
         kind=Kind.OFFLOADED,
@@ -124,8 +165,10 @@ def test_a_request_that_fits_no_memory_worker_is_an_error_with_the_figures() -> 
         lanes=1,
     )
     room = place.models["h20"].kv_tokens
-    assert place.unfit(way) == f"the longest request has 200010 tokens; one h20 holds {room}"
+    assert place.unfit(way) == f"the longest request has 400010 tokens; 8 h20 hold {8 * room}"
     assert place.evaluate(way) is None
+    # A sequence may continue on other workers: what all of them hold fits.
+    assert 2 * room < 8 * room - 10 and place.serving(workload.of_lengths(2 * room, 10)).unfit(way) is None
 
 
 def plan(line: str) -> str:

@@ -87,3 +87,17 @@ def test_every_purpose_has_a_key_of_its_own_and_no_key_tells_the_secret() -> Non
     public, private = one.curve_keys("compute0")
     assert zmq.curve_public(private) == public
     assert one.data.hex() not in repr(one) and repr(one.data) not in repr(one)
+
+
+def test_the_variable_serves_where_no_file_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = secret.from_file(tmp_path / "secret")
+    assert secret.configured(None) is None
+    monkeypatch.setenv("LAMINA_SECRET", made.data.hex())
+    assert secret.configured(None) == made == secret.configured(tmp_path / "secret", create=False)
+    monkeypatch.setenv("LAMINA_SECRET", "12")
+    with pytest.raises(ConfigError, match="LAMINA_SECRET is not a cluster secret: it holds 2 characters") as caught:
+        secret.configured(None)
+    assert "'12'" not in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        secret.configured(tmp_path / "none", create=False)
+    assert not (tmp_path / "none").exists()

@@ -3,8 +3,10 @@
 import pytest
 
 from lamina.errors import PlacementError
+from lamina.heads import HeadShards
 from lamina.protocol.wire import check_placements, check_segments, nbytes_per_token, paper_nbytes_per_token
-from lamina.types import Admission, AttentionSpec, DecodeRows, DType, SamplingParams, Segment, StepPlan
+from lamina.steps import Admission, DecodeRows, StepPlan
+from lamina.types import AttentionSpec, DType, SamplingParams, Segment
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ ALL, WHOLE = (0, 8), (0, None)
     ],
 )
 def test_whole_sequences_and_ranges_on_any_workers_are_served(placed: list[Segment]) -> None:
-    check_segments(3, placed, 8)
+    check_segments(3, placed, HeadShards(8))
 
 
 REFUSED = {
@@ -52,13 +54,13 @@ REFUSED = {
 @pytest.mark.parametrize(("why", "placed"), REFUSED.items(), ids=REFUSED)
 def test_what_would_be_served_wrongly_is_refused(why: str, placed: list[Segment]) -> None:
     with pytest.raises(PlacementError, match=f"sequence 3 .*{why}"):
-        check_segments(3, placed, 8)
+        check_segments(3, placed, HeadShards(8))
     plan = StepPlan(0, 0, 0, [], [], [Admission(3, 1, 5, placed, SamplingParams(), 0)], [], DecodeRows([], [], []))
     with pytest.raises(PlacementError):
-        check_placements(plan, 8)
+        check_placements(plan, HeadShards(8))
 
 
 def test_a_sequence_that_moves_does_so_as_a_whole() -> None:
     moved = [Segment(3, "memory0", ALL, (5, None))]
     with pytest.raises(PlacementError, match="from 0 on"):
-        check_placements(StepPlan(0, 0, 0, [], [], [], [], DecodeRows([], [], []), moved=moved), 8)
+        check_placements(StepPlan(0, 0, 0, [], [], [], [], DecodeRows([], [], []), moved=moved), HeadShards(8))

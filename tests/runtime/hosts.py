@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 HERE, NEAR, FAR = "10.79.0.1", "10.79.0.2", "10.79.0.3"
-END_S = 30.0
+END_S = 90.0
 
 
 def run(*words: str) -> None:
@@ -65,8 +65,9 @@ class Hosts:
         program = ["-c", runs] if code else ["-m", "lamina"]
         command = [sys.executable, *program, "worker", "--engine", engine, "--role", role, "--secret-file", str(secret)]
         binds = "".join(f"mount --bind '{shown}' '{at}' && " for shown, at in mounts)
-        shell = ["sh", "-c", f'{binds}exec "$@"', "sh", *command, *options]
-        isolated = ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", *shell]
+        named = f"echo {address} > /proc/sys/kernel/hostname && "
+        shell = ["sh", "-c", f'{named}{binds}exec "$@"', "sh", *command, *options]
+        isolated = ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc", *shell]
         inside = ["ip", "netns", "exec", self.namespaces[address], *isolated]
         process = subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.started.append(Started(process))

@@ -16,7 +16,8 @@ from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.schedule import admission
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import DType, FinishReason, RequestOutput, SamplingParams, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
 from tests.random_models import SERVED_VOCABULARY, greedy, served
 from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until, worker_processes

@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
+from lamina.placement import relocation
 from lamina.protocol.choice import Transport
 from lamina.schedule import admission
 from lamina.types import RequestOutput, SamplingParams
@@ -41,6 +42,7 @@ def run(*words: str) -> None:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PATIENCE", 4)  # one of the requests moves
+    monkeypatch.setattr(relocation, "CHEAP", 0)  # so do few tokens, which would be computed again
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,10 @@ def rdma_engine(model: Model) -> Iterator[Engine]:
     engine.close()
 
 
-def generate(engine: Engine, meanwhile: Callable[[], None] = lambda: None) -> list[list[int]]:
-    """Tokens of every prompt; ``meanwhile`` runs once the first is there."""
+def generate(
+    engine: Engine, meanwhile: Callable[[], object] = lambda: None, which: Sequence[int] = range(len(PROMPTS))
+) -> list[list[int]]:
+    """Tokens of these of the prompts; ``meanwhile`` runs once the first is there."""
     finals: dict[str, RequestOutput] = {}
     started, ended = threading.Event(), threading.Event()
 
@@ -169,16 +173,25 @@ def generate(engine: Engine, meanwhile: Callable[[], None] = lambda: None) -> li
         started.set()
         if output.finished:
             finals[output.request_id] = output
-            if len(finals) == len(PROMPTS):
+            if len(finals) == len(which):
                 ended.set()
 
-    for index, prompt in enumerate(PROMPTS):
-        engine.submit(str(index), prompt, GREEDY, whole(engine.tokenizer, on_output))
+    for index in which:
+        engine.submit(str(index), PROMPTS[index], GREEDY, whole(engine.tokenizer, on_output))
     assert started.wait(PATIENCE_S)
     meanwhile()
     assert ended.wait(PATIENCE_S), engine.stats()
     assert [output.error for output in finals.values() if output.error] == []
-    return [finals[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
+    return [finals[str(index)].outputs[0].token_ids for index in which]
+
+
+def leave_with_kv(engine: Engine, model: Model) -> None:
+    """One of two memory workers leaves while both hold requests: K and V go to the other."""
+    before = engine.stats().moved
+    which = [0, 2, 3]
+    tokens = generate(engine, lambda: engine.scale(memory=-1).result(PATIENCE_S), which)
+    assert tokens == [model.expected[index] for index in which]
+    assert engine.stats().moved > before
 
 
 def test_tcp_between_two_network_stacks_through_a_partition(model: Model, stacks: Stacks, tcp_engine: Engine) -> None:
@@ -190,13 +203,19 @@ def test_tcp_with_packets_lost_and_late(model: Model, stacks: Stacks, tcp_engine
     assert generate(tcp_engine) == model.expected
 
 
+def test_tcp_when_a_memory_worker_leaves(model: Model, tcp_engine: Engine) -> None:
+    leave_with_kv(tcp_engine, model)
+
+
 def test_rdma_between_two_devices(model: Model, rdma_engine: Engine) -> None:
     assert generate(rdma_engine) == model.expected
-    stats = rdma_engine.stats()
-    assert stats.moved + stats.preempted > 0  # K and V travel by one-sided reads; slots run out meanwhile
 
 
 def test_rdma_with_packets_lost_and_late(model: Model, rdma_engine: Engine) -> None:
     for device in ("lamina1", "lamina2"):
         run("tc", "qdisc", "replace", "dev", device, "root", "netem", *LOSSY)
     assert generate(rdma_engine) == model.expected
+
+
+def test_rdma_when_a_memory_worker_leaves(model: Model, rdma_engine: Engine) -> None:
+    leave_with_kv(rdma_engine, model)  # by one-sided reads

@@ -71,7 +71,8 @@ def file_of(pid: int, folder: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_chats_come_back_from_the_disk_with_the_same_tokens(model: Path, folder: Path, kv_cache_dtype: str) -> None:
     """Several times as many as memory holds; then a disk fails, and then a memory worker is lost."""
     workers = Killable()
@@ -118,7 +119,7 @@ def test_chats_come_back_from_the_disk_with_the_same_tokens(model: Path, folder:
 
 
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start(model: Path, folder: Path, tmp_path: Path) -> None:
-    def refused(text: str, **settings: object) -> None:
+    def refused(text: str, **settings: Any) -> None:
         with pytest.raises(ConfigError, match=text):
             start(model, memory="cpu:1", compute="cpu:1", **settings).close()
 

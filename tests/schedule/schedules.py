@@ -5,7 +5,8 @@ from typing import Any
 from lamina.placement.map import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import Request, SamplingParams, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Request, SamplingParams
 
 LIMITS = Limits(max_sequences=4, max_num_batched_tokens=8, max_model_len=32)
 ATTENTIONS = 3

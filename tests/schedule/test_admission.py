@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lamina.schedule import admission
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import Client, Request, SamplingParams, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Client, Request, SamplingParams
 from tests.schedule.schedules import request, scheduler
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lamina.protocol.messages import StepDone
 from lamina.schedule.answers import Answers
-from lamina.types import DecodeRows, StepPlan
+from lamina.steps import DecodeRows, StepPlan
 
 
 def plan(step: int, lane: int, *, runs: bool = True) -> StepPlan:

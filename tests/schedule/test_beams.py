@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lamina.groups import Completion, Group
 from lamina.schedule.limits import Limits
-from lamina.types import Request, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Request
 from tests.schedule.schedules import LIMITS
 from tests.schedule.test_prefixes import Caching
 from tests.schedule.test_prefixes import requests as mixed

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.schedule.limits import Limits
-from lamina.types import StepPlan
+from lamina.steps import StepPlan
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_epochs import Losing
 from tests.schedule.test_scheduler import MANY
@@ -47,8 +47,9 @@ class Caching(Losing):
                 self._computed[fork.child] = fork.tokens
                 self.hits += fork.child in self._owners
         for migration in plan.migrations:
+            part = slice(migration.start, migration.stop) if migration.parent is None else slice(None)
             slots = {
-                memory.name: memory.slab.slots((migration.sequence, 0))[migration.start : migration.stop].tolist()
+                memory.name: memory.slab.slots((migration.sequence, 0))[part].tolist()
                 for memory in self.memories
                 if memory.name in (migration.source, migration.target)
             }
@@ -86,12 +87,15 @@ class Caching(Losing):
         for memory in self.memories:
             assert memory.here.keys() == prefixes.sequences(memory.name).keys()
             assert memory.slab.used == placement.idle[memory.name]
-            for sequence, tokens in prefixes.sequences(memory.name).items():
-                assert memory.here[sequence].keys() == {0}
-                slots = memory.slab.slots((sequence, 0)).tolist()
-                assert len(slots) == tokens
-                path = [self.contents[memory.name][slot] for slot in slots]
-                assert all(path[-1][: len(key)] == key for key in path) and len(path[-1]) == tokens
+        cached = {one: tokens for memory in self.memories for one, tokens in prefixes.sequences(memory.name).items()}
+        for sequence, tokens in cached.items():
+            path: dict[int, tuple[int, ...]] = {}
+            for memory in self.memories:
+                for start in memory.here.get(sequence, ()):
+                    slots = memory.slab.slots((sequence, start)).tolist()
+                    path |= {start + place: self.contents[memory.name][slot] for place, slot in enumerate(slots)}
+            assert sorted(path) == list(range(tokens))
+            assert all(path[tokens - 1][: position + 1] == key for position, key in path.items())
 
 
 requests = st.lists(

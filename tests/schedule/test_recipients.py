@@ -7,38 +7,34 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.heads import HeadShards
 from lamina.memory.store import KvStore, StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
-from lamina.segments import by_sequence, for_sequence, forked, grown
-from lamina.types import (
-    Admission,
-    AttentionSpec,
-    DecodeRows,
-    DType,
-    Overlap,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.schedule.schedules import request
-from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, Driver
+from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
-SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=1, v_dim=1, scale=1.0)
-CAPACITIES = {"memory0": 60, "memory1": 40}
+SHARDED = HeadShards(3, 3)
+APART, LOCAL = ("memory0", "memory1"), ("compute0", "memory1")
 REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True)))
 
 
-def stores() -> dict[str, KvStore]:
-    return {name: KvStore(name, [SPEC], DType.FLOAT32, room, 1, Overlap()) for name, room in CAPACITIES.items()}
+def stores(memories: tuple[str, str], shards: HeadShards) -> dict[str, KvStore]:
+    spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
+    return {
+        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        for name, room in zip(memories, (60, 40), strict=True)
+    }
 
 
 def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, Sequence[Segment]]) -> bool:
@@ -50,7 +46,19 @@ def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, 
         or any(worker in (migration.source, migration.target) for migration in plan.migrations)
         or any(segment.worker == worker for admission in plan.admitted for segment in admission.segments)
         or any(segment.worker == worker or ends(had.get(segment.sequence, ()), segment) for segment in plan.grown)
+        or any(
+            segment.worker == worker or overlaps(had.get(segment.sequence, ()), segment)
+            for switch in plan.switches
+            for segment in switch.segments
+        )
     )
+
+
+def overlaps(had: Sequence[Segment], new: Segment) -> bool:
+    """Whether some of the tokens of ``new`` are in segments that a worker has."""
+    first, last = new.tokens
+    spans = [segment.tokens for segment in had]
+    return any((last is None or start < last) and (stop is None or stop > first) for start, stop in spans)
 
 
 def ends(had: Sequence[Segment], new: Segment) -> bool:
@@ -70,9 +78,8 @@ def same(part: StepTables, whole: StepTables) -> None:
     assert len(part.rows.queries) == len(whole.rows.queries) and len(part.rows.appends) == len(whole.rows.appends)
     assert [len(part.slots), len(part.pulled_slots)] == [len(whole.slots), len(whole.pulled_slots)]
     for ours, theirs in zip(part.tables, whole.tables, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:  # the slots differ: theirs may be freed later
-            np.testing.assert_array_equal(ours.kv_offsets, theirs.kv_offsets)
+        for own, their in zip(ours, theirs, strict=True):  # the slots differ: theirs may be freed later
+            np.testing.assert_array_equal(own.table.kv_offsets, their.table.kv_offsets)
 
 
 class Replica:
@@ -82,6 +89,9 @@ class Replica:
         self.segments: dict[int, list[Segment]] = {}
 
     def apply(self, plan: StepPlan) -> None:
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self.segments:
+                self.segments[segment.sequence] = moved(self.segments[segment.sequence], segment)
         for fork in plan.forks:
             if fork.parent in self.segments:
                 self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
@@ -105,15 +115,25 @@ class Told(Driver):
     """Every plan goes to workers that are told of everything, and its parts to workers that are told what concerns
     them: with equal slabs, these must do the same."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None) -> None:
-        super().__init__(pipeline, depth, chance, longest)
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        depth: int,
+        chance: random.Random,
+        longest: int | None,
+        memories: tuple[str, str],
+        shards: HeadShards,
+    ) -> None:
+        super().__init__(pipeline, depth, chance, longest, memories, shards)
+        self.shards = shards
         self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
         self.pipeline = pipeline
         self.recipients = Recipients(self.computes, pipeline)
-        self.everything, self.theirs = stores(), stores()
+        self.everything, self.theirs = stores(memories, shards), stores(memories, shards)
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
+        self.moves = 0
         self.late: dict[int, float] = {}  # released sequences that some memory worker still holds
 
     def come(self, name: str) -> None:
@@ -134,27 +154,31 @@ class Told(Driver):
         assert len(by_name) == len(parts), "nobody is told twice"
         runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
         expected = {self.computes[number] for number in runs}
-        expected |= {name for name in CAPACITIES if concerns(plan, tables[name], name, had[name])}
-        assert by_name.keys() == expected
+        expected |= {name for name in self.theirs if concerns(plan, tables[name], name, had[name])}
+        aside = set(self.computes).difference(expected)  # they may run sequences that move, with other plans
+        assert by_name.keys() - aside == expected and (plan.switches or not by_name.keys() & aside)
         for name, part in parts:
             self.told[name] += 1
-            if name in self.theirs:
+            if name in aside:
+                self.replicas[name].apply(part)
+                assert not part.runs and part.switches
+            elif name in self.theirs:
                 same(self.theirs[name].apply(part), tables[name])
-            else:
+            if name in self.replicas and name not in aside:
                 self.replicas[name].apply(part)
                 assert (part.chunks, part.decoding, part.turn) == (plan.chunks, plan.decoding, plan.turn)
                 known, knows = self.all_knowing.segments, self.replicas[name].segments
                 for step in plan.sequences:
                     for sequence in (step.sequence, *step.draws):
                         assert knows[sequence] == known[sequence]
-                for worker in CAPACITIES:  # both ends derive the same message
-                    assert message_rows(part, knows, worker).kept == tables[worker].rows.kept
+                for worker in self.theirs:  # both ends derive the same message
+                    assert message_rows(part, knows, worker, self.shards).kept == tables[worker].rows.kept
         self.late |= dict.fromkeys(plan.released, self.now)
 
     def tell_overdue(self, now: float) -> None:
         for name, sequences in self.recipients.overdue(now):
-            worker = self.theirs[name] if name in self.theirs else self.replicas[name]
-            worker.release(sequences)
+            for worker in [roles[name] for roles in (self.theirs, self.replicas) if name in roles]:
+                worker.release(sequences)
         held = {sequence for store in self.theirs.values() for sequence in store._segments}
         held |= {sequence for replica in self.replicas.values() for sequence in replica.segments}
         self.late = {sequence: since for sequence, since in self.late.items() if sequence in held}
@@ -167,20 +191,32 @@ class Told(Driver):
     def on_plan(self, plan: StepPlan) -> None:
         self.take(plan)
 
+    def move(self) -> None:
+        """Some tokens of a request go to the other memory worker, if they can."""
+        scheduler = self.turn.scheduler
+        groups = [group for lane in scheduler._lanes for group in lane.running]
+        if groups:
+            source, target = self.chance.sample(list(self.theirs), 2)
+            scheduler.moves.try_move(self.chance.choice(groups), source, target, self.chance.randint(1, 20))
+            self.moves = scheduler.moves.counts.moves
 
+
+@example(FIXED, 1, 13, 0.1, 6, "striped", 198851571)  # a chunk before the first segment of a worker
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
     depth=st.integers(1, DEPTH),
     requests=st.integers(1, 25),
     leaving=st.sampled_from([0.0, 0.1]),
     longest=st.sampled_from([None, 6]),
+    kind=st.sampled_from(["apart", "local", "striped"]),
     seed=st.integers(0, 2**32),
 )
 def test_those_concerned_and_nobody_else_are_told_what_they_need(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, seed: int
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, kind: str, seed: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Told(pipeline, depth, chance, longest)
+    memories = LOCAL if kind == "local" and pipeline.replicas == 1 else APART
+    driver = Told(pipeline, depth, chance, longest, memories, SHARDED if kind == "striped" else WHOLE)
     driver.pause_s = RELEASE_S
     for number in range(requests):
         driver.come(str(number))
@@ -189,17 +225,20 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
         if chance.random() < 0.1:
             one = chance.choice([pipeline.start, *pipeline.choices])
             driver.turn.scheduler.use_lanes(one.lanes, one.rotates)
+        driver.move()
         driver.turn_once()
     for _ in range(ENOUGH):
         if not driver.live and not driver.turn.in_flight:
             break
+        driver.move()
         driver.turn_once()
     assert driver.ended == Counter(map(str, range(requests)))
     driver.tell_overdue(float("inf"))
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
     assert not any(replica.segments for replica in driver.replicas.values())
     recipients = driver.recipients
-    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._admissions))
+    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
+    assert not recipients._admissions
 
 
 def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:

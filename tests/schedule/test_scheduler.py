@@ -17,17 +17,8 @@ from lamina.memory.slab import Slab
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from lamina.spills import Fetch
-from lamina.types import (
-    LAST_DRAWN,
-    Admission,
-    Fork,
-    Migration,
-    Request,
-    SamplingParams,
-    Segment,
-    SequenceStep,
-    StepPlan,
-)
+from lamina.steps import LAST_DRAWN, Admission, Fork, Migration, SequenceStep, StepPlan
+from lamina.types import Request, SamplingParams, Segment
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -44,6 +35,9 @@ class MemoryModel:
         self.here: dict[int, dict[int, int]] = {}  # by sequence and first token of a segment: where it ends
 
     def apply(self, plan: StepPlan) -> None:
+        for switch in plan.switches:
+            for segment in switch.segments:
+                self.switch(switch.carrier, segment)
         for fork in plan.forks:
             self.fork(fork)
         for sequence in plan.released:
@@ -68,7 +62,9 @@ class MemoryModel:
     def fork(self, fork: Fork) -> None:
         for start, stop in self.here.get(fork.parent, {}).items():
             if start < fork.tokens:
-                self.slab.fork((fork.parent, start), (fork.child, start), min(fork.tokens, stop) - start)
+                child, tokens = (fork.child, start), min(fork.tokens, stop) - start
+                if child not in self.slab or len(self.slab.slots(child)) < tokens:
+                    self.slab.fork((fork.parent, start), child, tokens)
                 self.here.setdefault(fork.child, {})[start] = stop if stop < fork.tokens else sys.maxsize
 
     def fetch(self, fetch: Fetch) -> None:
@@ -102,9 +98,50 @@ class MemoryModel:
             else:
                 self.here[sequence][start] = min(stop, position)
 
+    def switch(self, carrier: int, new: Segment) -> None:
+        """Token by token: a sequence has the range in the carrier's slots, here or elsewhere."""
+        sequence, (first, last) = new.sequence, new.tokens
+        before = self.here.pop(sequence, {})
+        if not before and new.worker != self.name:
+            return
+        closes, last = last is not None, sys.maxsize if last is None else last
+        if not closes and new.worker == self.name:
+            last = first + len(self.slab.slots((carrier, 0)))
+        places = {}  # by position: what holds it, and where in that
+        for start in before:
+            for index in range(len(self.slab.slots((sequence, start)))):
+                places[start + index] = (sequence, start), index
+        covered = {start: stop for start, stop in before.items()}
+        held = [(start, min(stop, first)) for start, stop in covered.items() if start < first]
+        held += [(max(start, last), stop) for start, stop in covered.items() if stop > last and closes]
+        places = {position: place for position, place in places.items() if not first <= position < last}
+        if new.worker == self.name:
+            held.append((first, last if closes else sys.maxsize))
+            places |= {position: ((carrier, 0), position - first) for position in range(first, last)}
+        joined: list[list[int]] = []
+        for start, stop in sorted(held):
+            if joined and joined[-1][1] == start:
+                joined[-1][1] = stop
+            else:
+                joined.append([start, stop])
+        parts = {
+            (sequence, start): [
+                (places[position][0], places[position][1], places[position][1] + 1)
+                for position in sorted(places)
+                if start <= position < stop
+            ]
+            for start, stop in joined
+        }
+        self.slab.rearrange([(sequence, start) for start in before], parts)
+        if joined:
+            self.here[sequence] = {start: stop for start, stop in joined}
+
     def migrate(self, migrations: list[Migration]) -> None:
         for migration in migrations:
             key = migration.sequence, 0
+            if migration.parent is not None:
+                self.carry(migration)
+                continue
             if migration.source == self.name:
                 assert list(self.here[migration.sequence]) == [0]
                 assert migration.stop <= len(self.slab.slots(key))
@@ -113,6 +150,20 @@ class MemoryModel:
                     self.slab.open(key)
                 assert len(self.slab.slots(key)) == migration.start < migration.stop
                 self.slab.append(key, migration.stop - migration.start)
+
+    def carry(self, migration: Migration) -> None:
+        """Let a carrier have slots for its range: those of its parent, or new ones."""
+        if migration.source == self.name:
+            ((first, _),) = [
+                (start, stop)
+                for start, stop in self.here[migration.parent or 0].items()
+                if start <= migration.start and migration.stop <= stop
+            ]
+            part = (migration.parent or 0, first), migration.start - first, migration.stop - first
+            self.slab.rearrange([], {(migration.sequence, 0): [part]})
+        elif migration.target == self.name:
+            self.slab.open((migration.sequence, 0))
+            self.slab.append((migration.sequence, 0), migration.stop - migration.start)
 
     def forget(self, sequence: int) -> None:
         self.here.pop(sequence, None)
@@ -238,7 +289,8 @@ class Cluster:
             moved = {segment.sequence for segment in plan.moved}
             assert not (running | earlier) & {*plan.released, *moved}
             for migration in plan.migrations:
-                assert migration.stop <= self._computed[migration.sequence]
+                whose = migration.sequence if migration.parent is None else migration.parent
+                assert migration.stop <= self._computed.get(whose, sys.maxsize if migration.parent is not None else 0)
             self._migrations += plan.migrations
             self.moved += len(plan.moved)
             for memory in self.memories:
@@ -364,8 +416,8 @@ def test_lanes_that_are_not_plannable_have_nothing_to_plan(
                 if aborted is not None and aborted == turn - arrival:
                     one.abort(str(index))
         lane = random.randrange(lanes)
-        number = asked.migrating
-        if number is not None and random.random() < 0.3:
+        if asked.migrating and random.random() < 0.3:
+            number = asked.migrating[0]
             for one in pair:
                 one.migrated(number)
         if asked.in_flight(lane):

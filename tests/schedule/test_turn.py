@@ -12,24 +12,28 @@ from hypothesis import strategies as st
 
 from lamina.cluster import sizing
 from lamina.cluster.bringup import Cluster
+from lamina.cluster.gather import Wish
 from lamina.config import EngineConfig
 from lamina.engine import engine
+from lamina.heads import HeadShards
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.map import Placement
 from lamina.placement.recovery import latest
+from lamina.placement.stripes import StripedPlacement
 from lamina.plan import hardware, models
-from lamina.protocol.control import Bootstrap, ControlServer
+from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import StepDone
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
-from lamina.topology import Role
-from lamina.types import AttentionSpec, DType, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import AttentionSpec, DType
 from tests.schedule.schedules import ATTENTIONS, LIMITS, request
 
 FIXED = Pipeline(3, 1)
+WHOLE = HeadShards(2)
 CHOICES = Pipeline(4, 2, choices=(Arrangement(4), Arrangement(2), Arrangement(3, rotates=True)))
 ENOUGH = 2000
 
@@ -37,10 +41,25 @@ ENOUGH = 2000
 class Driver:
     """Workers that answer in any order, and callers that come and go, around one turn; checks what it plans."""
 
-    def __init__(self, pipeline: Pipeline, depth: int, chance: random.Random, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        depth: int,
+        chance: random.Random,
+        longest: int | None = None,
+        memories: tuple[str, str] = ("memory0", "memory1"),
+        shards: HeadShards = WHOLE,
+    ) -> None:
         self.depth, self.chance = depth, chance
-        placement = Placement({"memory0": 60, "memory1": 40}, longest)
-        self.turn = Turn(LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=2, plan_ahead=depth > 1)
+        capacities = dict(zip(memories, (60, 40), strict=True))
+        local = [name for name in memories if name.startswith("compute")]
+        striped = shards.count > 1
+        placement = (
+            StripedPlacement(capacities, shards, longest) if striped else Placement(capacities, longest, local=local)
+        )
+        self.turn = Turn(
+            LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1
+        )
         self.unanswered: dict[int, StepPlan] = {}
         self.planned: dict[int, list[int]] = {}  # by lane: steps that run
         self.completed: dict[int, list[int]] = {}
@@ -167,14 +186,14 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
 
 
 class NoWorkers:
-    def start(self, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        raise AssertionError(f"{name} was started")
-
     def ended(self) -> Mapping[str, str]:
         return {}
 
-    def end(self, worker: str) -> None:
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
+
+    def wishes(self) -> list[Wish]:
+        return []
 
     def close(self) -> None:
         pass
@@ -208,7 +227,8 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     (simulated, simulated_settings), (real, real_settings) = made
     assert simulated_settings.pop("policy") is latest  # the engine's default
     assert real_settings.pop("overcommit") == 1.0  # simulated workers have no disks
-    assert real_settings.pop("prefix_cache")  # traces say nothing of what prompts have in common
+    # These arrivals say nothing of what prompts have in common.
+    assert real_settings.pop("prefix_cache") and not simulated_settings.pop("prefix_cache")
     assert pipeline == real[2] and simulated_settings == real_settings
     assert simulated[1].capacities == real[1].capacities
     assert limits.max_sequences == sizing.most_sequences(config, engine_pipeline)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from lamina.engine.runtime import Submission
-from lamina.engine.stats import EngineStats, MemoryStats
+from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.protocol.choice import Choice, Transport
@@ -141,6 +141,9 @@ class FakeEngine:
             prefix_queries=8,
             prefix_hits=2,
             workers={"memory0": "serving"},
+            placement=PlacementStats(
+                {"memory0": {"chat-1": 5}}, [("memory0", "memory1", 64)], {"memory0": 4096}, 3, 2, 1
+            ),
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:

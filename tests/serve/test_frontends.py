@@ -1,6 +1,7 @@
 """`lamina launch --frontends 2`: what crosses from the engine's process to the frontends', and what happens when one of
 them, or the engine, is killed."""
 
+import contextlib
 import json
 import signal
 import time
@@ -22,7 +23,9 @@ LONG = GREEDY | {"max_tokens": 400, "stream": True}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = start("--frontends", "2", "--kv-cache-memory-bytes", str(64 << 20))
+    running = start(
+        *("--frontends", "2", "--memory", "cpu:2", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
+    )
     children = running.workers()
     yield running
     running.process.send_signal(signal.SIGTERM)
@@ -79,7 +82,8 @@ def values(metrics: str) -> dict[str, float]:
 
 def idle(server: Server) -> bool:
     held = values(httpx.get(f"{server.url}/metrics", timeout=RUN_S).text)
-    return held["lamina_requests_running"] == held['lamina_kv_slots_used{worker="memory0"}'] == 0
+    used = [value for name, value in held.items() if name.startswith("lamina_kv_slots_used{")]
+    return held["lamina_requests_running"] == sum(used) == 0 and len(used) == 2
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -167,6 +171,72 @@ def test_a_killed_frontend_takes_its_own_requests_with_it_and_no_others(server: 
     assert server.process.stderr is not None
     said = next(line for line in server.process.stderr if "still starting" not in line)
     assert "its process was ended by signal 9; its requests are cancelled" in said
+
+
+def engine_of(server: Server) -> psutil.Process:
+    (engine,) = [one for one in server.workers() if "lamina.serve.engine" in one.cmdline()]
+    return engine
+
+
+def workers_of(server: Server) -> dict[int, str]:
+    modules = {"lamina.compute", "lamina.memory.worker"}
+    return {one.pid: one.cmdline()[-1] for one in server.workers() if modules.intersection(one.cmdline())}
+
+
+@pytest.mark.parametrize("also", ["", "lamina.memory.worker", pytest.param("lamina.compute", marks=pytest.mark.slow)])
+def test_clients_notice_an_engine_that_is_killed_as_a_pause(server: Server, also: str) -> None:
+    """Also if a worker dies with it. The others keep what they have loaded, unless it was the last compute worker."""
+    one_long = LONG | {"max_tokens": 200}
+    many = one_long | {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 0, "frequency_penalty": 0.3}
+    expected = [ask(server, **body | {"stream": False})["choices"] for body in (one_long, many)]
+    before, old = workers_of(server), engine_of(server)
+    with httpx.Client(timeout=RUN_S) as one, httpx.Client(timeout=RUN_S) as other, contextlib.ExitStack() as streams:
+        firsts = [
+            streams.enter_context(_texts(client, server, body)) for client, body in ((one, one_long), (other, many))
+        ]
+        for texts, found in firsts:
+            while len(texts[0]) < 40:
+                _add(texts, next(found))
+        old.kill()
+        victims = [pid for pid, module in before.items() if module == also][:1]
+        for pid in victims:
+            psutil.Process(pid).kill()
+        waiting = httpx.post(f"{server.url}/v1/completions", json=GREEDY, timeout=RUN_S)  # while there is no engine
+        for texts, found in firsts:
+            for event in found:
+                _add(texts, event)
+    assert waiting.status_code == 200
+    for (texts, _), choices in zip(firsts, expected, strict=True):
+        assert texts == [choice["text"] for choice in choices]
+    assert engine_of(server).pid != old.pid
+    kept = set() if also == "lamina.compute" else before.keys() - victims
+    wait_until(lambda: sorted(workers_of(server).values()) == sorted(before.values()))
+    assert kept <= workers_of(server).keys()
+    wait_until(lambda: idle(server))
+
+
+@contextmanager
+def _texts(
+    client: httpx.Client, server: Server, body: dict[str, Any]
+) -> Iterator[tuple[list[str], Iterator[dict[str, Any]]]]:
+    """The texts so far of an open stream, and its other events."""
+    texts = [""] * body.get("n", 1)
+    with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        yield texts, events(response.iter_lines())
+
+
+def _add(texts: list[str], event: dict[str, Any]) -> None:
+    assert "error" not in event, event
+    for choice in event["choices"]:
+        texts[choice["index"]] += choice["text"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_is_replaced(server: Server) -> None:
+    old = engine_of(server)
+    old.suspend()
+    assert ask(server, **GREEDY)["choices"][0]["finish_reason"] == "length"
+    assert not old.is_running() and engine_of(server).pid != old.pid
 
 
 @pytest.mark.slow

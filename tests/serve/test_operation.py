@@ -135,6 +135,8 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_tokens_recomputed_total",): 7,
         ("lamina_prefix_cache_queries_total",): 8,
         ("lamina_prefix_cache_hits_total",): 2,
+        ("lamina_kv_imbalance",): 1,
+        ("lamina_kv_moved_bytes_total", "memory0"): 4096,
         ("lamina_kv_slots_used", "memory0"): 5,
         ("lamina_kv_slots_cached", "memory0"): 3,
         ("lamina_kv_slots", "memory0"): 9,
@@ -142,6 +144,13 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_links", "same host", "shm"): 1,
         ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
     }
+
+
+def test_placement_says_who_has_what_and_what_moves(server: Running) -> None:
+    answer = server.http.get("/placement").json()
+    assert answer["workers"]["memory0"]["largest_requests"] == {"chat-1": 5}
+    assert answer["moves"]["in_progress"] == [{"source": "memory0", "target": "memory1", "tokens": 64}]
+    assert answer["prefix_cache"] == {"queried": 8, "hit": 2}
 
 
 TRAFFIC = {

@@ -31,7 +31,8 @@ from lamina.simulate import (
     write_requests,
 )
 from lamina.simulate import runtime as under_test
-from lamina.types import Pipelining, Request, StepPlan
+from lamina.steps import StepPlan
+from lamina.types import Pipelining, Request
 
 CATALOGUE = hardware.load()
 LLAMA = models.find("Llama-2-7B")
@@ -173,9 +174,9 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     plans: list[StepPlan] = []
 
     class Watched(Scheduler):
-        def add(self, request: Request) -> Any:
+        def add(self, request: Request, drawn: Any = None) -> Any:
             told.append(("add", request))
-            return super().add(request)
+            return super().add(request, drawn)
 
         def complete(self, lane: int, step: int | None = None) -> Any:
             told.append(("complete", (lane, step)))
@@ -232,8 +233,8 @@ def test_a_sequence_that_moves_makes_room_and_takes_the_time_of_its_bytes() -> N
         submit(plan, now)
         moved.extend(segment.sequence for segment in plan.moved)
         for migration in plan.migrations:
-            assert simulation._migration is not None
-            begun.append((now, simulation._migration[0], migration.stop - migration.start))
+            (end, _) = max(simulation._migrations)
+            begun.append((now, end, migration.stop - migration.start))
 
     simulation._submit = watch  # type: ignore[method-assign]
     result = simulation.run()

@@ -65,20 +65,30 @@ def start_process(command: list[str], bootstrap: Bootstrap, shared_cores: bool) 
 
 
 class LocalWorkers:
-    """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first."""
+    """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first.
+
+    Attributes:
+        devices: of each worker so far.
+    """
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._exits = selectors.DefaultSelector()  # of a descriptor of each process that has not been seen to exit
+        self._exits = selectors.EpollSelector()  # of a descriptor of each process that has not been seen to exit
         self._ended: dict[str, str] = {}
         self._closing = False
         self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
+        self.devices: dict[str, str] = {}
         self._shared_cores = False
 
     @property
     def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
         """By worker, without those that ``end`` has ended: to watch them, or to send them signals."""
         return self._processes
+
+    @property
+    def exits(self) -> int:
+        """A descriptor that is readable when ``ended`` has something new."""
+        return self._exits.fileno()
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
         """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too."""
@@ -91,10 +101,18 @@ class LocalWorkers:
         finally:
             os.sched_setaffinity(0, own)
         self._processes[name] = process
+        self.devices[name] = bootstrap.device
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
     def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
-        """Start another worker, on all cores of those of its role that were started before."""
+        """Start another worker, on all cores of those of its role that were started before, and on a device of
+        ``kind``, such as that of one that was ended.
+
+        Raises ConfigError if this machine has no such device.
+        """
+        taken = [self.devices[worker] for worker in self._processes]
+        (assigned,) = assign(role, (PoolEntry(kind, 1),), find_devices(), taken)
+        bootstrap = msgspec.structs.replace(bootstrap, device=assigned.device)
         module = MODULES[role]
         cores = self._cores.get(module) or frozenset(os.sched_getaffinity(0))
         self.spawn(name, module, bootstrap, cores, self._shared_cores)

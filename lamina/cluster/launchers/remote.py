@@ -124,12 +124,13 @@ class RemoteWorkers:
             except (zmq.ZMQError, OSError, RuntimeError) as error:
                 raise _cannot_listen(where, port, error) from error
             undo.pop_all()
-        self.port = int(self._socket.last_endpoint.decode().rpartition(":")[2])
+        self.port = int(bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])
         self._lock = threading.Condition()  # of everything below
         self._supervisors: dict[bytes, _Supervisor] = {}
         self._vacancies: list[_Vacancy] = []
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
+        self._finished = set[str]()  # workers that ``end`` was called for
         self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
         self._closing = self._over = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -182,13 +183,15 @@ class RemoteWorkers:
             one = self._of(worker)
             if one is not None:
                 one.exited = why
-            if one is None or not one.parting:
+                self._end_here(one)
+            if worker not in self._finished:
                 self._ended = {**self._ended, worker: why}
             self._lock.notify_all()
 
     def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
         """See ``Workers.end``. Waits for the supervisor, for ``STOP_TIMEOUT_S`` at most."""
         with self._lock:
+            self._finished.add(name)
             self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.name != name]
             one = self._of(name)
             if one is not None:
@@ -340,9 +343,9 @@ class RemoteWorkers:
                 self._look_for_silence(liveness)
                 leaving, outbox = self._over, list(self._outbox)
                 self._outbox.clear()
-            for identity, message in outbox:
+            for identity, answer in outbox:
                 with contextlib.suppress(zmq.ZMQError):  # it has gone: its silence tells
-                    self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
+                    self._socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
             if leaving:
                 return
 

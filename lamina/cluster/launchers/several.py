@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from lamina.cluster.gather import Wish
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
+from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.cluster.pool import CPU, REMOTE
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
+
+Local = LocalWorkers | SupervisedWorkers
 
 
 class LocalAndRemote:
@@ -17,7 +20,7 @@ class LocalAndRemote:
         local, remote: the two parts.
     """
 
-    def __init__(self, local: LocalWorkers, remote: RemoteWorkers) -> None:
+    def __init__(self, local: Local, remote: RemoteWorkers) -> None:
         self.local, self.remote = local, remote
 
     def check(self, role: Role, kind: str, count: int) -> None:

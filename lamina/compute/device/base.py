@@ -7,18 +7,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.runner import Rows
+from lamina.compute.device.moves import Moves
+from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.splitter import Crossing, SliceOutput
 from lamina.types import AttentionSpec, DType
 
+Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
-Partial = tuple[Floats, Floats]
-"""(out [R, Hq, Dv], lse [R, Hq]), in host memory."""
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""(out [R, Hq, Dv], lse [R, Hq]), float32."""
 
-Attend = Callable[[SliceOutput, npt.NDArray[np.int64], SegmentTable, AttentionSpec], Partial]
-"""See ``Runner.attend``."""
+Reply = tuple[int, memoryview]
+"""A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``protocol.wire``."""
 
 
 class Device(Protocol):
@@ -34,24 +36,18 @@ class Device(Protocol):
     def runner(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> "Runner":
         """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``."""
 
-    def free_bytes(self) -> int:
-        """Bytes of the device's own memory that are free; 0 if it has none of its own."""
 
-
-class Runner(Protocol):
-    """Runs one slice at a time; attention is left to the caller.
+class Carrier(Protocol):
+    """Where the rows of slices are.
 
     Attributes:
-        attentions, contexts, dtype: those of the model. sinks: logits [Hq] of each attention, or None.
+        dtype: the model's element type.
     """
 
-    attentions: tuple[AttentionSpec, ...]
-    contexts: tuple[tuple[Crossing, ...], ...]
     dtype: DType
-    sinks: Sequence[Floats | None]
 
-    def padded(self, rows: int) -> int:
-        """The number of rows that ``rows`` are padded to."""
+    def transfers(self, moves: Moves) -> "Transfers":
+        """What moves the rows of a step."""
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
@@ -61,6 +57,30 @@ class Runner(Protocol):
         ``output`` is a slice's; its k and v serve as slab, row r as slot r. ``rows`` int64 [R] are those of its q that
         ``table`` covers in order.
         """
+
+
+class Runner(Carrier, Protocol):
+    """Runs one slice at a time; attention is left to the caller.
+
+    Attributes:
+        attentions, contexts: those of the model.
+    """
+
+    attentions: tuple[AttentionSpec, ...]
+    contexts: tuple[tuple[Crossing, ...], ...]
+
+    @property
+    def sinks(self) -> Sequence[Floats | None]:
+        """The sink logits float32 [Hq] of each attention, or None."""
+
+    def reserve(self, rows: int) -> None:
+        """Take the device's memory that steps of up to ``rows`` rows need, and keep it.
+
+        Raises torch.OutOfMemoryError if there is too little.
+        """
+
+    def padded(self, rows: int) -> int:
+        """The number of rows that ``rows`` are padded to."""
 
     def run(
         self,
@@ -80,3 +100,29 @@ class Runner(Protocol):
         self, rows: Rows, attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
         """Logits [len(chosen), vocab] of rows ``chosen``, int64, ascending. The next call may overwrite them."""
+
+
+class Transfers(Protocol):
+    """Moves rows of one step between the device and messages; planned once, used for every attention.
+
+    Lists are by memory worker. Arrays are in host memory, and may be overwritten by the next call.
+    """
+
+    def queries(self, q: torch.Tensor) -> Sequence[Array]:
+        """The shards of q [rows, Hq, D] that travel, in the order of messages: [Rq, Hq / n, D] each."""
+
+    def keys_values(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Sequence[Array], Sequence[Array]]:
+        """The same of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
+
+    def all(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
+        """``queries`` and ``keys_values`` at once."""
+
+    def merged(
+        self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None
+    ) -> torch.Tensor:
+        """Attention out [rows, Hq, Dv] in the model's element type, 0 in padding rows; the next call overwrites it.
+
+        ``here``: the partials attended here, one for each of ``Moves.here``. Replies have been read on return.
+        """

@@ -17,7 +17,3 @@ class Cpu:
     def runner(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> SliceRunner:
         """See ``Device``. Packed weights are copies: drop ``tensors`` to free their memory."""
         return SliceRunner(model, tensors)
-
-    def free_bytes(self) -> int:
-        """See ``Device``."""
-        return 0

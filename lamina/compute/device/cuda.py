@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lamina.compute.device.gpu import Cut, Replay
+from lamina.compute.device.kit import Cut, Replay
 from lamina.errors import ConfigError
 from lamina.kernels.gpu.device import count_by_bus
 
@@ -20,7 +20,7 @@ class Cuda:
         require_torch(index)
         self.place = torch.device("cuda", index)
         torch.cuda.set_device(self.place)
-        self._stream = torch.cuda.Stream(self.place)
+        self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
@@ -59,10 +59,17 @@ class Cuda:
         out, lse, *_ = flash(q, k, v, 0.0, True, False, scale=scale)
         return out, lse
 
-    def free_bytes(self) -> int:
-        """See ``Kit``; includes what torch has allocated and does not use."""
-        free, _ = torch.cuda.mem_get_info(self.place)
-        return int(free + torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place))
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Kit``."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """See ``Kit``."""
+        target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """See ``Kit``."""
+        torch.cuda.current_stream().synchronize()
 
 
 def require_torch(index: int) -> None:
@@ -74,7 +81,7 @@ def require_torch(index: int) -> None:
             f"cuda:{index} is an AMD GPU to this PyTorch, which was built for ROCm {torch.version.hip}; slices have "
             "never run on one. Use --compute cpu:1"
         )
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         raise ConfigError(f"cuda:{index} cannot run slices: {found} was built without CUDA; {remedy}")
     if not torch.cuda.is_available():
         raise ConfigError(f"cuda:{index} cannot run slices: {found} finds no usable driver; {remedy}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.compute.device.gpu import Cut, Replay
+from lamina.compute.device.kit import Cut, Replay
 
 
 class Emulated:
@@ -29,9 +29,16 @@ class Emulated:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True, scale=scale)
         return out, lse
 
-    def free_bytes(self) -> int:
-        """See ``Kit``; 0: an emulated card uses the host's memory."""
-        return 0
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Kit``."""
+        return torch.empty(shape, dtype=dtype)
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """See ``Kit``."""
+        target.copy_(source)
+
+    def wait(self) -> None:
+        """See ``Kit``; nothing runs in the background."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class _Call:
                 old.copy_(new)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators in parts.
 
     Attributes:
@@ -58,7 +65,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self.replays: list[Replay] = []
         self.cut()

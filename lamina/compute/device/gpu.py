@@ -1,11 +1,10 @@
 """Slices on a GPU: torch's operators, recorded once for each number of rows and replayed without the host in between.
 
-What differs between a card and the emulation of one for tests is a ``Kit``; everything else here runs on both.
+What differs between a card and the emulation of one for tests is a ``Kit``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,47 +13,15 @@ from torch import Tensor
 
 from lamina.compute.device.base import Floats, Partial
 from lamina.compute.device.chunks import attend_chunks
-from lamina.compute.runner import Rows
+from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
+from lamina.compute.device.moves import Moves
+from lamina.compute.device.transfers import GpuTransfers, Lines
+from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.placed import PlacedSlice, place
 from lamina.splitter import SliceOutput
-from lamina.types import AttentionSpec
-
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows that slices are recorded for; decode steps have few. A product of so few rows takes about as long as
-reading its weight, so that padding costs little; larger steps run operator by operator."""
-
-MULTIPLE = 64  # of the rows of larger steps
-
-
-def padded_rows(rows: int) -> int:
-    """The number of rows that a step of ``rows`` runs with."""
-    return next((size for size in ROWS if size >= rows), -(-rows // MULTIPLE) * MULTIPLE)
-
-
-Cut = Callable[[], None]
-Replay = Callable[[], None]
-
-
-class Kit(Protocol):
-    """What a card can do that torch does not offer on every device alike.
-
-    Attributes:
-        place: where tensors are.
-    """
-
-    place: torch.device
-
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
-        """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
-        memory, in parts: one up to each call of its argument, and the rest. ``work`` may be called more than once."""
-
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-        """See ``chunks.Fused``; None if the card has no such kernel for this element type."""
-
-    def free_bytes(self) -> int:
-        """Bytes of the card's memory that are free."""
+from lamina.types import AttentionSpec, DType
 
 
 class Gpu:
@@ -70,10 +37,6 @@ class Gpu:
         """See ``Device``."""
         return GpuRunner(model, tensors, self._kit)
 
-    def free_bytes(self) -> int:
-        """See ``Device``."""
-        return self._kit.free_bytes()
-
 
 @dataclass
 class _Placed:
@@ -84,32 +47,17 @@ class _Placed:
     prepared: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-Shape = tuple[tuple[int, ...], torch.dtype]
+class GpuCarrier:
+    """A ``Carrier``: the part of a runner that needs no model."""
 
-
-class GpuRunner:
-    """A ``Runner``. Recorded slices read and write fixed memory, the same for all numbers of rows.
-
-    Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
-    """
-
-    def __init__(self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit) -> None:
-        self.attentions: tuple[AttentionSpec, ...] = model.attentions
-        self.contexts = model.contexts
-        self.dtype = model.dtype
-        self.sinks: list[Floats | None] = [
-            None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
-        ]
+    def __init__(self, kit: Kit, dtype: DType) -> None:
+        self.dtype = dtype
         self._kit = kit
-        self._slices = place(model, tensors, kit.place)
-        self._fixed: dict[tuple[str, int, Shape], Tensor] = {}
-        self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
-        self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
-        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self.lines = Lines(kit, ROWS[-1])
 
-    def padded(self, rows: int) -> int:
+    def transfers(self, moves: Moves) -> GpuTransfers:
         """See ``Runner``."""
-        return padded_rows(rows)
+        return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
@@ -117,7 +65,41 @@ class GpuRunner:
         """See ``Runner``."""
         first = rows[table.query_offsets[:-1]].tolist()
         out, lse = attend_chunks(output.q, output.k, output.v, first, table, spec, self._kit.fused)
-        return out.contiguous().cpu().numpy(), lse.contiguous().cpu().numpy()
+        return out, lse
+
+
+class GpuRunner(GpuCarrier):
+    """A ``Runner``. Recorded slices read and write fixed memory, the same for all numbers of rows.
+
+    Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
+    """
+
+    def __init__(self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit) -> None:
+        super().__init__(kit, model.dtype)
+        self.attentions: tuple[AttentionSpec, ...] = model.attentions
+        self.contexts = model.contexts
+        self.sinks: list[Floats | None] = [
+            None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
+        ]
+        self._slices = place(model, tensors, kit.place)
+        self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
+        self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Run a step of ``rows`` rows on zeros: torch keeps what it has once allocated."""
+        count = self.padded(rows)
+        step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
+        attention, context = None, tuple[Tensor, ...]()
+        for index, spec in enumerate(self.attentions):
+            output = self.run(index, step, attention, context, None)
+            attention, context = output.q.new_zeros(count, spec.query_heads, spec.v_dim), output.context
+        if attention is not None:
+            self.logits(step, attention, context, torch.arange(min(count, ROWS[-1])))
+
+    def padded(self, rows: int) -> int:
+        """See ``Runner``."""
+        return padded_rows(rows)
 
     def run(
         self,
@@ -154,7 +136,8 @@ class GpuRunner:
         self._take_in(piece, rows, placed, prepared)
         inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
         for fixed, tensor in zip(inputs, arrived, strict=True):
-            fixed.copy_(tensor)
+            if fixed.data_ptr() != tensor.data_ptr():
+                fixed.copy_(tensor)
         key = index, count, on_query is not None
         if key not in self._recorded:
             self._recorded[key] = self._record(piece, count, inputs, cuts=on_query is not None)
@@ -181,12 +164,8 @@ class GpuRunner:
         self._held[key] = rows
 
     def _at(self, what: str, count: int, like: Tensor) -> Tensor:
-        """Fixed memory for ``count`` rows of this kind, as large for the most rows."""
-        shape = tuple(like.shape[1:]), like.dtype
-        key = what, len(shape[0]), shape
-        if key not in self._fixed:
-            self._fixed[key] = torch.zeros(ROWS[-1], *shape[0], dtype=shape[1], device=self._kit.place)
-        return self._fixed[key][:count]
+        """Fixed memory for ``count`` rows of this kind."""
+        return self.lines.at(what, count, tuple(like.shape[1:]), like.dtype)
 
     def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], cuts: bool) -> "_Recorded":
         """Record a slice for so many rows; what it reads is in fixed memory."""

@@ -85,17 +85,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def free_bytes(index: int) -> int:
-    """Bytes of memory of GPU ``index`` that nobody uses; 0 if it does not exist."""
+def memory(index: int) -> tuple[int, int]:
+    """Bytes of memory of GPU ``index`` that nobody uses, and all of it; 0 if it does not exist."""
     import pynvml
 
     gpus = find_gpus() or ()
     if index >= len(gpus):
-        return 0
+        return 0, 0
     pynvml.nvmlInit()
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        found = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(found.free), int(found.total)
     finally:
         pynvml.nvmlShutdown()
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.segments import SegmentTable
+from lamina.types import AttentionSpec
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -24,8 +25,10 @@ class Device(Protocol):
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type."""
 
-    def attend(self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
-        """Partial attention of q [R, Hq, D] over the segments of ``table``.
+    def attend(
+        self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
+        """Partial attention of q [R, Hq, D] over the segments of ``table``; ``spec``: instead of the layer's own.
 
         Writes out [R, Hq, Dv] and lse [R, Hq], complete at the end. Yields every few milliseconds, where the work may
         pause; q must not change before the end.

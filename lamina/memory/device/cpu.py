@@ -55,9 +55,11 @@ class Cpu:
         slab = self._slabs[layer]
         append(slab.k, slab.v, k, v, slots, self._threads, slab.scales)
 
-    def attend(self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+    def attend(
+        self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
         """See ``Device``."""
-        slab, spec = self._slabs[layer], self._attentions[layer]
+        slab, spec = self._slabs[layer], spec or self._attentions[layer]
         for place, cut in enumerate(cuts(table, spec, self._threads, MOST_PRODUCTS)):
             if place:
                 yield

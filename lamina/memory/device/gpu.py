@@ -61,11 +61,14 @@ class Gpu:
         if len(slots):
             self._any().append(self._slabs[layer], self._sent(k), self._sent(v), self._sent(slots))
 
-    def attend(self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+    def attend(
+        self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
         """See ``Device``."""
         attention = self._begin(table)
         out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
-        attention.partial(self._sent(q), self._slabs[layer], self._slots, self._specs[layer], out_there, lse_there)
+        spec = spec or self._specs[layer]
+        attention.partial(self._sent(q), self._slabs[layer], self._slots, spec, out_there, lse_there)
         self._backend.download(out_there, out)
         self._backend.download(lse_there, lse)
         yield from ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lamina.kernels.gpu.device import free_bytes as free_on_gpu
+from lamina.kernels.gpu.device import memory
 from lamina.memory.device.base import Device
 from lamina.types import AttentionSpec, KvElement
 
@@ -22,7 +22,7 @@ def make(name: str, attentions: Sequence[AttentionSpec], element: KvElement, cap
     return Gpu(backend(name), attentions, element, capacity)
 
 
-def free_bytes(name: str) -> int:
-    """Bytes free on the device ``name`` if it is a GPU that this process may use; 0 otherwise."""
+def gpu_memory(name: str) -> tuple[int, int]:
+    """Bytes free on the device ``name``, and all of it, if it is a GPU that this process may use; 0 otherwise."""
     kind, _, index = name.partition(":")
-    return free_on_gpu(int(index)) if kind == "cuda" and index.isdecimal() else 0
+    return memory(int(index)) if kind == "cuda" and index.isdecimal() else (0, 0)

@@ -1,0 +1,230 @@
+"""`lamina plan --context`: plans for decoding alone, as in the papers, whose prompts cost nothing."""
+
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lamina.plan.cost import CostModel
+    from lamina.plan.hardware import Hardware
+    from lamina.plan.models import ModelShape
+    from lamina.plan.planner import Plan, Planner, Pools
+    from lamina.plan.prices import Prices
+
+    _Pool = list[tuple[Hardware, int]]
+
+SHOWN = 12
+"""Plans of the Pareto front that the table shows."""
+
+_HEADINGS = (
+    *("compute", "memory", "split by", "bottleneck"),
+    *("lanes", "batch", "TBT ms", "tokens/s", "$/h", "GB/s", "$/M in", "$/M out"),
+)
+_TEXTS = 4  # so many of the first columns hold text
+
+ONE_LINE_COLUMNS = 120
+"""Narrower terminals show each plan on two lines."""
+
+
+def show(
+    shape: "ModelShape",
+    context: int,
+    pools: "tuple[_Pool, _Pool]",
+    costs: "dict[str, CostModel]",
+    prices: "Prices",
+    goals: tuple[float | None, float | None, float | None],
+    model: str,
+    as_json: bool,
+) -> None:
+    """Print the best plans for sequences of ``context`` cached tokens. ``goals``: seconds between tokens, to the first
+    one, and dollars an hour, at most. Raises ConfigError if no plan reaches them."""
+    from lamina.plan import workload
+    from lamina.plan.planner import Goals, Planner, layouts
+
+    tbt_s, ttft_s, budget = goals
+    limits = Goals(tbt_s=tbt_s, ttft_s=ttft_s, usd_per_hour=budget)
+    planner = Planner(shape, workload.of_context(context), costs, prices, limits)
+    _print(planner, list(layouts(shape, *pools)), model, as_json)
+
+
+def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
+    from lamina.observe.progress import counting_progress
+    from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
+
+    plans = []
+    with counting_progress("Layouts", len(candidates)) as on_progress:
+        for count, pools in enumerate(candidates):
+            if count % 4096 == 0:
+                on_progress(count)
+            if (found := planner.evaluate(pools)) is not None:
+                plans.append(found)
+    if not plans:
+        raise refusal(planner, candidates)
+    front, best = pareto(plans), recommend(plans)
+    if as_json:
+        print(json.dumps(_as_dict(planner, front, best, model), indent=2))
+        return
+    from lamina.cli.console import output, print_table, print_text
+
+    narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
+    print_table(_table(planner, front, best, len(plans), two_lines=narrow))
+    against = alone(planner, best)
+    print_text(
+        "Recommended for decoding alone: prompts, which compute workers also run, cost nothing here\n", style="bold"
+    )
+    if against and against.usd_per_million_out < best.usd_per_million_out:
+        print_text(
+            f"  Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
+            "two pools cost more for each token:\n"
+        )
+    print_text(f"  {launch_line(best, planner.shape, model)}\n")
+    if missing := _not_launched(best):
+        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
+    print_text(
+        f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
+        f"average prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
+        f"  Bottleneck: {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
+        f"network {best.network_busy:.0%}); batch limited by: {best.limit.value}.\n"
+    )
+    most, longest = planner.shape.max_tokens, planner.workload.longest
+    if most is not None and longest > most:
+        print_text(f"  {planner.shape.name} supports {most} tokens; the workload has sequences of up to {longest}.\n")
+    if against:
+        print_text(f"  {against.against(best)}\n")
+    for line in beyond(planner, best):
+        print_text(f"  {line}\n", style="dim")
+
+
+def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
+    """The `lamina launch` command that starts these pools."""
+    from lamina.cli.ways import kv_option
+    from lamina.plan.planner import Partition
+
+    compute, memory = _typed_kinds(plan)
+    pools = plan.pools
+    pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
+    return (
+        f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
+        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
+        + (" --partition head" if pools.partition is Partition.HEAD else "")
+        + _batch_options(plan)
+        + kv_option(shape)
+    )
+
+
+def _batch_options(plan: "Plan") -> str:
+    """The options that admit the plan's batch, where the runtime's defaults are too small."""
+    from lamina.config import EngineConfig
+
+    pools, defaults = plan.pools, EngineConfig()
+    sequences = -(-plan.batch // pools.replicas)
+    # Where sequences may change lanes, one lane may come to hold them all.
+    moves = pools.lanes == pools.replicas + 1 or pools.replicas == 1
+    rows = max(sequences, plan.batch if moves else -(-plan.batch // pools.lanes))
+    options = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
+    return options + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
+
+
+def _not_launched(plan: "Plan") -> list[str]:
+    """The parts of a plan that `lamina launch` does not support yet."""
+    from lamina.cluster.pool import CPU
+
+    pools = plan.pools
+    missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
+    return missing + ([f"tensor parallelism {pools.tensor_parallel}"] if pools.tensor_parallel > 1 else [])
+
+
+def _typed_kinds(plan: "Plan") -> tuple[str, str]:
+    """The kinds of both pools by the names that `lamina launch` takes."""
+    from lamina.plan.hardware import ALIASES
+
+    names = {entry: name for name, entry in ALIASES.items()}
+    pools = plan.pools
+    return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.memory.kind, pools.memory.kind)
+
+
+def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
+    """The Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    served = planner.workload
+    table = Table(
+        title=f"{planner.shape.name}, decoding alone, {served.name}: {len(front)} of {count} plans are Pareto-optimal",
+        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: per million tokens of "
+        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.\n"
+        f"Prices: {planner.prices.describe(planner.models)}.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    lines = 2 if two_lines else 1
+
+    def joined(values: tuple[str, ...]) -> list[str]:
+        return ["\n".join(values[at : at + lines]) for at in range(0, len(values), lines)]
+
+    for place, heading in enumerate(joined(_HEADINGS)):
+        table.add_column(heading, justify="left" if place * lines < _TEXTS else "right", no_wrap=True)
+    for one in _spread(front, best):
+        pools = one.pools
+        row = (
+            f"{pools.compute.kind}:{pools.compute_workers} tp{pools.tensor_parallel}",
+            f"{pools.memory.kind}:{pools.memory_workers}",
+            pools.partition.value,
+            one.bottleneck.value,
+            str(pools.lanes),
+            str(one.batch),
+            f"{one.tbt_s * 1e3:.1f}",
+            f"{one.tokens_s:.0f}",
+            f"{one.usd_per_hour:.2f}",
+            f"{one.network_bytes_s / 1e9:.0f}",
+            f"{one.usd_per_million_in:.2f}",
+            f"{one.usd_per_million_out:.2f}",
+        )
+        table.add_row(*joined(row), style="bold green" if one is best else None)
+    return table
+
+
+def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
+    """At most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
+    step = max(1, -(-len(front) // (SHOWN - 1)))
+    chosen = front[::step]
+    return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)
+
+
+def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) -> dict[str, Any]:
+    from lamina.plan.advice import alone, beyond
+
+    against = alone(planner, best)
+    return {
+        "model": planner.shape.name,
+        "workload": planner.workload.summary(),
+        "prices": planner.prices.describe(planner.models),
+        "recommended": {
+            **_plan_dict(best, planner.shape, model),
+            "alone": vars(against) if against else None,
+            "beyond": beyond(planner, best),
+        },
+        "front": [_plan_dict(one, planner.shape, model) for one in front],
+    }
+
+
+def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
+    pools = plan.pools
+    values = {name: value for name, value in vars(plan).items() if name not in ("pools", "bottleneck", "limit")}
+    return {
+        "compute": {
+            "kind": pools.compute.kind,
+            "workers": pools.compute_workers,
+            "tensor_parallel": pools.tensor_parallel,
+            "replicas": pools.replicas,
+        },
+        "memory": {"kind": pools.memory.kind, "workers": pools.memory_workers, "partition": pools.partition.value},
+        "lanes": pools.lanes,
+        **values,
+        "bottleneck": plan.bottleneck.value,
+        "limit": plan.limit.value,
+        "launch": launch_line(plan, shape, model),
+    }

@@ -1,0 +1,41 @@
+"""The Ray actor that supervises one worker on its node. Imports Ray nowhere: Ray makes an actor of the class."""
+
+import platform
+
+import zmq
+
+from lamina.cluster.launchers.supervisor import Keys, Place, Supervisor
+from lamina.env import environment
+from lamina.errors import LaminaError, WorkerError
+from lamina.protocol.recruiting import Apply
+from lamina.topology import Role
+from lamina.transport.shm import host
+from lamina.version import __version__
+
+
+class SupervisorActor:
+    """Supervises one worker, whose process ends with the actor's.
+
+    What Ray carries is public: the actor makes its key pair itself and returns the public key. Everything else reaches
+    the worker over the connection to the engine that this pair encrypts.
+    """
+
+    def __init__(self) -> None:
+        self._public, self._secret = zmq.curve_keypair()
+
+    def key(self) -> bytes:
+        """The public key, for the engine to trust."""
+        return bytes(self._public)
+
+    def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:
+        """Supervise worker ``name`` until it has ended. Returns why it could not; empty if it could."""
+        environment()  # a wrong variable of this node is reported, not raised in the worker
+        about = Apply(__version__, role, kind, host(), platform.node(), name)
+        keys = Keys(engine_key, self._public, self._secret)
+        try:
+            Supervisor(engine, keys, about, Place(device)).run()
+        except WorkerError:
+            return ""  # its supervisor has told the engine
+        except LaminaError as error:
+            return str(error)
+        return ""

@@ -1,0 +1,206 @@
+"""Launches workers on a Ray cluster: Ray chooses the nodes and starts a supervisor on each; it carries no message."""
+
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util import get_node_ip_address
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from lamina.cluster.gather import Wish
+from lamina.cluster.launchers.placement import Bundle, Node, bundle, device, place
+from lamina.cluster.launchers.ray_actor import SupervisorActor
+from lamina.cluster.launchers.remote import RemoteWorkers
+from lamina.errors import ConfigError
+from lamina.protocol.control import Bootstrap
+from lamina.topology import Role
+
+log = logging.getLogger(__name__)
+
+PLACE_S = 100.0  # for Ray, and an autoscaler, to find a node: less than a worker has to greet
+ACTOR_S = 60.0  # for an actor's process to start
+POLL_S = 0.5
+REACH_S = 10.0
+
+
+def connect(address: str) -> str:
+    """Join the Ray cluster at ``address`` ("auto": the one of this machine); returns this machine's address there.
+
+    Raises ConfigError if no cluster is found.
+    """
+    remedy = (
+        "Start one with `ray start --head` on this machine, or join this machine with `ray start --address HOST:PORT` "
+        "and give auto"
+    )
+    host, _, port = address.rpartition(":")
+    if address != "auto":
+        try:
+            socket.create_connection((host, int(port)), REACH_S).close()  # Ray itself tries for minutes
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no Ray cluster can be joined at {address!r}: {error}. {remedy}") from error
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(address=address, namespace="lamina", logging_level=logging.ERROR, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"no Ray cluster can be joined at {address!r}: {first} {remedy}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # Ray sets its own
+    return str(get_node_ip_address())
+
+
+def leave() -> None:
+    """Leave the Ray cluster."""
+    ray.shutdown()
+
+
+def nodes() -> list[Node]:
+    """The nodes of the cluster that this process has joined."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        Node(f"{one['NodeManagerAddress']} ({one['NodeID'][:6]})", one["Resources"], free.get(one["NodeID"], {}))
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+
+
+class RayWorkers:
+    """Workers under Ray actors, one each. A placement group per worker reserves what its kind takes, and is given back
+    with it.
+
+    ``remote`` takes in the actors' supervisors, at ``engine``; they know it by ``engine_key``.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteWorkers,
+        engine: tuple[str, int],
+        engine_key: bytes,
+        kinds: Mapping[Role, Sequence[str]],
+        own: Mapping[str, str],
+        threads: int | None,
+    ) -> None:
+        """``kinds``: of the pools at the start. ``own``, ``threads``: see ``placement.bundle``."""
+        self._remote, self._engine, self._engine_key = remote, engine, engine_key
+        self._kinds, self._own, self._threads = kinds, own, threads
+        self._closing = threading.Event()
+        self._tending: dict[str, threading.Thread] = {}
+        self._actor = ray.remote(SupervisorActor)
+
+    def _bundle(self, kind: str) -> Bundle:
+        return bundle(kind, self._own, self._threads)
+
+    def default_kind(self, role: Role) -> str:
+        """See ``Launcher``: the first kind of the pool at the start."""
+        return self._kinds[role][0]
+
+    def check(self, role: Role, kind: str, count: int) -> None:
+        """Any number may be asked for: Ray, and an autoscaler, say later whether there is room."""
+
+    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+        """Ask Ray for a place, and start the worker there. What goes wrong is reported by ``ended``."""
+        self._remote.start(name, role, kind, bootstrap)
+        thread = threading.Thread(target=self._tend, args=(name, role, kind), name=f"ray-{name}", daemon=True)
+        self._tending[name] = thread
+        thread.start()
+
+    def _tend(self, name: str, role: Role, kind: str) -> None:
+        """One worker, from its placement to its end."""
+        wanted, group, actor = self._bundle(kind), None, None
+        try:
+            group = placement_group([dict(wanted)], name=f"lamina-{name}-{time.time_ns()}")
+            if not self._is_ready(group.ready(), PLACE_S):
+                self._remote.give_up(
+                    name, f"Ray has found no place for it within {PLACE_S:.0f} s: {_why(name, wanted)}"
+                )
+                return
+            options = self._actor.options(
+                num_cpus=wanted.get("CPU", 0.0),
+                num_gpus=wanted.get("GPU", 0.0),
+                resources={key: amount for key, amount in wanted.items() if key not in ("CPU", "GPU")},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+                max_restarts=0,
+            )
+            actor = options.remote()
+            self._remote.trust(ray.get(actor.key.remote(), timeout=ACTOR_S), name)
+            ended = actor.run.remote(self._engine, self._engine_key, name, role, kind, device(kind))
+            while not self._closing.is_set() and not self._is_ready(ended, POLL_S):
+                pass
+            if not self._closing.is_set() and (why := ray.get(ended, timeout=POLL_S)):
+                self._remote.give_up(name, why)
+        except RayActorError as error:
+            self._remote.give_up(name, f"its Ray actor is lost: {_first_sentence(error)}")
+        except (RayError, GetTimeoutError, RuntimeError) as error:
+            self._remote.give_up(name, f"Ray cannot start it: {_first_sentence(error)}")
+        finally:
+            with contextlib.suppress(RayError, RuntimeError, ValueError, ConnectionError):  # the cluster may be lost
+                if actor is not None:
+                    ray.kill(actor)
+                if group is not None:
+                    remove_placement_group(group)
+
+    def _is_ready(self, reference: Any, timeout_s: float) -> bool:
+        """True if what Ray computes is there, or failed, within this time; False also once this object is closed."""
+        deadline = time.monotonic() + timeout_s
+        while not self._closing.is_set():
+            done, _ = ray.wait([reference], timeout=min(POLL_S, max(0.0, deadline - time.monotonic())))
+            if done or time.monotonic() >= deadline:
+                return bool(done)
+        return False
+
+    def wishes(self) -> Sequence[Wish]:
+        """None: Ray starts no worker by itself."""
+        return [wish for wish in self._remote.wishes() if wish.leaver]
+
+    def ended(self) -> Mapping[str, str]:
+        """See ``Workers``."""
+        return self._remote.ended()
+
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+        """See ``Workers``."""
+        self._remote.end(worker, cut=cut, reason=reason)
+
+    def kill(self, reason: str = "") -> None:
+        """End all workers at once."""
+        self._remote.kill(reason)
+        self._give_back()
+
+    def close(self) -> None:
+        """See ``Workers``. Leaves the Ray cluster."""
+        self._remote.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._closing.set()
+        for thread in self._tending.values():
+            thread.join(ACTOR_S)
+        self._tending.clear()
+        leave()
+
+
+def dry_run(bundles: Mapping[str, Bundle]) -> dict[str, str]:
+    """Where workers would run: node by worker. Raises ConfigError, naming the resource that is missing."""
+    return place(bundles, nodes())
+
+
+def _why(name: str, wanted: Bundle) -> str:
+    try:
+        place({name: wanted}, nodes())
+    except ConfigError as error:
+        return str(error)
+    return "it has room now"
+
+
+def _first_sentence(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__

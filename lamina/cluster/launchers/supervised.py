@@ -1,0 +1,105 @@
+"""Workers whose processes belong to the supervisor of a server, so that they outlive the engine."""
+
+import queue
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+from lamina.cluster.devices import find_devices
+from lamina.cluster.gather import Wish
+from lamina.cluster.pool import CPU, PoolEntry, assign
+from lamina.errors import TransportError
+from lamina.protocol import supervision
+from lamina.protocol.control import Bootstrap
+from lamina.protocol.supervision import CloseWorkers, Done, End, Exited, FromEngine, Spawn, Start
+from lamina.topology import Role
+
+ANSWER_S = 60.0
+
+
+class SupervisedWorkers:
+    """As ``LocalWorkers``; the supervisor carries it out. One thread at a time may use it.
+
+    Attributes:
+        processes: names of those that this engine has started or taken over, without those that ``end`` has ended.
+
+    Whoever reads what the supervisor says passes on what is about workers to ``take``, from any thread.
+    """
+
+    def __init__(self, line: Connection, exited: Mapping[str, str]) -> None:
+        """``exited``: workers that have, with the reasons."""
+        self.processes: set[str] = set()
+        self._line = line
+        self._ended = dict(exited)
+        self._answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+
+    def take(self, message: Exited | Done) -> None:
+        """What the supervisor says of workers."""
+        if isinstance(message, Exited):
+            self._ended = {**self._ended, message.worker: message.how}  # others may be looking at the old one
+        else:
+            self._answers.put(message)
+
+    def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
+        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too."""
+        self._ask(Spawn(name, module, bootstrap, sorted(cores), shared_cores))
+        self.processes.add(name)
+
+    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+        """Start another worker, on all cores of those of its role that were started before. Raises OSError."""
+        try:
+            self._ask(Start(name, role, kind, bootstrap))
+        except TransportError as error:
+            raise OSError(str(error)) from error
+        self.processes.add(name)
+
+    def check(self, role: Role, kind: str, count: int) -> None:
+        """See ``Launcher``. The supervisor is on this machine."""
+        assign(role, (PoolEntry(kind, count),), find_devices())
+
+    def default_kind(self, role: Role) -> str:
+        """See ``Launcher``."""
+        return CPU
+
+    def wishes(self) -> list[Wish]:
+        """None: the engine alone decides."""
+        return []
+
+    def ended(self) -> Mapping[str, str]:
+        """Workers that have exited, with their exit status."""
+        return self._ended
+
+    def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+        """Kill one worker and wait until it has exited. Raises TransportError if the kernel does not end it."""
+        self._ask(End([name]))
+        self.processes.discard(name)
+        self._ended = {worker: how for worker, how in self._ended.items() if worker != name}
+
+    def end_others(self, names: list[str]) -> None:
+        """Kill all workers but these. Raises TransportError."""
+        self._ask(End(names, others=True))
+        self.processes = set(names)
+        self._ended = {worker: how for worker, how in self._ended.items() if worker in names}
+
+    def kill(self, reason: str = "") -> None:
+        """Kill all workers at once."""
+        self._ask(CloseWorkers(kill=True))
+
+    def close(self) -> None:
+        """Give workers some time to exit by themselves, then kill them."""
+        self._ask(CloseWorkers(kill=False))
+
+    def tell(self, message: FromEngine) -> None:
+        """Send something that is not answered. Any thread. Raises OSError if the supervisor has exited."""
+        with self._sending:
+            supervision.send(self._line, message)
+
+    def _ask(self, message: FromEngine) -> None:
+        self.tell(message)
+        try:
+            answer = self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise TransportError(f"the supervisor has not answered within {ANSWER_S:.0f} s") from None
+        if answer.error:
+            raise TransportError(answer.error)

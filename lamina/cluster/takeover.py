@@ -1,0 +1,112 @@
+"""Takes over the workers of an engine that has ended: they keep weights and links, and forget all requests.
+
+The engine saves what the next one needs whenever the members change. It names only members that all others are linked
+to: a worker that was about to join, or to leave, when the engine ended is ended too.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, with_turns
+from lamina.cluster.joining import Fabric
+from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.errors import DeadlineError, TransportError, UnreachableError
+from lamina.protocol.choice import Choice, Offer
+from lamina.protocol.control import ControlServer
+from lamina.protocol.messages import EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
+from lamina.topology import Epoch, Role, Topology
+
+REACH_S = 20.0  # for workers to connect to another engine
+END_S = 60.0  # for all of them to drop their steps: one may be inside a long slice
+POLL_S = 0.01
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A running cluster, as far as another engine cannot find it out."""
+
+    topology: Topology
+    loaded: ModelLoaded
+    memory_setup: MemorySetup
+    greetings: dict[str, Hello]
+    offers: dict[str, Offer]
+    links: list[tuple[str, str, Choice]]
+    wanted: dict[Role, int]
+
+    @classmethod
+    def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int]) -> "Saved":
+        """The members of ``topology``, of as many workers as are ``wanted``."""
+        names = topology.names
+        links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
+        offers = {name: offer for name, offer in fabric.offers.items() if name in names}
+        greetings = {name: fabric.greetings[name] for name in names}
+        return cls(topology, fabric.loaded, fabric.memory_setup, greetings, offers, links, dict(wanted))
+
+
+def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
+    """The cluster of the workers that are left; no worker knows a request.
+
+    Raises TransportError if a role has no worker any more, or workers do not answer.
+    """
+    plan = with_turns(plan, len(saved.loaded.attentions) + 1)
+    fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
+    before, last = saved.topology, saved.topology.epoch
+    before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
+    while True:
+        lost = before.names & workers.ended().keys()
+        if (role := before.lacks(lost)) is not None:
+            raise TransportError(f"no {role} worker is left: {dict(workers.ended())}")
+        before = before.without(lost)
+        control.apply(before)
+        workers.end_others(sorted(before.names))
+        if _end_epoch(control, workers, before):
+            break
+    fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})
+    fabric.links.update({(a, b): choice for a, b, choice in saved.links if {a, b} <= before.names})
+    return Cluster(
+        before.computes,
+        before.capacities,
+        tuple(saved.loaded.attentions),
+        saved.loaded.dtype,
+        saved.loaded.parameters,
+        before.pipeline,
+        fabric.links,
+        {member.name: member.host for member in before.members},
+        before.epoch,
+        plan.kv_cache_dtype,
+        {member.name: member.kind for member in before.members},
+        fabric,
+        wanted=saved.wanted,
+        head_shards=saved.memory_setup.head_shards,
+    )
+
+
+def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:
+    """Let all members drop what they did for the last engine. False if one of them exits meanwhile.
+
+    Raises DeadlineError.
+    """
+    untold, missing = set(topology.names), dict[str, list[str]]()
+    begun = time.monotonic()
+    while missing.keys() < topology.names or any(missing.values()):
+        untold = _tell(control, untold, EndEpoch(topology))
+        for worker, message in control.receive(POLL_S):
+            if isinstance(message, EpochEnded) and message.epoch == topology.epoch:
+                missing[worker] = message.missing
+        if topology.names & workers.ended().keys():
+            return False
+        waited = time.monotonic() - begun
+        if waited > (REACH_S if untold else END_S):
+            late = untold or topology.names - missing.keys() or {name for name, left in missing.items() if left}
+            raise DeadlineError(f"{', '.join(sorted(late))} have not followed the new engine within {waited:.0f} s")
+    return True
+
+
+def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
+    """Returns those that have not connected yet."""
+    try:
+        control.send(sorted(workers), message)
+    except UnreachableError as error:
+        return set(error.workers)
+    return set()

@@ -1,0 +1,48 @@
+"""What differs between a card and the emulation of one for tests; all other code for GPUs runs on both."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows that slices are recorded for; decode steps have few. A product of so few rows takes about as long as
+reading its weight, so that padding costs little; larger steps run operator by operator."""
+
+MULTIPLE = 64  # of the rows of larger steps
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that a step of ``rows`` runs with."""
+    return next((size for size in ROWS if size >= rows), -(-rows // MULTIPLE) * MULTIPLE)
+
+
+Cut = Callable[[], None]
+Replay = Callable[[], None]
+
+
+class Kit(Protocol):
+    """What a card can do that torch does not offer on every device alike.
+
+    Attributes:
+        place: where tensors are.
+    """
+
+    place: torch.device
+
+    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+        """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
+        memory, in parts: one up to each call of its argument, and the rest. ``work`` may be called more than once."""
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+        """See ``chunks.Fused``; None if the card has no such kernel for this element type."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that the card copies to and from without the host."""
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """Copy from the host's memory, which must not change before ``wait``."""
+
+    def wait(self) -> None:
+        """Wait until everything started here has been done."""

@@ -1,0 +1,117 @@
+"""Moves rows between host memory and messages, where slices run on the CPU: views where they will do, else copies."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina.compute.device.base import Array, Floats, Partial, Reply
+from lamina.compute.device.moves import Indices, Moves
+from lamina.kernels.merge import merge
+from lamina.splitter import as_numpy
+from lamina.types import AttentionSpec
+
+Arrays = tuple[Floats, Floats]
+
+
+class NativeTransfers:
+    """``Transfers`` of one step. Native kernels merge, with ``threads``."""
+
+    def __init__(self, moves: Moves, dtype: torch.dtype, threads: int) -> None:
+        self._moves, self._dtype, self._threads = moves, dtype, threads
+        self._most_parts = moves.most_parts
+        self._buffers: dict[tuple[int, int], Arrays] = {}
+        self._outs: dict[tuple[int, int], tuple[Tensor, Array]] = {}
+        self._replies: dict[tuple[int, ...], Arrays] = {}
+
+    def queries(self, q: Tensor) -> list[Array]:
+        """See ``Transfers``."""
+        array = as_numpy(q)
+        return [self._take(array, shards) for shards in self._moves.queries]
+
+    def keys_values(self, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array]]:
+        """See ``Transfers``."""
+        keys, values = as_numpy(k), as_numpy(v)
+        appends = self._moves.appends
+        return [self._take(keys, shards) for shards in appends], [self._take(values, shards) for shards in appends]
+
+    def all(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array], list[Array]]:
+        """See ``Transfers``."""
+        return self.queries(q), *self.keys_values(k, v)
+
+    def merged(
+        self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None
+    ) -> Tensor:
+        """See ``Transfers``."""
+        moves, key = self._moves, (spec.query_heads, spec.v_dim)
+        if key not in self._outs:
+            out = torch.zeros(moves.rows, *key, dtype=self._dtype)
+            self._outs[key] = out, as_numpy(out)[: moves.total]
+        out, tokens = self._outs[key]
+        heads = spec.query_heads // moves.shards
+        partials = [
+            (shards, parts, out.numpy().reshape(-1, heads, spec.v_dim), lse.numpy().reshape(-1, heads))
+            for shards, parts, (out, lse) in zip(moves.here, moves.here_parts, here, strict=True)
+        ]
+        partials += [
+            (shards, moves.parts[number], *self._read(number, heads, spec.v_dim, replies[number]))
+            for number, shards in enumerate(moves.queries)
+            if len(shards)
+        ]
+        if len(partials) == 1 and self._are_all(partials[0][0]):  # in order, as they arrived
+            outs, lses = [partials[0][2]], [partials[0][3]]
+        else:
+            outs, lses = self._scattered(spec, partials)
+        merge(outs, lses, sinks, tokens, None, self._threads)
+        return out
+
+    def _read(self, number: int, heads: int, v_dim: int, reply: Reply) -> Arrays:
+        """Views of a reply, for shards of so many heads. The next one may come in the same slot."""
+        slot, body = reply
+        views = self._replies.get((number, slot, heads, v_dim)) if slot >= 0 else None
+        if views is None:
+            count = len(self._moves.queries[number])
+            out = np.frombuffer(body, np.float32, count * heads * v_dim).reshape(count, heads, v_dim)
+            lse = np.frombuffer(body, np.float32, count * heads, out.nbytes).reshape(count, heads)
+            views = out, lse
+            if slot >= 0:
+                self._replies[number, slot, heads, v_dim] = views
+        return views
+
+    def _scattered(
+        self, spec: AttentionSpec, partials: Sequence[tuple[Indices, Indices, Floats, Floats]]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Partials number 0, 1, ... of all rows; lse is -inf where a row has fewer."""
+        outs, lses = self._buffer(spec)
+        shape = len(outs), self._moves.total * self._moves.shards
+        by_shard = outs.reshape(*shape, -1, spec.v_dim), lses.reshape(*shape, -1)  # views
+        for shards, parts, out, lse in partials:
+            by_shard[0][parts, shards] = out
+            by_shard[1][parts, shards] = lse
+        return list(outs), list(lses)
+
+    def _buffer(self, spec: AttentionSpec) -> Arrays:
+        """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
+
+        All layers write the same places, so the others stay -inf.
+        """
+        key = (spec.query_heads, spec.v_dim)
+        if key not in self._buffers:
+            shape = (self._most_parts, self._moves.total, spec.query_heads)
+            self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
+        return self._buffers[key]
+
+    def _are_all(self, shards: Indices) -> bool:
+        """Whether these are all rows in order; with several shards to a row, they come shard by shard."""
+        return self._moves.shards == 1 and len(shards) == self._moves.total
+
+    def _take(self, array: Array, shards: Indices) -> Array:
+        """Shards of ``array`` [T, H, D]; a view if they are all rows in order."""
+        if self._are_all(shards):
+            return array[: self._moves.total]
+        count = self._moves.shards
+        if count == 1:
+            return array[shards]
+        rows, heads, size = array.shape
+        return array.reshape(rows, count, heads // count, size)[shards // count, shards % count]

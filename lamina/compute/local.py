@@ -1,0 +1,107 @@
+"""Spare memory of a compute worker as a member of the memory pool: its segments are attended here, without a message.
+
+The slab, its books and its kernels are those of a memory worker (``lamina.memory.store``); only the transport is left
+out, and what it needs: K and V of prompt chunks are not fetched, and nothing waits for the result.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.memory.device.base import Array, Floats
+from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.store import KvStore, StepTables
+from lamina.protocol.control import ControlClient
+from lamina.steps import StepPlan
+
+Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
+
+
+class LocalMemory:
+    """The slab of a compute worker. Its thread owns it."""
+
+    def __init__(self, control: ControlClient, store: KvStore) -> None:
+        self._store = store
+        self._usage = UsageReports(control, store)
+        self._partials: dict[tuple[int, int, int], Partial] = {}  # one at a time is in use
+
+    @classmethod
+    def set_up(cls, control: ControlClient) -> "LocalMemory":
+        """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
+        store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
+        return cls(control, store)
+
+    def apply(self, plan: StepPlan) -> "LocalShare | None":
+        """Apply a plan's deltas, and give the tokens of its step their slots; None if the step has nothing here.
+
+        Raises as ``KvStore.apply``.
+        """
+        tables = self._store.apply(plan)
+        return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget sequences and free their slots. Those not known here are ignored."""
+        self._store.release(sequences)
+
+    def truncate(self, kept: Mapping[int, int]) -> None:
+        """Keep so many tokens of each of these sequences, and forget all others."""
+        self._store.truncate(kept)
+
+    def report(self) -> None:
+        """Tell the engine how much is in use, if it is time."""
+        self._usage.tell()
+
+
+class LocalShare:
+    """What one step keeps and attends to here. Planned once per step, used by every attention.
+
+    Attributes:
+        worker: whose memory it is. queries: int64 [R], the rows of the step that attend here, or shards of rows, in
+            the order of ``lamina.protocol.wire.MessageRows``.
+    """
+
+    def __init__(self, store: KvStore, tables: StepTables, partials: dict[tuple[int, int, int], Partial]) -> None:
+        """``partials``: results by shape, overwritten by every ``attend``."""
+        rows = tables.rows
+        self.worker, self.queries = store.worker, rows.queries
+        self._store, self._tables, self._partials = store, tables, partials
+        self._count = count = store.shards.count
+        pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
+        kept, slots = np.concatenate([rows.appends, *pulled]), np.concatenate([tables.slots, tables.pulled_slots])
+        order = np.argsort(kept)
+        self._kept, self._slots = kept[order], slots[order]
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
+        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
+
+        Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, valid until the next call; None without any. Hq, Hkv are
+        there heads of a shard.
+        """
+        if self._count > 1:
+            q, k, v = (_sharded(array, self._count) for array in (q, k, v))
+        kept = _indices(self._kept, len(k))
+        self._store.device.keep(layer, k[kept], v[kept], self._slots)
+        if not len(self.queries):
+            return None
+        spec = self._store.attentions[layer]
+        shape = (len(self.queries), spec.query_heads, spec.v_dim)
+        if shape not in self._partials:
+            self._partials.clear()
+            self._partials[shape] = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+        out, lse = self._partials[shape]
+        rows = _indices(self.queries, len(q)) if self._count == 1 else self.queries  # shard by shard
+        for _ in self._store.attend(layer, self._tables, 0, q[rows], out, lse):
+            pass  # nobody else is served in between
+        return out, lse
+
+
+def _indices(rows: npt.NDArray[np.int64], total: int) -> slice | npt.NDArray[np.int64]:
+    """To index ``total`` rows with: all of them without a copy."""
+    return slice(None) if len(rows) == total else rows
+
+
+def _sharded(array: Array, count: int) -> Array:
+    """Rows [T, H, D] as shards of rows [T * count, H / count, D]."""
+    return array.reshape(len(array) * count, -1, array.shape[2])

@@ -1,0 +1,70 @@
+"""Shards of heads: the parts of every attention that may be on different memory workers. Pure.
+
+Attention needs nothing of other heads: queries of one KV head see that head alone. So the KV heads of every attention,
+and the query heads that share them, are cut into the same number of equal *shards*. Slots, messages and page tables
+are made of shards: a slot holds K and V of one shard of one token, and a row of a message is one shard of a row of the
+step. With a single shard, that is all heads.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from lamina.types import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShards:
+    """How the heads of a model are cut.
+
+    Attributes:
+        heads: KV heads of the attention with most: head ranges of segments count these.
+        count: shards, which divides the KV heads of every attention.
+    """
+
+    heads: int = 1
+    count: int = 1
+
+    @classmethod
+    def over(cls, attentions: Sequence[AttentionSpec], workers: int) -> "HeadShards":
+        """Few shards that allow the heads of a sequence to be on so many workers, or on as many as possible."""
+        most = math.gcd(*(spec.kv_heads for spec in attentions))
+        wanted = max(1, min(most, workers))
+        return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The head range of a segment with all heads."""
+        return 0, self.heads
+
+    def of(self, heads: tuple[int, int]) -> range:
+        """The shards of a head range that ``allows`` has."""
+        if self.count == 1:
+            return range(1)
+        size = self.heads // self.count
+        return range(heads[0] // size, heads[1] // size)
+
+    def range_of(self, first: int, stop: int) -> tuple[int, int]:
+        """The head range of shards [first, stop)."""
+        size = self.heads // self.count
+        return first * size, stop * size
+
+    def allows(self, heads: tuple[int, int]) -> bool:
+        """True if a segment may have this head range: whole shards, at least one."""
+        size, (first, stop) = self.heads // self.count, heads
+        return 0 <= first < stop <= self.heads and first % size == stop % size == 0
+
+    def spec(self, spec: AttentionSpec, shard: int = 0) -> AttentionSpec:
+        """One shard of an attention. Shards differ in their slopes alone."""
+        if self.count == 1:
+            return spec
+        queries, slopes = spec.query_heads // self.count, spec.alibi_slopes
+        return dataclasses.replace(
+            spec,
+            query_heads=queries,
+            kv_heads=spec.kv_heads // self.count,
+            alibi_slopes=None if slopes is None else slopes[shard * queries : (shard + 1) * queries],
+        )
+
+
+WHOLE = HeadShards()

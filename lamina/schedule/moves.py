@@ -1,0 +1,373 @@
+"""Moves of closed ranges: tokens whose KV exists go to another memory worker while their sequences decode. Pure.
+
+The unit is a range of token slots on one worker. Three kinds of owners have them: a node of the prefix cache, which all
+that begin with these tokens share; a request's prompt, which its completions share; and one completion.
+
+1. ``try_move`` reserves slots on the target, or refuses. A plan makes a *carrier*, a sequence that nobody runs. At the
+   source it shares the slots; at the target it gets slots of its own, which the target fills (``steps.Migration``).
+2. When all has arrived, the next plan of any lane, for all lanes, says that the sequences that share the range have it
+   at the target (``steps.Switch``). Steps planned before still read it at the source, where the carrier keeps it.
+3. Once these have completed, a plan releases the carrier, and with it the slots at the source.
+
+Until the switch nothing depends on the move: if a worker is lost, or the owner ends, it is cancelled and the source is
+what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.6).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lamina.groups import Completion, Group
+from lamina.placement.map import AHEAD, Placement
+from lamina.placement.prefix_cache import PrefixCache
+from lamina.placement.prefix_tree import Node, PrefixTree
+from lamina.placement.relocation import Relocations
+from lamina.schedule.lane import Lane
+from lamina.segments import moved
+from lamina.steps import Migration, Switch
+from lamina.types import Segment
+
+TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
+MOST_TOKENS = 256  # of one move: smaller ones pay the protocol more often, larger ones hold two copies for longer
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens [start, stop) of a request on one worker, which exist. They belong to ``node`` of the prefix cache, or to
+    ``completion``, or else to the prompt of all completions."""
+
+    start: int
+    stop: int
+    node: Node | None = None
+    completion: Completion | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """A range of ``group`` on its way. ``tree``, ``node``: kept for it in the prefix cache, if it belongs there.
+
+    Attributes:
+        arrived: all of it is at the target. passed: steps planned before the switch, by lane; None before that.
+    """
+
+    number: int
+    carrier: int
+    group: Group
+    source: str
+    target: str
+    start: int
+    stop: int
+    completion: Completion | None = None
+    tree: PrefixTree | None = None
+    node: Node | None = None
+    arrived: bool = False
+    passed: list[int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many move."""
+        return self.stop - self.start
+
+
+@dataclass
+class Moved:
+    """Counters: moves that have ended with a switch, their tokens, and moves refused by a target or cancelled."""
+
+    moves: int = 0
+    tokens: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    by_worker: dict[str, int] = field(default_factory=dict)  # tokens that came
+
+
+class Moves:
+    """The moves in progress.
+
+    ``on_end`` is called when slots come back with one, ``before_plan`` when moves may begin.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        prefixes: PrefixCache,
+        relocations: Relocations,
+        lanes: Sequence[Lane],
+        sequences: Iterator[int],
+        numbers: Iterator[int],
+        tokens_per_step: int = TOKENS_PER_STEP,
+    ) -> None:
+        """``lanes``: all of them, also those added later. ``sequences``, ``numbers``: of carriers and migrations."""
+        self.counts = Moved()
+        self.on_end: Callable[[], None] = _nothing
+        self.before_plan: Callable[[], None] = _nothing
+        self._placement = placement
+        self._prefixes = prefixes
+        self._relocations = relocations
+        self.lanes = lanes
+        self._sequences, self._numbers = sequences, numbers
+        self._tokens_per_step = tokens_per_step
+        self._credit = float(tokens_per_step)
+        self._moves: dict[int, Move] = {}  # by number, until the switch
+        self._switched: list[Move] = []  # the source still has them
+        self._begun: list[Move] = []
+        self._released: list[int] = []
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the migrations in progress."""
+        return [move.number for move in self._moves.values() if not move.arrived]
+
+    @property
+    def in_progress(self) -> list[Move]:
+        """All that hold slots on two workers."""
+        return [*self._moves.values(), *self._switched]
+
+    def touches(self, group: Group) -> bool:
+        """True if some tokens of a request are moving."""
+        path = self._prefixes.path(group) if self._moves else []
+        return self.touches_any(path) or any(move.group is group for move in self._moves.values())
+
+    def touches_any(self, nodes: Collection[Node]) -> bool:
+        """True if some of these tokens of the prefix cache are moving."""
+        return any(one in nodes for move in self._moves.values() for one in _nodes(move))
+
+    # -- the beginning ------------------------------------------------------------------------------------------
+
+    def step_completed(self) -> None:
+        """A step has: some more tokens may move. Nothing is saved up beyond one move."""
+        self._credit = min(self._credit + self._tokens_per_step, MOST_TOKENS)
+
+    def may_begin(self, source: str) -> bool:
+        """True if the bound allows another move: always while nothing runs, or if the source is to be emptied."""
+        idle = not any(lane.in_flight for lane in self.lanes)
+        return self._credit > 0 or idle or source in self._placement.closed
+
+    def try_move(self, group: Group, source: str, target: str, tokens: int) -> int:
+        """Start to move the first of a request's tokens on ``source`` that can, up to ``tokens`` of them.
+
+        Returns how many move; 0 if the bound, the request or the target refuses: try again later.
+        """
+        placement = self._placement
+        takes = target in placement.capacities and target not in placement.closed
+        if not placement.moves or source == target or not takes:
+            return 0
+        apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
+        if not apart or not self.may_begin(source):
+            return 0
+        part = self.movable(group, source)
+        if part is None or group.searches:
+            return 0
+        room = self._placement.left(target) - AHEAD * (self._placement.sequences[target] + 1)
+        count = min(part.stop - part.start, tokens, MOST_TOKENS)
+        if count > room:
+            self.counts.refused += 1
+            return 0
+        self._begin(group, source, target, part, part.start + count)
+        return count
+
+    def movable(self, group: Group, source: str) -> Range | None:
+        """The first tokens of a request on a worker that can move now, if any."""
+        lane = self.lanes[group.lane]
+        busy = group.searches or self.touches(group) or self._relocations.is_moving(group)  # beams change owners
+        if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
+            return None
+        for node in self._prefixes.path(group):
+            if node.worker == source and not node.fixed:
+                return Range(node.start, node.stop, node=node)
+        if group.unshared:
+            first = next(one for one in group.completions if not one.released)
+            begin = group.base - group.unshared
+            if (found := _on(source, first.segments, begin, group.prompt_length)) is not None:
+                return Range(*found)
+        for completion in group.alive:
+            exist = lane.exist(group, completion)
+            if (found := _on(source, completion.segments, group.base, exist)) is not None:
+                return Range(*found, completion=completion)
+        return None
+
+    def _begin(self, group: Group, source: str, target: str, part: Range, stop: int) -> None:
+        numbers = next(self._numbers), next(self._sequences)
+        move = Move(*numbers, group, source, target, part.start, stop, part.completion)
+        if part.node is not None:
+            move.tree, move.node = self._prefixes.pin(group, part.node, stop)
+        self._placement.reserve_on(target, move.tokens)
+        self._moves[move.number] = move
+        self._begun.append(move)
+        self._credit -= move.tokens
+
+    def begun(self) -> list[Migration]:
+        """Migrations for the next plan, which makes their carriers. Each is returned once. Call it last: the sequence
+        that each carrier takes its slots from must be one that this plan leaves."""
+        begun, self._begun = self._begun, []
+        return [
+            Migration(move.number, move.carrier, move.source, move.target, move.start, move.stop, _parent(move))
+            for move in begun
+        ]
+
+    # -- the switch ---------------------------------------------------------------------------------------------
+
+    def arrive(self, number: int) -> bool:
+        """All tokens of a migration are at their target. False if there is nothing to plan for it: it was cancelled.
+
+        A sequence that moves as a whole pauses (``lamina.placement.relocation``).
+        """
+        if number in self._moves:
+            self._moves[number].arrived = True
+            return True
+        relocation = self._relocations.expected(number)
+        if relocation is None:
+            return False
+        (completion,) = relocation.group.completions
+        decoding = self.lanes[relocation.group.lane].decoding
+        if completion.sequence in decoding:
+            relocation.position = decoding.pause(completion.sequence)
+        relocation.arrived = relocation.position is not None
+        return relocation.arrived
+
+    def relocated(self, lane: int) -> list[Segment]:
+        """The new segments of a sequence of this lane that has moved as a whole, and resumes with this plan."""
+        own = self.lanes[lane]
+        finished = self._relocations.finish(lane, own.completed)
+        if finished is None:
+            return []
+        group, position = finished
+        (completion,) = group.completions
+        own.decoding.resume(group, completion, position)
+        self.on_end()
+        return completion.segments
+
+    def switches(self) -> list[Switch]:
+        """For the plan that begins now: what has arrived is used from it on. Called before anything else is planned."""
+        switches = []
+        for move in [one for one in self._moves.values() if one.arrived]:
+            if self._is_pointless(move):
+                self._cancel(move)
+                continue
+            del self._moves[move.number]
+            switches.append(Switch(move.carrier, self._switch(move)))
+            move.passed = [lane.decoding.steps for lane in self.lanes]
+            self._switched.append(move)
+            self.counts.moves += 1
+            self.counts.tokens += move.tokens
+            self.counts.by_worker[move.target] = self.counts.by_worker.get(move.target, 0) + move.tokens
+        self.before_plan()
+        return switches
+
+    def _is_pointless(self, move: Move) -> bool:
+        """True if the slots will be released where they are, or some that share them are beams, which come and go."""
+        if move.tree is not None and move.node is not None:
+            groups, _ = self._prefixes.sharers(move.tree, move.node, move.start)
+            return any(group.searches for group in groups)
+        return not move.group.alive if move.completion is None else move.completion.finished
+
+    def _switch(self, move: Move) -> list[Segment]:
+        """Place the sequences that share a range at its target. Returns what the workers are told."""
+        groups, cached = {move.group: move.stop}, dict[int, int | None]()
+        if move.tree is not None and move.node is not None:
+            groups, cached = self._prefixes.sharers(move.tree, move.node, move.start)
+            self._prefixes.relocate(move.node, move.start, move.target)
+        told = [Segment(one, move.target, move.group.heads, (move.start, stop)) for one, stop in cached.items()]
+        for group, stop in groups.items():
+            known = group.completions if group.forked else group.completions[:1]
+            if group in self.lanes[group.lane].dealt:
+                known = []
+            for completion in group.completions if move.completion is None else [move.completion]:
+                if completion.released:
+                    continue
+                segment = Segment(completion.sequence, move.target, group.heads, (move.start, stop))
+                completion.segments = moved(completion.segments, segment)
+                if completion in known:
+                    told.append(segment)
+            self._relocations.settle(group)
+        return told
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """True if a plan can be made of a move."""
+        arrived = any(move.arrived for move in self._moves.values())
+        return arrived or bool(self._released or self._begun) or any(self._is_past(move) for move in self._switched)
+
+    def _is_past(self, move: Move) -> bool:
+        """True if no step needs a range at its source any more."""
+        return all(lane.completed >= steps for lane, steps in zip(self.lanes, move.passed or (), strict=False))
+
+    def restart(self) -> None:
+        """No step is in flight, and lanes count their steps from 0 again."""
+        for move in self._switched:
+            move.passed = []
+
+    def released(self) -> list[int]:
+        """Carriers for the next plan to release: the slots that only they hold are free then."""
+        for move in [one for one in self._switched if self._is_past(one)]:
+            self._end(move)
+        released, self._released = self._released, []
+        return released
+
+    def _end(self, move: Move) -> None:
+        self._switched.remove(move)
+        self._forget(move, move.source)
+        self._released.append(move.carrier)
+
+    def _forget(self, move: Move, worker: str) -> None:
+        """Give back the copy on ``worker``."""
+        self.on_end()
+        self._placement.will_release(worker, move.tokens)
+        self._placement.release(worker, move.tokens)
+        if move.tree is not None and move.node is not None:
+            self._prefixes.unpin(move.tree, move.node)
+
+    def leave(self, group: Group, completion: Completion) -> None:
+        """A completion is released by the plan that is being made: nobody reads a range of its own any more, nor one of
+        the prompt if it was the last to have it. The same plan must call ``released`` after this."""
+        for move in self.in_progress:
+            last = move.completion is None and move.node is None and not group.holders
+            if move.group is group and (move.completion is completion or last):
+                if move.passed is None:
+                    self._cancel(move)
+                else:
+                    self._end(move)
+
+    def _cancel(self, move: Move) -> None:
+        del self._moves[move.number]
+        self._forget(move, move.target)
+        self.counts.cancelled += 1
+        if move in self._begun:
+            self._begun.remove(move)
+        else:
+            self._released.append(move.carrier)
+
+    def cancel(self) -> None:
+        """The epoch has ended, and workers forget all carriers."""
+        for move in list(self._moves.values()):
+            self._cancel(move)
+        for move in self._switched:
+            self._forget(move, move.source)
+        self._switched.clear()
+        self._released.clear()
+
+
+def _nothing() -> None:
+    """Nobody waits for slots."""
+
+
+def _nodes(move: Move) -> list[Node]:
+    """What moves of the prefix cache: one node at first, which may have been split since."""
+    return [] if move.node is None else [one for one in move.node.path() if one.start >= move.start]
+
+
+def _parent(move: Move) -> int:
+    """A sequence with the range at its source that stays until the next plan."""
+    if move.node is not None:
+        return move.node.any_sequence
+    return (move.completion or next(one for one in move.group.completions if not one.released)).sequence
+
+
+def _on(worker: str, segments: Sequence[Segment], begin: int, end: int) -> tuple[int, int] | None:
+    """The first of tokens [begin, end) that are together on a worker."""
+    for segment in segments:
+        start, stop = segment.tokens
+        low, high = max(start, begin), end if stop is None else min(stop, end)
+        if segment.worker == worker and low < high:
+            return low, high
+    return None

@@ -1,0 +1,131 @@
+"""How many tokens of prompts run beside sequences that decode, so that a step takes no longer than it may. Pure.
+
+A chunk on top of a long prefix takes longer than one at the beginning of a prompt: with chunks of a fixed size, the
+time between tokens of all others grows with the prefix. Here the chunk shrinks instead, as in Mnemosyne (Agrawal et
+al., 2024, section 4.2, adaptive chunking), which predicts the time of a step from a profile. Here it is learned from
+the steps that have run: a constant, a part for every row of a prompt, and one for every pair of a row and a token that
+it attends to.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.schedule.chunks import PromptBatch
+from lamina.steps import StepPlan
+
+FIRST = 32  # tokens, while nothing is known
+LEAST = 8  # tokens: prompts get on, however little time is left
+FURTHER = 2  # times as many tokens as were measured so far: what is beyond is not predicted
+FORGET = 0.9  # weight of earlier steps with chunks, per such step
+LEARN = 0.2  # weight of the latest step in a mean
+MARGIN = 0.75  # of the bound that a step may be predicted to take: steps vary, and lanes wait for each other
+_UNITS = np.array([1.0, 1e2, 1e6])  # of the three parts: the equations are well conditioned in these
+
+
+class StepTimes:
+    """Predicts the seconds of a step with ``tokens`` of prompts, which attend in ``pairs`` of a row and a token."""
+
+    def __init__(self) -> None:
+        self.most_tokens = 0  # of all steps so far
+        self._alone: float | None = None  # the mean of steps without prompts
+        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # of steps with prompts, the latest most
+        self._parts: npt.NDArray[np.float64] | None = None
+
+    def note(self, tokens: int, pairs: float, seconds: float) -> None:
+        """A step has taken so long."""
+        if not tokens:
+            before = seconds if self._alone is None else self._alone
+            self._alone = before + LEARN * (seconds - before)
+            return
+        self.most_tokens = max(self.most_tokens, tokens)
+        row = np.array([1.0, tokens, pairs]) / _UNITS
+        self._products = FORGET * self._products + np.outer(row, row)
+        self._sums = FORGET * self._sums + row * seconds
+        self._parts = None
+
+    def seconds(self, tokens: int, pairs: float) -> float:
+        """The prediction; 0 if nothing is known."""
+        if self._parts is None:
+            self._parts = self._solve()
+        return float(self._parts @ (np.array([1.0, tokens, pairs]) / _UNITS))
+
+    def _solve(self) -> npt.NDArray[np.float64]:
+        """Least squares without negative parts: those are left out, the most negative first."""
+        products, sums = self._products.copy(), self._sums.copy()
+        weight = max(float(products[0, 0]), 1.0)
+        if self._alone is not None:  # counts as much as all steps with prompts together
+            products[0, 0] += weight
+            sums[0] += weight * self._alone
+        left = list(range(3))
+        parts = np.zeros(3)
+        while left:
+            chosen = np.ix_(left, left)
+            some = np.linalg.solve(products[chosen] + 1e-9 * weight * np.eye(len(left)), sums[left])
+            if some.min() >= 0:
+                parts[left] = some
+                break
+            del left[int(some.argmin())]
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    """Of a lane's latest step: how many had completed before, its time in slices, and whether a sequence decoded."""
+
+    number: int
+    busy_s: float
+    decodes: bool
+
+
+class Pace:
+    """Bounds the time between tokens of sequences that decode: a lane's next tokens come after its own step and, since
+    lanes share replicas, those of the others.
+
+    Attributes:
+        replicas: that all lanes share.
+    """
+
+    def __init__(self, bound_s: float, replicas: int = 1) -> None:
+        """``bound_s``: of a step, in seconds."""
+        self._bound_s, self.replicas = bound_s, replicas
+        self._times = StepTimes()
+        self._latest: dict[int, _Latest] = {}  # by lane
+        self._steps = 0
+
+    def note(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
+        """A step has run: ``busy_s`` in slices, ``waited_s`` for attention."""
+        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        pairs = sum(_pairs(chunk.start, len(chunk.tokens)) for chunk in plan.chunks)
+        self._times.note(tokens, pairs, busy_s + waited_s)
+        self._steps += 1
+        self._latest[plan.lane] = _Latest(self._steps, busy_s, bool(plan.decoding.sequences))
+
+    def budget(self, lane: int, decodes: bool, prompts: PromptBatch, most: int) -> int:
+        """Tokens of ``prompts`` for the lane's next step, at most ``most``. ``decodes``: sequences of it decode too."""
+        old = self._steps - 2 * len(self._latest)  # lanes that have not run since are not in use
+        others = [last for one, last in self._latest.items() if one != lane and last.number > old]
+        if not decodes and not any(last.decodes for last in others):
+            return most
+        left = MARGIN * self._bound_s - sum(last.busy_s for last in others) / self.replicas
+        high = min(most, max(FIRST, FURTHER * self._times.most_tokens))
+        low = min(LEAST, high)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._seconds(prompts, middle) <= left:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _seconds(self, prompts: PromptBatch, budget: int) -> float:
+        split = [(one.cached, tokens) for one, tokens in prompts.split(budget).items()]
+        return self._times.seconds(
+            sum(tokens for _, tokens in split), sum(_pairs(start, tokens) for start, tokens in split)
+        )
+
+
+def _pairs(start: int, tokens: int) -> float:
+    """Rows of a chunk times the tokens that each sees."""
+    return tokens * (start + (tokens + 1) / 2)

@@ -1,0 +1,293 @@
+"""Owns what outlives an engine: its workers' processes, the cluster's secret, the socket that workers connect to.
+
+The engine runs in a process of its own. If that ends, another one takes over the workers, which keep their weights, and
+frontends send it the requests that had not ended. What an engine says is that it stops by itself, and why, is final.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import itertools
+import logging
+import multiprocessing
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from lamina import errors
+from lamina.cluster.launchers.local import LocalWorkers
+from lamina.config import EngineConfig
+from lamina.engine.restarts import Restarts
+from lamina.errors import EngineDeadError, LaminaError, TransportError, UserError
+from lamina.protocol.secret import Secret, configured, new
+from lamina.protocol.supervision import (
+    Beat,
+    Close,
+    CloseWorkers,
+    Done,
+    End,
+    EngineBootstrap,
+    Exited,
+    FromEngine,
+    FrontendLost,
+    Leave,
+    Save,
+    Serving,
+    Spawn,
+    Start,
+    Stopped,
+    ToEngine,
+    receive_from_engine,
+    send,
+)
+from lamina.transport.listener import LOOPBACK
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+CLOSE_S = 75.0  # for an engine to end its requests and workers
+KILL_S = 5.0
+
+
+class Supervisor:
+    """Runs the engine of a server, and starts it again when its process ends; in a thread of its own.
+
+    See ``processes.Owner`` for most attributes; ``restarted`` counts engines after the first.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, frontends: Callable[[], Collection[str]]) -> None:
+        """``folder``: for the sockets that frontends connect to. ``frontends``: the names of those that run. Raises
+        ConfigError."""
+        self.serving: Serving | None = None
+        self.dead: str | None = None
+        self.gave_up = False
+        self.beats = self.restarted = 0
+        self.lost_frontends: dict[str, str] = {}
+        self._settings = _settings(config)
+        self._folder = folder
+        self._frontends = frontends
+        self._secret: Secret = configured(config.secret_file) or new()
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        # Workers of other machines end with the engine that they have joined.
+        elsewhere = config.listen is not None or config.ray is not None
+        self._restarts = Restarts(0 if elsewhere else config.max_restarts)
+        self._workers = LocalWorkers()
+        self._told: set[str] = set()  # exits that the engine knows of
+        self._saved: bytes | None = None
+        self._incarnations = itertools.count(1)
+        self._engine: subprocess.Popen[bytes] | None = None
+        self._line: Connection | None = None
+        self._refusal: Stopped | None = None
+        self._begun = threading.Event()
+        self._closing = threading.Event()
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="lamina-supervisor", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start the engine and its workers. Raises what the engine raised if they cannot be started."""
+        try:
+            self._thread.start()
+            while not self._begun.wait(POLL_S):
+                pass  # in between, signals are handled
+            if self._refusal is not None:
+                raise _error(self._refusal)
+            if self.dead is not None:
+                raise LaminaError(self.dead)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the engine and all workers."""
+        self._closing.set()
+        self._thread.join(CLOSE_S + 2 * KILL_S)
+        self._listener.close()
+
+    @property
+    def summary(self) -> str:
+        """Of the engine, for people."""
+        return "" if self.serving is None else self.serving.summary
+
+    def leave(self, frontend: str) -> None:
+        """The process of a frontend has ended."""
+        self._tell(Leave(frontend))
+
+    def kill_engine(self) -> None:
+        """End an engine that does not answer."""
+        if (engine := self._engine) is not None:
+            engine.kill()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set() and self.dead is None:
+                before = self.serving
+                code = self._run_engine()
+                if not self._closing.is_set() and self.dead is None:
+                    self._prepare_another(code, served=self.serving is not before)
+        except BaseException as error:
+            log.exception("the supervisor failed")
+            self._give_up(f"the supervisor failed: {error}")
+        finally:
+            self._begun.set()
+            self._workers.kill()
+
+    def _run_engine(self) -> int:
+        """Run an engine until its process has ended. Returns its exit status."""
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            engine = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lamina.serve.engine", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), self._listener.fileno()],
+                process_group=0,  # so that Ctrl-C in a terminal reaches the supervisor alone
+            )
+        self._engine, self._line = engine, ours
+        with ours, selectors.DefaultSelector() as ready:
+            self._tell(self._bootstrap())
+            ready.register(ours, selectors.EVENT_READ)
+            ready.register(self._workers.exits, selectors.EVENT_READ)
+            told_to_close: float | None = None
+            while engine.poll() is None:
+                for key, _ in ready.select(POLL_S):
+                    if key.fileobj is not ours:
+                        self._tell_exits()
+                    elif (message := self._read(ours)) is None:
+                        engine.wait(CLOSE_S)
+                    else:
+                        self._take(message)
+                if self._closing.is_set() and told_to_close is None:
+                    told_to_close = time.monotonic()
+                    self._tell(Close())
+                elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
+                    engine.kill()
+            while ours.poll() and (message := self._read(ours)) is not None:
+                self._take(message)
+            self._line = None
+        return engine.returncode
+
+    def _bootstrap(self) -> EngineBootstrap:
+        exited = dict(self._workers.ended())
+        self._told = set(exited)
+        return EngineBootstrap(
+            self._settings,
+            self._secret.data,
+            self._listener.fileno(),
+            str(self._folder),
+            os.getpid(),
+            next(self._incarnations),
+            self._saved,
+            sorted(self._frontends()),
+            exited,
+        )
+
+    def _prepare_another(self, code: int, served: bool) -> None:
+        """An engine has ended: another one is to take over, unless too many have."""
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        at = self._restarts.next(time.monotonic())
+        if at is None or self.serving is None:
+            before = f", and {self._restarts.most} others before it" if at is None else ""
+            self._give_up(f"its process {how}{before}")
+            return
+        if not served:  # its workers may be what it failed of
+            self._saved = None
+        if self._saved is None:
+            self._workers.kill()
+            self._workers = LocalWorkers()
+        log.warning("the engine's process %s; another one takes over the workers", how)
+        self.restarted += 1
+        self._closing.wait(max(0.0, at - time.monotonic()))
+
+    def _give_up(self, why: str) -> None:
+        self.dead, self.gave_up = why, True
+
+    def _read(self, line: Connection) -> FromEngine | None:
+        """The engine's next message; None if it has exited."""
+        try:
+            return receive_from_engine(line)
+        except (EOFError, OSError):
+            return None
+
+    def _take(self, message: FromEngine) -> None:
+        self.beats += 1
+        if isinstance(message, Save):
+            self._saved = message.state
+        elif isinstance(message, Serving):
+            self.serving = message
+            self._begun.set()
+        elif isinstance(message, FrontendLost):
+            self.lost_frontends[message.frontend] = message.why
+        elif isinstance(message, Stopped):
+            if self.serving is None:
+                self._refusal = message
+            elif message.kind == EngineDeadError.__name__:
+                self.dead = message.reason
+            else:  # it could not take over
+                log.warning("the engine could not take over the workers: %s", message.reason)
+                self._tell(Close())
+                return
+            self.dead = message.reason
+            self._begun.set()
+        elif not isinstance(message, Beat):
+            self._tell(Done(self._carry_out(message)))
+
+    def _carry_out(self, message: Spawn | Start | End | CloseWorkers) -> str:
+        """Returns why it could not be done, if so."""
+        workers = self._workers
+        try:
+            if isinstance(message, Spawn):
+                cores = frozenset(message.cores)
+                workers.spawn(message.name, message.module, message.bootstrap, cores, message.shared_cores)
+            elif isinstance(message, Start):
+                workers.start(message.name, message.role, message.kind, message.bootstrap)
+            elif isinstance(message, End):
+                named, known = set(message.workers), workers.processes.keys()
+                for name in known - named if message.others else known & named:
+                    workers.end(name)
+            elif message.kill:
+                workers.kill()
+            else:
+                workers.close()
+        except (OSError, TransportError) as error:
+            return str(error)
+        return ""
+
+    def _tell_exits(self) -> None:
+        for name, how in dict(self._workers.ended()).items():
+            if name not in self._told:
+                self._told.add(name)
+                self._tell(Exited(name, how))
+
+    def _tell(self, message: ToEngine) -> None:
+        """Does nothing if no engine runs. Any thread."""
+        with self._sending, contextlib.suppress(OSError):
+            if self._line is not None:
+                send(self._line, message)
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    """As plain values, from which the same config can be made."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        name: value.value if isinstance(value, enum.Enum) else os.fspath(value) if isinstance(value, Path) else value
+        for name, value in values.items()
+    }
+
+
+def _error(refusal: Stopped) -> LaminaError:
+    """The error of an engine that could not start, as it was raised there."""
+    kind = getattr(errors, refusal.kind, None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        return kind(refusal.reason)
+    return LaminaError(refusal.reason)

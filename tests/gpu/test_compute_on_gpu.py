@@ -1,0 +1,68 @@
+"""Compute workers on a GPU: slices, messages and the whole runtime against Hugging Face."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lamina.compute.device.chunks import attend_chunks
+from lamina.kernels import reference
+from lamina.kernels.segments import SegmentTable
+from lamina.types import AttentionSpec
+from tests.compute import test_gpu_device, test_transfers
+from tests.random_models import variant
+from tests.runtime.test_parity import check_greedy
+from tests.splitter import test_variants
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-4  # of logits in float32, whose products add up in another order than on the CPU
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "qwen2_moe"])
+def test_slices_compute_what_hugging_face_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lamina.compute.device.cuda import Cuda
+
+    def assert_close(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
+
+    monkeypatch.setattr(test_variants, "Runner", lambda model, weights: test_gpu_device.OnGpu(model, weights, Cuda(0)))
+    monkeypatch.setattr(test_variants, "assert_close", assert_close)
+    test_variants.assert_same_logits(variant(name))
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_lanes_that_take_turns_move_their_own_rows(is_recorded: bool, has_sinks: bool) -> None:
+    from lamina.compute.device.cuda import Cuda
+
+    for seed, (shards, workers) in enumerate([(1, 1), (1, 3), (2, 2)]):
+        test_transfers.check_lanes(Cuda(0), 9, 3, shards, workers, is_recorded, has_sinks, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in blocks; by FlashAttention
+def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
+    from lamina.compute.device.cuda import Cuda
+
+    spec, count = AttentionSpec(0, 8, 2, 64, 64, 0.125), 300
+    rng = np.random.default_rng(0)
+    shapes = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)
+    q, k, v = (torch.from_numpy(rng.standard_normal((count, *shape)).astype(np.float32)).to(dtype) for shape in shapes)
+    bounds, start, rows = np.array([0, count], np.int32), np.array([5], np.int32), np.arange(count, dtype=np.int32)
+    table = SegmentTable(bounds, start, bounds, start, rows)
+    card = Cuda(0)
+    there = q.to(card.place), k.to(card.place), v.to(card.place)
+    out, lse = attend_chunks(*there, [0], table, spec, card.fused)
+    here = q.float().numpy(), k.float().numpy(), v.float().numpy()
+    wanted_out, wanted_lse = reference.partial(*here, table, spec, 1)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    np.testing.assert_allclose(out.cpu().numpy(), wanted_out, atol=tolerance)
+    np.testing.assert_allclose(lse.cpu().numpy(), wanted_lse, atol=tolerance)
+
+
+@pytest.mark.parametrize(("compute", "memory"), [("cuda:1", "cpu:2"), ("cuda:1", "cuda:1,cpu:1")])
+def test_greedy_tokens_equal_hugging_face(compute: str, memory: str, tmp_path: Path) -> None:
+    """A compute worker with memory workers on CPUs; and one GPU in both roles."""
+    check_greedy("llama", tmp_path, compute=compute, memory=memory)

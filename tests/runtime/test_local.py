@@ -1,0 +1,109 @@
+"""Memory of the compute worker itself as the memory pool, or a part of it: the same tokens, whatever is lost."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError
+from lamina.launch import launch
+from lamina.types import CompletionOutput, SamplingParams
+from tests.random_models import SERVED
+from tests.runtime.test_parity import check_greedy
+from tests.runtime.test_survival import (  # noqa: F401  # fixtures
+    REQUESTS,
+    Killable,
+    Streams,
+    assert_same,
+    checkpoint,
+    config,
+    undisturbed,
+    wait_for_recoveries,
+    wait_until,
+)
+from tests.sweep import sweep
+
+
+def with_memory(checkpoint: Path, memory: str | None, **settings: object) -> EngineConfig:  # noqa: F811
+    return replace(config(checkpoint, 1, 1, **settings), memory=memory)
+
+
+@pytest.mark.parametrize("family", sweep(SERVED, ["gpt_oss"]))
+def test_local_memory_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
+    check_greedy(family, tmp_path, memory="local", holders={"compute0"})
+
+
+@pytest.mark.parametrize("family", sweep(SERVED, ["deepseek_v3"]))
+def test_a_mixed_pool_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
+    """Sequences continue on the other after 16 tokens, so that nearly all have segments on both."""
+    check_greedy(family, tmp_path, memory="local,cpu:1", holders={"compute0", "memory0"}, kv_tokens_per_worker=16)
+
+
+def test_a_lost_compute_worker_takes_its_memory_with_it_and_is_replaced(
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    """It is the only worker: nobody is left to end the epoch."""
+    workers = Killable()
+    engine = launch(with_memory(checkpoint, None, max_restarts=1), workers=workers)
+    try:
+        assert engine.config.memory == "local" and workers.pids.keys() == {"compute0"}
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(150)
+        workers.signal("compute0", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert_same(streams.results(), undisturbed)
+        stats = engine.stats()
+        assert stats.recomputed > 0 and stats.memory.keys() == stats.workers.keys() == {"compute1"}
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
+def test_memory_workers_join_local_memory_are_lost_and_leave(
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    """What is in local memory survives the loss of others; nothing moves from or to there."""
+    workers = Killable()
+    settings = with_memory(checkpoint, "local", kv_cache_memory_bytes=500_000, kv_tokens_per_worker=24)
+    engine = launch(settings, workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        assert sorted(engine.scale(memory=2).result(60)) == ["memory0", "memory1"]
+        streams.wait_for_tokens(streams.tokens + 100)
+        workers.signal("memory0", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert engine.scale(memory=-1).result(60) == ["memory1"]
+        assert_same(streams.results(), undisturbed)
+        assert engine.stats().memory.keys() == {"compute0"} and engine.stats().moved == 0
+        with pytest.raises(ConfigError, match="the memory pool has 0"):
+            engine.scale(memory=-1).result(60)
+        with pytest.raises(ConfigError, match="local memory works with one compute worker"):
+            engine.scale(compute=1).result(60)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+    finally:
+        engine.close()
+
+
+def test_prefixes_are_found_and_requests_give_way_in_local_memory(checkpoint: Path) -> None:  # noqa: F811
+    """With room for a third of the requests, KV is dropped; a prompt seen before is not computed again."""
+    engine = launch(with_memory(checkpoint, "local", kv_cache_memory_bytes=250_000))
+    try:
+        prompt = list(range(3, 43))
+        first, again = (
+            Streams(engine, [(prompt, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))]).results()
+            for _ in range(2)
+        )
+        assert first == again and engine.stats().prefix_hits >= 32
+        long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        requests = [([3 + number] * 20, long) for number in range(12)]
+        crowded = Streams(engine, requests).results()
+        assert engine.stats().preempted > 0
+        alone = [Streams(engine, [one]).results()[0] for one in requests[:3]]
+        assert_same(crowded[:3], alone)
+    finally:
+        engine.close()

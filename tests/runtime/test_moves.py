@@ -1,0 +1,78 @@
+"""Ranges that move between real workers while their sequences decode: same tokens as Hugging Face, no slot left."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.config import EngineConfig
+from lamina.launch import launch
+from lamina.schedule.scheduler import Scheduler
+from lamina.steps import StepPlan
+from lamina.types import DType, SamplingParams
+from tests.random_models import SERVED_VOCABULARY, greedy, served
+from tests.runtime.checkpoints import write_prepared
+from tests.runtime.test_faults import wait_until
+from tests.runtime.test_parity import run_all
+from tests.sweep import sweep
+
+TOKENS = 40
+
+
+def moving_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[int]:
+    """With every plan, some range of a request that runs moves to another worker; returns the tokens of each."""
+    plan_of, draw, moved = Scheduler.plan, random.Random(seed), list[int]()
+
+    def plan(scheduler: Scheduler, lane: int) -> StepPlan | None:
+        groups = [group for own in scheduler._lanes for group in own.running]
+        scheduler.moves._credit = 1000.0
+        if groups:
+            source, target = draw.sample(sorted(scheduler.placement.capacities), 2)
+            if tokens := scheduler.moves.try_move(draw.choice(groups), source, target, draw.randint(1, 40)):
+                moved.append(tokens)
+        return plan_of(scheduler, lane)
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    return moved
+
+
+BASE: dict[str, Any] = {
+    "memory": "cpu:3",
+    "dtype": DType.FLOAT32,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+}
+SWITCHES: dict[str, dict[str, Any]] = {
+    "sinks, windows, two lanes": {"family": "gpt_oss", "lanes": 2, "q_first": True, "mini_batches": 2},
+    "a bias by position": {"family": "bloom"},
+    "replicas, TCP": {"family": "llama", "compute": "cpu:2", "transport": "tcp"},
+    "lanes that rotate": {"family": "llama", "compute": "cpu:2", "lanes": 3, "transport": "tcp"},
+    "segments of 17": {"family": "llama", "kv_tokens_per_worker": 17},
+}
+
+
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["sinks, windows, two lanes"]))
+def test_sequences_whose_ranges_move_at_random_equal_hugging_face(
+    switches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dict(switches)
+    family = settings.pop("family")
+    reference = write_prepared(served(family), tmp_path)
+    draw = random.Random(3)
+    begin = [draw.randrange(3, SERVED_VOCABULARY) for _ in range(30)]  # that all prompts share
+    prompts = [begin + [draw.randrange(3, SERVED_VOCABULARY) for _ in range(count)] for count in (1, 9, 17, 3)]
+    moved = moving_at_random(monkeypatch, 5)
+    engine = launch(EngineConfig(model=str(tmp_path), **(BASE | settings)))
+    try:
+        params = [SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True) for n in (1, 2)]
+        outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), 10, "slots stayed in use")
+        counts = engine._scheduler.moves.counts
+        assert not any(engine._scheduler.placement.reserved.values())
+    finally:
+        engine.close()
+    expected = [greedy(reference, prompt, TOKENS) for prompt in prompts]
+    got = [[part.token_ids for part in output.outputs] for output in outputs]
+    assert got == [[tokens] for tokens in expected] + [[tokens] * 2 for tokens in expected]
+    assert counts.moves > 20 and len(moved) >= counts.moves

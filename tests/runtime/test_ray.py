@@ -1,0 +1,130 @@
+"""Workers on a Ray cluster of three nodes, all on this machine: placed, added, removed and lost with their node."""
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError
+from lamina.launch import launch
+from lamina.types import CompletionOutput
+from tests.cli.commands import assert_refused, run
+from tests.runtime.test_survival import (  # noqa: F401  # fixtures
+    REQUESTS,
+    Streams,
+    assert_same,
+    checkpoint,
+    config,
+    undisturbed,
+    wait_for_recoveries,
+    wait_until,
+)
+
+ray = pytest.importorskip("ray")
+SCALE_S = 120.0
+KINDS = "near=zone:a,far=zone:b"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with zone a, and two nodes with zone b: one has room for two workers, the other for one."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 2, "include_dashboard": False, "resources": {"zone:a": 1}}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        for room in (2, 1):
+            made.add_node(num_cpus=2, resources={"zone:b": room})
+        yield made
+        made.shutdown()
+
+
+def settings(checkpoint: Path, cluster: Any, memories: int = 2) -> EngineConfig:  # noqa: F811
+    base = config(checkpoint, 1, 1, max_restarts=2)
+    return dataclasses.replace(base, ray=cluster.address, kind=KINDS, compute="near:1", memory=f"far:{memories}")
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Those of this cluster's workers: raylets are children of this process, and actors theirs."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if {"lamina.compute", "lamina.memory.worker"} & set(one.cmdline()):
+                found.append(one)
+    return found
+
+
+@pytest.mark.slow
+def test_workers_run_where_ray_has_room_and_a_node_is_lost(
+    cluster: Any,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = launch(settings(checkpoint, cluster))
+    try:
+        assert {member.name: member.kind for member in engine.topology.members} == {
+            "compute0": "near",
+            "memory0": "far",
+            "memory1": "far",
+        }
+        streams = Streams(engine, REQUESTS)
+        assert engine.scale(memory=1).result(SCALE_S) == ["memory2"], "all of zone b is taken"
+        assert len(engine.scale(memory=-1).result(SCALE_S)) == 1
+        streams.wait_for_tokens(streams.tokens + 20)
+        (victim,) = [one for one in worker_processes() if "lamina.compute" in one.cmdline()]
+        victim.send_signal(signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert "worker compute0 is gone: its process was ended by signal 9" in caplog.text, "the reason comes back"
+        streams.wait_for_tokens(streams.tokens + 20)
+        cluster.remove_node(cluster.list_all_nodes()[1])
+        assert_same(streams.results(), undisturbed)
+        assert engine.topology.computes == ("compute1",)
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+    finally:
+        started = worker_processes()
+        engine.close()
+        cluster.add_node(num_cpus=2, resources={"zone:b": 2})
+    assert started and not psutil.wait_procs(started, SCALE_S)[1], "a worker is left behind"
+
+
+@pytest.mark.slow
+def test_a_dry_run_prints_the_placement_or_what_is_missing(cluster: Any, checkpoint: Path) -> None:  # noqa: F811
+    """In processes of their own: this one may be part of a cluster for one engine at a time."""
+    base = ("launch", "--dry-run", "--ray", cluster.address, "--kind", KINDS, "--compute", "near:1")
+    done = run(*base, "--memory", "far:2")
+    assert done.returncode == 0 and done.stdout.count("zone:b 1") == 2, done.stderr
+    lacking = run(*base, "--memory", "rtx3090:6")
+    assert_refused(lacking, "need GPU 1, rtx3090 1 each: no node of the Ray cluster has GPU 1, rtx3090 1.")
+    assert_refused(run(*base, "--memory", "near:9"), "the Ray cluster has")
+    assert_refused(run(*base, "--memory", "fra:1"), "unknown kind 'fra'; did you mean far")
+
+
+@pytest.mark.slow
+def test_two_engines_share_a_cluster_and_each_ends_its_own_workers(
+    cluster: Any,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    engine = launch(dataclasses.replace(settings(checkpoint, cluster, 1)))
+    try:
+        streams = Streams(engine, REQUESTS)
+        other = ("--ray", cluster.address, "--kind", KINDS, "--compute", "cpu:1", "--memory", "far:1")
+        done = run("generate", "def f(", "--max-tokens", "4", "--temperature", "0", *other)
+        assert done.returncode == 0 and done.stdout, done.stderr
+        assert_same(streams.results(), undisturbed)
+        assert engine.stats().recoveries == 0
+    finally:
+        engine.close()
+
+
+def test_without_a_cluster_the_error_says_what_to_start() -> None:
+    with pytest.raises(ConfigError, match=r"no Ray cluster can be joined at '127\.0\.0\.1:1'.*ray start --head"):
+        launch(EngineConfig(ray="127.0.0.1:1"))

@@ -1,0 +1,265 @@
+"""Ranges that move while their sequences decode, against what every slot of the memory workers holds."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from lamina.placement import balance
+from lamina.placement.balance import POLICIES
+from lamina.schedule import balancing
+from lamina.schedule.balancing import Balancing
+from lamina.schedule.limits import Limits
+from lamina.schedule.moves import Move
+from lamina.schedule.scheduler import Scheduler
+from lamina.steps import StepPlan
+from lamina.types import Balance
+from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.schedule.test_prefixes import Caching
+from tests.schedule.test_scheduler import MANY
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+
+class Moving(Caching):
+    """Ranges of requests move at random. What a step reads must be there until it has completed."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.read: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}  # by step
+        self._reading: list[tuple[str, int, tuple[int, ...]]] = []
+        self.balancing: Balancing | None = None
+        self.begun: list[Move] = []
+
+    def plan(self, lane: int) -> None:
+        super().plan(lane)
+        self.begun += [move for move in self.scheduler.moves.in_progress if move not in self.begun]
+
+    def move(self, number: int, tokens: int) -> int:
+        """One of the requests moves some tokens from one worker to another, if it can."""
+        names = [memory.name for memory in self.memories]
+        pairs = list(itertools.permutations(names, 2))
+        groups = [group for lane in self.scheduler._lanes for group in lane.running]
+        if not groups or not pairs:
+            return 0
+        source, target = pairs[number % len(pairs)]
+        return self.scheduler.moves.try_move(groups[number % len(groups)], source, target, tokens)
+
+    def arrive_out_of_order(self, number: int) -> None:
+        """One of the migrations is done."""
+        if self._migrations:
+            self.scheduler.migrated(self._migrations.pop(number % len(self._migrations)).number)
+
+    def _check(self, plan: StepPlan) -> None:
+        self._reading = []
+        super()._check(plan)
+        self.read[plan.step] = self._reading
+
+    def _attend(self, name: str, slots: list[int], sequence: int, first: int, old: int) -> None:
+        super()._attend(name, slots, sequence, first, old)
+        self._reading += [(name, slot, self.contents[name][slot]) for slot in slots]
+
+    def complete(self, lane: int) -> None:
+        """The oldest step of a lane ends, and has read what it was to read."""
+        for name, slot, key in self.read.pop(self._in_flight[lane][0].step):
+            if name in self.scheduler.placement.capacities:
+                assert self.contents[name][slot] == key
+        super().complete(lane)
+        if self.balancing is not None:
+            self.balancing.note_step(3, 1.0)
+
+
+def run(cluster: Moving, lanes: int, events: dict[str, dict[int, Any]], migration_turns: int) -> None:
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        if turn in events["switches"]:
+            cluster.scheduler.use_lanes(min(events["switches"][turn], lanes))
+        cluster.arrive(turn)
+        for number, tokens in events["moves"].get(turn, ()):
+            cluster.move(number, tokens)
+        if turn % migration_turns == 0:
+            cluster.arrive_out_of_order(turn)
+        if turn in events["drops"]:
+            cluster.drop(events["drops"][turn])
+        if turn in events["ends"]:
+            cluster.end_epoch(events["ends"][turn])
+        if turn in events["leaves"]:
+            cluster.drain(events["leaves"][turn])
+        cluster.leave()
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 40 and not cluster.busy:
+            break
+    cluster.leave()
+    cluster.check_rest()
+    assert not cluster.scheduler.moves.in_progress
+    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
+        if aborted is None and index not in cluster.unservable:
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
+    """What happens in which turn; ``most``: turns with moves."""
+
+    def turn() -> int:
+        return draw.randint(0, 40)
+
+    return {
+        "moves": {
+            turn(): [(draw.randint(0, 1000), draw.randint(1, 20)) for _ in range(draw.randint(1, 4))]
+            for _ in range(draw.randint(0, most))
+        },
+        "switches": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
+        "drops": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
+        "ends": {turn(): draw.randint(0, 2) for _ in range(draw.choice([0, 0, 2]))},
+        "leaves": {turn(): draw.randint(0, 5) for _ in range(draw.choice([0, 0, 1]))},
+    }
+
+
+def requests(draw: random.Random) -> tuple[list[tuple[int, int, int, int]], list[Any]]:
+    """Parts of prompts, and (max_tokens, n, when completions stop, when it is aborted, when it arrives)."""
+    count = draw.randint(0, 14)
+    prompts = [(draw.randint(1, 14), draw.randint(0, 6), draw.randint(0, 3), draw.randint(0, 2)) for _ in range(count)]
+    others = [
+        (
+            draw.randint(1, 10),
+            draw.choice([1, 1, 2, 3]),
+            [draw.randint(0, 12) for _ in range(3)],
+            draw.choice([None, None, None, draw.randint(0, 25)]),
+            draw.randint(0, 25),
+        )
+        for _ in range(count)
+    ]
+    return prompts, others
+
+
+def move_at_random(seeds: range, most: int = 25) -> int:
+    """Schedules with moves at random; returns how many there were."""
+    moves = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        prompts, others = requests(draw)
+        lanes, longest = draw.randint(1, 3), draw.choice([None, None, 5, 11])
+        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
+        cluster = Moving(others, prompts, draw.randint(2, 4), lanes, draw.randint(1, 3), limits, capacity, longest)
+        cluster.scheduler.moves._tokens_per_step = 1000
+        run(cluster, lanes, events(draw, most), draw.randint(1, 3))
+        moves += cluster.scheduler.moves.counts.moves
+    return moves
+
+
+def test_whatever_moves_rows_attend_to_their_own_tokens_and_every_slot_comes_back() -> None:
+    """Forks and cached prefixes share what moves; requests end, are dropped or aborted, workers are lost and leave."""
+    assert move_at_random(range(150)) > 200
+
+
+@pytest.mark.slow
+def test_ten_thousand_moves() -> None:
+    assert move_at_random(range(1000, 3700), most=400) > 10_000
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
+    name: Balance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for where, what in ((balance, "LEAST"), (balance, "LEAST_SWAP"), (balance, "UNEVEN"), (balancing, "LOOK_STEPS")):
+        monkeypatch.setattr(where, what, 1)
+    moves = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        prompts, others = requests(draw)
+        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
+        cluster = Moving(others, prompts, draw.randint(2, 4), 2, draw.randint(1, 3), limits, capacity, None)
+        cluster.scheduler.moves._tokens_per_step = 1000
+        cluster.balancing = Balancing(POLICIES[name](), cluster.scheduler.moves, cluster.scheduler.placement)
+        run(cluster, 2, events(draw) | {"moves": {}}, draw.randint(1, 3))
+        moves += cluster.scheduler.moves.counts.moves
+        seen = set[tuple[str, str, str]]()
+        for one in cluster.begun:
+            assert (one.group.request.request_id, one.target, one.source) not in seen, "within so few steps"
+            seen.add((one.group.request.request_id, one.source, one.target))
+    assert moves > 30
+
+
+def settled(**settings: Any) -> Scheduler:
+    """A request of 40 tokens on the first of two workers, which decodes."""
+    under_test = scheduler({"memory0": 100, "memory1": 100}, limits=Limits(4, 64, 100), **settings)
+    under_test.add(request("long", 40, max_tokens=50, n=2))
+    step(under_test)
+    step(under_test)
+    return under_test
+
+
+def step(under_test: Scheduler) -> StepPlan:
+    plan = plan_of(under_test)
+    for _, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+    return plan
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_range_moves_while_its_sequences_decode_and_all_that_share_it_switch_in_one_plan(prefix_cache: bool) -> None:
+    under_test = settled(prefix_cache=prefix_cache)
+    (group,) = under_test.holders("memory0")
+    assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
+    plan = step(under_test)
+    (migration,) = plan.migrations
+    assert (migration.start, migration.stop, len(plan.decoding.sequences)) == (0, 30, 2)
+    assert under_test.placement.reserved["memory1"] == 30
+    assert not step(under_test).switches, "nothing has arrived"
+    ahead = plan_of(under_test)  # this one still reads at the source
+    under_test.migrated(migration.number)
+    switching = plan_of(under_test)
+    (switch,) = switching.switches
+    of_requests = [one for one in switch.segments if one.sequence in switching.decoding.sequences]
+    assert [one.worker for one in of_requests] == ["memory1"] * 2 and {one.tokens for one in of_requests} == {(0, 30)}
+    assert len(switch.segments) == 2 + prefix_cache
+    reserved = dict(under_test.placement.reserved)
+    assert ahead.decoding.sequences == switching.decoding.sequences and not switching.released
+    under_test.complete(0)
+    release = plan_of(under_test)
+    assert release.released == [switch.carrier]
+    assert under_test.placement.reserved == {"memory0": reserved["memory0"] + 2 - 30, "memory1": 30}
+    assert [one.tokens for one in group.completions[0].segments] == [(0, 30), (30, None)]
+
+
+def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_step() -> None:
+    under_test = settled()
+    (group,) = under_test.holders("memory0")
+    under_test.placement.reserve_on("memory1", 90)
+    plan_of(under_test)
+    assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 0 and under_test.moves.counts.refused == 1
+    under_test.placement.will_release("memory1", 90)
+    under_test.placement.release("memory1", 90)
+    assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
+    under_test.migrated(step(under_test).migrations[0].number)
+    assert step(under_test).switches
+    plan_of(under_test)
+    assert under_test.moves.try_move(group, "memory0", "memory1", 10) == (10 if 3 * 16 > 30 else 0)
+
+
+@pytest.mark.parametrize("when", ["at once", "while it is copied", "when it has arrived", "after the switch"])
+def test_a_request_that_is_cancelled_at_any_moment_of_a_move_leaves_nothing(when: str) -> None:
+    under_test = settled()
+    (group,) = under_test.holders("memory0")
+    under_test.moves.try_move(group, "memory0", "memory1", 30)
+    carriers, released = set[int](), set[int]()
+    if when != "at once":
+        (migration,) = step(under_test).migrations
+        carriers.add(migration.sequence)
+        if when != "while it is copied":
+            under_test.migrated(migration.number)
+        if when == "after the switch":
+            switching = step(under_test)
+            assert switching.switches
+            released |= set(switching.released)
+    under_test.abort("long")
+    while (plan := under_test.plan(0)) is not None:
+        released |= set(plan.released)
+        under_test.complete(0)
+    assert released == {*carriers, *(completion.sequence for completion in group.completions)}
+    assert under_test.placement.reserved == {"memory0": 0, "memory1": 0} and not under_test.moves.in_progress

@@ -1,0 +1,129 @@
+"""Chunks beside sequences that decode, against workers whose steps take a known time."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.pipeline import Pipeline
+from lamina.placement.map import Placement
+from lamina.protocol.messages import StepDone
+from lamina.schedule.limits import Limits
+from lamina.schedule.pace import LEAST, MARGIN, StepTimes
+from lamina.schedule.turn import Turn
+from lamina.steps import StepPlan
+from tests.schedule.schedules import request
+
+BOUND_S = 0.1
+LIMITS = Limits(64, 2048, 200_000)
+ALONE = [request(f"running {number}", 16, max_tokens=4000) for number in range(4)]
+
+
+def linear(row_s: float, pair_s: float) -> Callable[[int, float], float]:
+    """Seconds of a step by rows of prompts and pairs of these with tokens; half the bound without."""
+    return lambda rows, pairs: BOUND_S / 2 + rows * row_s + pairs * pair_s
+
+
+def step_times(
+    prompts: list[int], seconds: Callable[[int, float], float], bound_s: float | None, lanes: int = 1
+) -> list[tuple[float, list[int]]]:
+    """Times of the steps from when all of ``ALONE`` decode and prompts arrive until the last has been computed, with
+    the tokens of each prompt in the step."""
+    turn = Turn(
+        LIMITS,
+        Placement({"memory0": 10**7}),
+        Pipeline(lanes, 1),
+        attentions=1,
+        kv_heads=1,
+        plan_ahead=False,
+        step_bound_s=bound_s,
+    )
+    for one in ALONE:
+        turn.scheduler.add(one)
+    times: list[tuple[float, list[int]]] = []
+    left = 0
+
+    def run(plan: StepPlan) -> None:
+        rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+        pairs = sum(len(chunk.tokens) * (chunk.start + len(chunk.tokens) / 2) for chunk in plan.chunks)
+        took = seconds(rows, pairs)
+        times.append((took, [len(chunk.tokens) for chunk in plan.chunks]))
+        for done in turn.in_order(StepDone(plan.step, [], rows=rows + 1, busy_s=took)):
+            for _, completion in turn.complete(done).values():
+                completion.generated.append(7)
+
+    def rounds(until: Callable[[], bool]) -> None:
+        while not until():
+            for plan in list(turn.plan(0.0)):
+                run(plan)
+
+    rounds(lambda: len(times) >= 10 * lanes)
+    for number, prompt in enumerate(prompts):
+        turn.scheduler.add(request(str(number), prompt, max_tokens=1))
+        left += prompt
+    begun = len(times)
+    rounds(lambda: sum(sum(chunks) for _, chunks in times[begun:]) >= left)
+    return times[begun:]
+
+
+@given(
+    row_s=st.floats(1e-6, 1e-3),
+    pair_s=st.floats(0, 1e-9),
+    prompts=st.lists(st.integers(2, 30_000), min_size=1, max_size=3),
+)
+def test_steps_stay_within_the_bound_once_their_times_are_known(
+    row_s: float, pair_s: float, prompts: list[int]
+) -> None:
+    """But for chunks of the least size. And they use the bound: most come close to it."""
+    times = step_times(prompts, linear(row_s, pair_s), BOUND_S)
+    late = [took for took, chunks in times[2:] if sum(chunks) > LEAST and took > 1.02 * BOUND_S]
+    assert not late
+    full = [took for took, chunks in times[10:-10] if sum(chunks) < 2048]
+    assert len(full) < 20 or sorted(full)[len(full) // 2] > 0.9 * MARGIN * BOUND_S
+
+
+def test_chunks_shrink_as_the_prefix_grows() -> None:
+    times = step_times([100_000], linear(1e-6, 2e-9), BOUND_S)
+    sizes = [sum(chunks) for _, chunks in times]
+    assert max(sizes) > 4 * sizes[-2] > 4 * LEAST
+    assert max(took for took, _ in times[2:]) <= BOUND_S
+    unbounded = step_times([100_000], linear(1e-6, 2e-9), None)
+    assert max(took for took, _ in unbounded) > 2 * BOUND_S
+
+
+def test_a_short_prompt_gets_on_beside_a_long_one_with_small_chunks() -> None:
+    times = step_times([150_000, 40], linear(1e-6, 5e-9), BOUND_S)
+    first = next(place for place, (_, chunks) in enumerate(times) if len(chunks) == 1)
+    assert first <= 3
+
+
+def test_where_nothing_decodes_chunks_fill_the_step() -> None:
+    turn = Turn(LIMITS, Placement({"memory0": 10**7}), Pipeline(1, 1), attentions=1, kv_heads=1, step_bound_s=BOUND_S)
+    turn.scheduler.add(request("long", 9000, max_tokens=1))
+    sizes = [sum(len(chunk.tokens) for chunk in plan.chunks) for plan in turn.plan(0.0)]
+    assert sizes == [2048, 2048]
+
+
+def test_chunks_in_one_lane_leave_time_for_the_other() -> None:
+    """Two lanes on one replica: the next tokens of each come after a step of both."""
+    times = step_times([20_000], lambda rows, pairs: BOUND_S / 4 + rows * 1e-5, BOUND_S, lanes=2)
+    with_chunks = [took for took, chunks in times if chunks]
+    assert max(with_chunks[3:]) + BOUND_S / 4 <= BOUND_S
+
+
+@given(st.floats(0, 1e-2), st.floats(0, 1e-4), st.floats(0, 1e-8))
+def test_times_that_are_linear_are_predicted(constant: float, row: float, pair: float) -> None:
+    times = StepTimes()
+    for tokens, pairs in [(0, 0), (64, 1e4), (128, 5e5), (64, 2e6), (256, 1e6)]:
+        times.note(tokens, pairs, constant + row * tokens + pair * pairs)
+    assert times.seconds(200, 1.5e6) == pytest.approx(constant + row * 200 + pair * 1.5e6, rel=1e-3, abs=1e-7)
+
+
+def test_a_prediction_has_no_negative_parts() -> None:
+    """Noise must not make a longer chunk look faster."""
+    times = StepTimes()
+    times.note(0, 0, 1e-3)
+    for tokens, pairs, seconds in [(100, 1e5, 5e-3), (200, 1e6, 4e-3), (100, 2e6, 5.5e-3), (300, 3e6, 4.5e-3)]:
+        times.note(tokens, pairs, seconds)
+    assert times.seconds(100, 1e6) <= times.seconds(200, 1e6) and times.seconds(100, 1e6) <= times.seconds(100, 2e6)

@@ -1,0 +1,154 @@
+"""Requests with heads on several workers while workers are lost, join and leave: real slabs take all plans."""
+
+import random
+from collections import Counter
+from unittest import mock
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lamina.errors import RequestError
+from lamina.heads import HeadShards
+from lamina.memory.store import KvStore
+from lamina.placement import prefix_cache
+from lamina.placement.stripes import StripedPlacement
+from lamina.protocol.wire import check_segments
+from lamina.schedule.turn import Turn
+from lamina.steps import StepPlan
+from lamina.topology import FIRST, Member, Topology
+from lamina.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
+from tests.schedule.schedules import ATTENTIONS, LIMITS
+from tests.schedule.test_turn import ENOUGH, FIXED, Driver
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+SHARDS = HeadShards(3, 3)
+SPEC = AttentionSpec(layer=0, query_heads=3, kv_heads=3, qk_dim=1, v_dim=1, scale=1.0)
+
+
+class Striped(Driver):
+    """With a prefix cache. Every memory worker is told of everything."""
+
+    def __init__(self, capacities: list[int], depth: int, chance: random.Random, longest: int | None) -> None:
+        super().__init__(FIXED, depth, chance, longest)
+        self.stores = {f"memory{number}": self.store(number, room) for number, room in enumerate(capacities)}
+        rooms = dict(zip(self.stores, capacities, strict=True))
+        self.placement = StripedPlacement(rooms, SHARDS, longest)
+        self.turn = Turn(
+            LIMITS,
+            self.placement,
+            FIXED,
+            attentions=ATTENTIONS,
+            kv_heads=SHARDS.heads,
+            plan_ahead=depth > 1,
+            prefix_cache=True,
+        )
+        members = [Member("compute0", "compute", "cpu", "")]
+        members += [Member(name, "memory", "cpu", "", room) for name, room in rooms.items()]
+        self.topology = Topology(FIRST, tuple(members), FIXED)
+        self.leaving = ""
+        self.joined = len(capacities)
+
+    @staticmethod
+    def store(number: int, capacity: int) -> KvStore:
+        overlap = Overlap()
+        return KvStore(f"memory{number}", [SPEC], DType.FLOAT32, capacity, 1, overlap, head_shards=SHARDS.count)
+
+    def come(self, name: str) -> None:
+        """It begins like others, or like none."""
+        first, length = 100 * self.chance.choice([0, int(name)]), self.chance.randint(1, 20)
+        params = SamplingParams(n=self.chance.randint(1, 3), max_tokens=self.chance.randint(1, 8))
+        try:
+            self.live[name] = self.turn.scheduler.add(Request(name, None, [*range(first, first + length)], params))
+        except RequestError:  # too long for the workers that are left
+            self.ended[name] += 1
+
+    def on_plan(self, plan: StepPlan) -> None:
+        for store in self.stores.values():
+            store.apply(plan)
+        self.check()
+
+    def check(self, resting: bool = False) -> None:
+        """Slots that are in use are reserved or idle, and all of them at rest; running sequences are all there."""
+        taken = Counter[str]()
+        for place in self.placement.capacities:
+            tokens = self.placement.reserved[place] + self.placement.idle[place]
+            for segment in self.placement.expand([Segment(0, place, SHARDS.whole, (0, None))]):
+                taken[segment.worker] += tokens * (segment.heads[1] - segment.heads[0])
+        for name, store in self.stores.items():
+            assert store.slab.used <= taken[name] <= store.slab.capacity
+            assert not resting or store.slab.used == taken[name]
+        for plan in self.turn.in_flight.values():
+            for step in plan.sequences:
+                held = [one for store in self.stores.values() for one in store._segments.get(step.sequence, [])]
+                check_segments(step.sequence, held, SHARDS)
+
+    def lose(self) -> None:
+        """A memory worker with everything on it."""
+        name = self.chance.choice(list(self.stores))
+        if len(self.stores) < 2 or name == self.leaving:
+            return
+        del self.stores[name]
+        self.topology = self.topology.without([name])
+        self.unanswered.clear()
+        remains = self.turn.apply(self.topology)
+        for kept, store in self.stores.items():
+            store.truncate(remains.kept[kept])
+        for group in self.turn.scheduler.stranded:
+            self.turn.scheduler.abort(group.request.request_id)
+            self.end(group.request.request_id)
+        self.turn.begin_epoch()
+        self.check()
+
+    def join(self) -> None:
+        number, room = self.joined, self.chance.randint(30, 60)
+        self.joined += 1
+        self.stores[f"memory{number}"] = self.store(number, room)
+        member = Member(f"memory{number}", "memory", "cpu", "", room)
+        self.topology = self.topology.joined(member, FIXED)
+        self.turn.change(self.topology)
+
+    def leave(self) -> None:
+        """One is drained, and goes when it is empty."""
+        scheduler = self.turn.scheduler
+        if self.leaving and scheduler.is_drained(self.leaving):
+            assert self.stores.pop(self.leaving).slab.used == 0
+            self.topology = self.topology.left(self.leaving, FIXED)
+            self.leaving = ""
+            self.turn.change(self.topology)
+        elif not self.leaving and len(self.stores) > 2 and self.chance.random() < 0.2:
+            self.leaving = self.chance.choice(list(self.stores))
+            scheduler.drain(self.leaving)
+
+
+@example(capacities=[30, 33], depth=1, requests=11, longest=6, changes=0.0, seed=1)  # grows there and back at once
+@given(
+    capacities=st.lists(st.integers(30, 60), min_size=2, max_size=4),
+    depth=st.integers(1, 2),
+    requests=st.integers(1, 25),
+    longest=st.sampled_from([None, 6]),
+    changes=st.sampled_from([0.0, 0.15]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_head_of_every_token_is_somewhere_while_workers_come_and_go(
+    capacities: list[int], depth: int, requests: int, longest: int | None, changes: float, seed: int
+) -> None:
+    chance = random.Random(seed)
+    with mock.patch.object(prefix_cache, "SHORTEST", 3):
+        driver = Striped(capacities, depth, chance, longest)
+        for number in range(requests):
+            driver.come(str(number))
+            if chance.random() < changes:
+                chance.choice([driver.lose, driver.join, driver.leave, driver.go])()
+            driver.turn_once()
+        for _ in range(ENOUGH):
+            if not driver.live and not driver.turn.in_flight and not driver.leaving:
+                break
+            driver.leave()
+            driver.turn_once()
+    assert driver.ended == Counter(map(str, range(requests)))
+    for _ in range(9):
+        driver.plan()  # what has ended is released
+        driver.answer()
+    driver.check(resting=not any(driver.placement.reserved.values()))
