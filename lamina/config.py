@@ -121,10 +121,9 @@ class EngineConfig:
     kv_overcommit: Annotated[
         float,
         Meaning(
-            "KV that a memory worker and its disk hold together: cached prefixes beyond its memory wait in "
-            "kv_spill_dir, and come back for requests that begin with them. Without prefix_cache, 1. Memory local has "
-            "no disk.",
-            unit="times its memory",
+            "KV that a memory worker and its disk hold together, over what its memory holds: further cached prefixes "
+            "wait in kv_spill_dir, and come back for requests that begin with them. Without prefix_cache, 1. Memory "
+            "local has no disk.",
             ge=1,
         ),
     ] = 1.0

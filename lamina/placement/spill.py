@@ -121,7 +121,6 @@ class Disks:
     Attributes:
         spilled, fetched: tokens so far. held: requests that wait for blocks. missed: by worker, tokens that were given
             up before the disk had them.
-        wake: called when ``changes`` has something for a plan.
     """
 
     def __init__(
@@ -132,9 +131,11 @@ class Disks:
         overcommit: float,
         moving: Callable[[Collection[Node]], bool],
         queue: Callable[[Group], None],
+        wake: Callable[[], None],
     ) -> None:
         """``sequences``: numbers of new sequences. ``moving``: whether some tokens are on their way to another worker.
-        ``queue`` takes a request whose blocks are back, or not to be waited for any more."""
+        ``queue`` takes a request whose blocks are back, or not to be waited for any more. ``wake`` is called when
+        ``changes`` has something for a plan."""
         self.spilled = self.fetched = 0
         self.held: dict[Group, None] = {}
         self.missed = collections.Counter[str]()
@@ -144,7 +145,7 @@ class Disks:
         self._overcommit = overcommit
         self._moving = moving
         self._queue = queue
-        self.wake: Callable[[], None] = _nothing
+        self._wake = wake
         self._number = 0
         self._disks: dict[str, Blocks] = {}
         # Leaves in the order in which they were cached, and how many blocks of each need not be looked at.
@@ -269,7 +270,7 @@ class Disks:
         fetch = Fetch(self._number, worker, next(self._sequences), start, blocks, group.heads)
         self._wanted.append(_Coming(group, salt, ids, keys, base, fetch))
         self.held[group] = None
-        self.wake()
+        self._wake()
 
     def abandon(self, group: Group) -> bool:
         """A request has ended. True if it was waiting for blocks, which come back all the same."""
@@ -302,7 +303,7 @@ class Disks:
         if error:
             self._failed.add(worker)
             self._uncopied[worker].clear()
-        self.wake()
+        self._wake()
 
     def _note_copied(self, copying: _Copying, complete: bool) -> None:
         worker = copying.spill.worker
@@ -341,7 +342,3 @@ class Disks:
         ]
         spills = [spill for worker in self._disks for spill in self._copies(worker)]
         return forks, spills, [coming.fetch for coming in wanted]
-
-
-def _nothing() -> None:
-    """Nobody waits for a plan."""

@@ -100,8 +100,7 @@ class Scheduler:
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
         moving, queue = self.moves.touches_any, self._admissions.add
-        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue)
-        self.disks.wake = lambda: self._ready.note_change(0)
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
         self._holding = Holding(self._admissions, self.drop)
         self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
@@ -324,8 +323,7 @@ class Scheduler:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        more = self.rotates, histories, grown_here, *others
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, *more)
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, *others)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
