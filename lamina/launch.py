@@ -185,10 +185,12 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     if config.ray is not None:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
-    apart = config.memory_cores is not None or config.partition == "head"
+    given = {"memory_cores": config.memory_cores is not None, "kv_overcommit": config.kv_overcommit > 1}
+    apart = any(given.values()) or config.partition == "head"
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
-    if LOCAL in (entry.kind for entry in memory) and config.memory_cores is not None and len(memory) == 1:
-        raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
+    name = next((name for name in given if given[name]), None)
+    if name is not None and [entry.kind for entry in memory] == [LOCAL]:
+        raise ConfigError(f"{name} is for memory workers, and memory local starts none; leave one of them out")
     return memory
 
 

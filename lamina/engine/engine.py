@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
-from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
+from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
 from lamina.engine.members import Members, Save
 from lamina.engine.placement import PlacementView
@@ -88,6 +88,7 @@ class Engine:
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
             balance=config.balance,
         )
@@ -237,7 +238,8 @@ class Engine:
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        found = (prefixes.queried, prefixes.hit, self._placement.stats)
+        disks = self._scheduler.disks
+        found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:

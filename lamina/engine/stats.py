@@ -69,6 +69,7 @@ class EngineStats:
         links: pairs of workers, by transport and its reason.
         prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
         placement: who has KV where, and what moves.
+        spilled, fetched: tokens copied to disks of memory workers, and back.
     """
 
     running: int
@@ -86,6 +87,8 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     placement: PlacementStats = PlacementStats()
+    spilled: int = 0
+    fetched: int = 0
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

@@ -67,6 +67,8 @@ class Metrics:
         yield CounterMetricFamily(
             "lamina_prefix_cache_hits", "Tokens found in the prefix cache, and so not computed.", stats.prefix_hits
         )
+        yield CounterMetricFamily("lamina_kv_tokens_spilled", "Tokens whose KV was copied to a disk.", stats.spilled)
+        yield CounterMetricFamily("lamina_kv_tokens_fetched", "Tokens whose KV came back from a disk.", stats.fetched)
         yield GaugeMetricFamily(
             "lamina_kv_imbalance",
             "Token slots in use on the fullest memory worker over the mean of all.",

@@ -29,6 +29,8 @@ GIVEN: dict[str, Any] = {
     "partition": "token",
     "balance": "ledger",
     "slo_tbt_ms": 60,
+    "kv_overcommit": 2.5,
+    "kv_spill_dir": "/folder",
     "threads": 7,
     "lanes": 8,
     "pipelining": "fixed",
