@@ -47,6 +47,26 @@ class PlacementStats:
     cancelled: int = 0
 
 
+@dataclass(frozen=True)
+class ScalingStats:
+    """Of a pool that scales by load.
+
+    Attributes:
+        least, most: workers. load: how many its load would fill, at the last look. why: the figures of that.
+        grown, shrunk: workers that were asked to join, and to leave, so far.
+        last: the latest such change, and its reason; empty before. at: when that was, in Unix time.
+    """
+
+    least: int
+    most: int
+    load: float = 0.0
+    why: str = ""
+    grown: int = 0
+    shrunk: int = 0
+    last: str = ""
+    at: float = 0.0
+
+
 def imbalance(memory: Mapping[str, MemoryStats]) -> float:
     """Slots that requests use on the fullest memory worker, over the mean of all; 1 if all are equal, or empty."""
     used = [stats.used for stats in memory.values()]
@@ -68,7 +88,7 @@ class EngineStats:
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.
         links: pairs of workers, by transport and its reason.
         prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
-        placement: who has KV where, and what moves.
+        placement: who has KV where, and what moves. scaling: of the pools that scale by load.
     """
 
     running: int
@@ -86,6 +106,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     placement: PlacementStats = PlacementStats()
+    scaling: Mapping[str, ScalingStats] = field(default_factory=dict)
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):
