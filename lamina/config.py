@@ -185,6 +185,13 @@ class EngineConfig:
             ge=0,
         ),
     ] = 8
+    autoscale: Annotated[
+        str | None,
+        Meaning(
+            "Let pools grow and shrink with their load, between a least and a most of workers: memory=1:4, or "
+            "memory=1:4,compute=1:2. Default: they keep the size that they are given."
+        ),
+    ] = None
     transport: Annotated[
         TransportName,
         Meaning(

@@ -86,10 +86,15 @@ class Members:
         """Whether more memory workers are on their way."""
         return self.pools is not None and self.pools.grows("memory")
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether no epoch is ending."""
+        return self._ending is None
+
     def turn(self) -> None:
         """Go on with workers that join or leave."""
         if self.pools is not None:
-            self.pools.turn(steady=self._ending is None)
+            self.pools.turn(steady=self.is_steady)
 
     def take(self, worker: str, message: ToEngine) -> None:
         """A message that is not about a step. Raises TransportError if it is not expected while serving."""

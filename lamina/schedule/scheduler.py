@@ -234,6 +234,11 @@ class Scheduler:
         return max((group.tokens for group in self._requests.values()), default=0)
 
     @property
+    def queued(self) -> list[Group]:
+        """Requests not dealt to a lane yet, in order of arrival."""
+        return [group for group in self._requests.values() if group.lane < 0]
+
+    @property
     def stranded(self) -> list[Group]:
         """Requests that may need more KV tokens than all memory workers together hold."""
         return [group for group in self._requests.values() if group.tokens > self.placement.total]

@@ -40,7 +40,7 @@ class Turn:
     Attributes:
         scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
             lanes are decided here alone.
-        in_flight: plans by step, until ``complete``.
+        in_flight: plans by step, until ``complete``. busy_s: time that compute workers have spent in slices so far.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Turn:
             limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace, overcommit
         )
         self.in_flight: dict[int, StepPlan] = {}
+        self.busy_s = 0.0
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun
         self._paused = False
@@ -153,6 +154,7 @@ class Turn:
         The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
         """
         plan = self.in_flight.pop(done.step)
+        self.busy_s += done.busy_s
         if self._pace is not None and done.rows:
             self._pace.note(plan, done.busy_s, done.waited_s)
         if self._suspects.searching:

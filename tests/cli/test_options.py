@@ -20,6 +20,7 @@ GIVEN: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "float16",
     "max_restarts": 3,
+    "autoscale": "memory=1:4",
     "max_model_len": 5,
     "default_max_tokens": 4,
     "kv_cache_memory_bytes": 6,
