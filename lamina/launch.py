@@ -226,7 +226,7 @@ def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:
-    return [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
+    return placement.known_kinds(placement.own_kinds(config.kind))
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.bringup import ClusterPlan
+from lamina.cluster.gather import START_TIMEOUT_S
 from lamina.cluster.joining import boot
+from lamina.cluster.launchers.placement import PLACE_S
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
@@ -232,6 +234,7 @@ def cluster_plan(
         tls=config.tls,
         is_open=is_open,
         kv_cache_dtype=config.kv_cache_dtype,
+        start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )
 
 

@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from lamina.errors import ConfigError
 from lamina.launch import launch
 from lamina.protocol import secret
 from lamina.protocol.choice import Transport
+from lamina.protocol.timeline import Span
 from lamina.types import CompletionOutput
 from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, free_port, opened
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
@@ -30,6 +32,8 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     wait_for_recoveries,
     wait_until,
 )
+
+CLOCK_S = 5000
 
 
 @pytest.fixture
@@ -44,6 +48,12 @@ def key(tmp_path: Path) -> Path:
     file = tmp_path / "secret"
     secret.from_file(file)
     return file
+
+
+def assert_between(spans: dict[str, list[Span]], begun: int, ended: int) -> None:
+    """All workers did something, by this machine's clock from ``begun`` to ``ended``."""
+    for worker, each in spans.items():
+        assert begun < min(span.begin_ns for span in each) <= max(span.end_ns for span in each) < ended, worker
 
 
 def serving(engine: Engine) -> set[str]:
@@ -63,7 +73,9 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
         config(checkpoint, 1, 1, tls=True, secret_file=str(key), listen=where), memory="cpu:1,remote:2"
     )
     first = [hosts.worker(address, where, "memory", key) for address in (NEAR, FAR)]  # before the engine listens
-    engine = launch(settings)
+    spans: dict[str, list[Span]] = {}
+    begun = time.monotonic_ns()
+    engine = launch(settings, on_trace=spans.update)
     workers = psutil.Process().children(recursive=True)
     try:
         used = {pair: each.transport for pair, each in engine.cluster.links.items()}
@@ -73,7 +85,7 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
 
         streams = Streams(engine, REQUESTS)
         compute = hosts.worker(NEAR, where, "compute", key)
-        memory = hosts.worker(FAR, where, "memory", key)
+        memory = hosts.worker(FAR, where, "memory", key, clock_s=CLOCK_S)
         wait_until(lambda: {"compute1", "memory3"} <= serving(engine), "nobody joins")
         streams.wait_for_tokens(streams.tokens + 60)
         first[0].signal(signal.SIGTERM)  # leaves
@@ -104,6 +116,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
     finally:
         engine.close()
     assert memory.end()[0] == 0
+    assert spans.keys() == {"engine", "compute0", "memory0", "memory3"}
+    assert_between(spans, begun, time.monotonic_ns())
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
 
 
