@@ -25,6 +25,7 @@ from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
 from lamina.models import directory
+from lamina.models.digest import checkpoint_digest
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
@@ -339,4 +340,8 @@ def _plan(
     is_open = config.listen is not None or config.ray is not None
     eos = [*tokenizer.eos_token_ids]
     local = LOCAL in (config.memory or "").split(",")
-    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
+    plan = sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
+    if not is_open:
+        return plan
+    source = control.offer_files(checkpoint_digest(model), model.files)
+    return dataclasses.replace(plan, compute_setup=msgspec.structs.replace(plan.compute_setup, source=source))

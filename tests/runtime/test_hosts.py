@@ -15,13 +15,14 @@ import psutil
 import pytest
 
 from lamina.engine.engine import Engine
+from lamina.env import environment
 from lamina.errors import ConfigError
 from lamina.launch import launch
 from lamina.protocol import secret
 from lamina.protocol.choice import Transport
 from lamina.protocol.timeline import Span
 from lamina.types import CompletionOutput
-from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, free_port, opened
+from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, Started, free_port, opened
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
     Streams,
@@ -48,6 +49,18 @@ def key(tmp_path: Path) -> Path:
     file = tmp_path / "secret"
     secret.from_file(file)
     return file
+
+
+def worker_without_the_model(hosts: Hosts, where: str, key: Path, checkpoint: Path, tmp_path: Path) -> Started:  # noqa: F811
+    """A compute worker of a machine where the model's folder is empty; how the model is split is known there."""
+    empty, cache = tmp_path / "empty", tmp_path / "cache"
+    empty.mkdir()
+    cache.mkdir()
+    known = environment().cache_dir
+    assert known is not None
+    (cache / "models").symlink_to(known / "models")
+    code = f"import os; os.environ['LAMINA_CACHE_DIR'] = {str(cache)!r}"
+    return hosts.worker(NEAR, where, "compute", key, mounts=((empty, checkpoint),), code=code)
 
 
 def assert_between(spans: dict[str, list[Span]], begun: int, ended: int) -> None:
@@ -84,7 +97,7 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
         assert len({member.host for member in engine.topology.members}) == 3
 
         streams = Streams(engine, REQUESTS)
-        compute = hosts.worker(NEAR, where, "compute", key)
+        compute = worker_without_the_model(hosts, where, key, checkpoint, tmp_path)
         memory = hosts.worker(FAR, where, "memory", key, clock_s=CLOCK_S)
         wait_until(lambda: {"compute1", "memory3"} <= serving(engine), "nobody joins")
         streams.wait_for_tokens(streams.tokens + 60)
@@ -107,6 +120,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
         assert (status, "Copy the same files to all machines" in said, len(digests)) == (1, True, 2), said
         assert f"on {FAR}, loaded by compute2, is not that on {platform.node()}" in said, said
 
+        (copy,) = (tmp_path / "cache" / "checkpoints").glob("*/model.safetensors")
+        assert copy.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
         streams = Streams(engine, REQUESTS)
         streams.wait_for_tokens(60)
         compute.signal(signal.SIGKILL)  # the supervisor; its worker ends with it
