@@ -25,6 +25,7 @@ from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
 from lamina.models import directory
+from lamina.models.digest import checkpoint_digest
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
@@ -244,7 +245,7 @@ def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:
-    return [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
+    return placement.known_kinds(placement.own_kinds(config.kind))
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:
@@ -357,4 +358,8 @@ def _plan(
     is_open = config.listen is not None or config.ray is not None
     eos = [*tokenizer.eos_token_ids]
     local = LOCAL in (config.memory or "").split(",")
-    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
+    plan = sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
+    if not is_open:
+        return plan
+    source = control.offer_files(checkpoint_digest(model), model.files)
+    return dataclasses.replace(plan, compute_setup=msgspec.structs.replace(plan.compute_setup, source=source))

@@ -11,12 +11,13 @@ import msgspec
 from lamina.cluster.gather import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    START_TIMEOUT_S,
     Gather,
     Launcher,
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
@@ -53,7 +54,7 @@ class ClusterPlan:
         kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join.
+        is_open: workers on other machines may join. start_s: see ``Fabric``.
     """
 
     computes: tuple[str, ...]
@@ -74,6 +75,7 @@ class ClusterPlan:
     kv_cache_dtype: KvCacheDType
     kv_overcommit: float = 1.0
     kv_spill_dir: str = ""
+    start_s: float = START_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
     fabric = fabric_of(workers, plan, loaded, setup)
     gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
+    for name in {hello.host: name for name, hello in plan.greetings.items()}.values():
+        converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
@@ -280,6 +284,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         spins_s=plan.spins_s,
         tls=plan.tls,
         is_open=plan.is_open,
+        start_s=plan.start_s,
     )
     for name, hello in plan.greetings.items():
         fabric.note(name, hello)

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.bringup import ClusterPlan
+from lamina.cluster.gather import START_TIMEOUT_S
 from lamina.cluster.joining import boot
+from lamina.cluster.launchers.placement import PLACE_S
 from lamina.config import EngineConfig, overcommit
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
@@ -235,6 +237,7 @@ def cluster_plan(
         kv_cache_dtype=config.kv_cache_dtype,
         kv_overcommit=overcommit(config),
         kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
+        start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )
 
 

@@ -20,6 +20,7 @@ from lamina.compute.device.select import make
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
 from lamina.compute.local import LocalMemory
+from lamina.compute.model_files import locate
 from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
@@ -456,7 +457,8 @@ def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner
     def tell(stage: str, done: int, total: int) -> None:
         control.send(LoadProgress(stage, done, total))
 
-    place = directory.find(setup.model, weights=setup.load_format != "dummy")
+    weights = setup.load_format != "dummy"
+    place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target)
     tell("splitting", 1, 1)
     try:

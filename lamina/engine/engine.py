@@ -12,9 +12,9 @@ from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
-from lamina.cluster.pool import parse_bounds
+from lamina.cluster.pool import parse_bounds, pool_change
 from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
-from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.members import Members, Save
 from lamina.engine.placement import PlacementView
 from lamina.engine.pools import Resize
@@ -200,13 +200,13 @@ class Engine:
             self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
-    def scale(self, *, compute: int = 0, memory: int = 0) -> "Future[list[str]]":
-        """Let workers join the pools while requests run, or leave where a number is negative.
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> "Future[list[str]]":
+        """Let workers join the pools while requests run, or leave where a number is negative: -1, or "rtx3090:+2".
 
         The future has their names once all have, or the reason why one does not: ConfigError, with the figures, if that
         is impossible. A memory worker that leaves is emptied first: what it holds moves to others.
 
-        Raises ConfigError if both are 0, EngineDeadError if the engine has stopped.
+        Raises ConfigError if both are 0 or one is malformed, EngineDeadError if the engine has stopped.
         """
         pools = self._members.pools
         if pools is None:
@@ -214,7 +214,8 @@ class Engine:
         if not compute and not memory:
             raise ConfigError("nothing to change: give compute or memory a number of workers, such as memory=+2")
         resize = Resize()
-        changes: dict[Role, int] = {"compute": compute, "memory": memory}
+        wanted: dict[Role, int | str] = {"compute": compute, "memory": memory}
+        changes = {role: pool_change(role, one) for role, one in wanted.items() if one}
 
         def command() -> None:
             try:
@@ -454,13 +455,16 @@ class Engine:
         self.after_turn()
 
     def _end_workers(self) -> None:
+        fabric = self.cluster.fabric
+        if self._on_trace and fabric is not None:
+            read_clocks(self._control, self._workers, fabric)
         told = tell_to_stop(self._control, self.topology.names)
         if (pools := self._members.pools) is not None:
             tell_to_stop(self._control, pools.strangers)
             pools.close()
         if self._on_trace:
-            spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
-            hand_over(spans, self._on_trace)
+            spans = collect_spans(self._control, self._workers, told, fabric)
+            hand_over({"engine": list(self._timeline.spans), **spans}, self._on_trace)
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ import msgspec
 
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Offer, Transport
+from lamina.protocol.files import FileSource
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.steps import StepPlan
@@ -15,7 +16,8 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
 
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
-    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
+    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
+    model's files, for machines that do not have them under this path.
     """
 
     model: str
@@ -29,6 +31,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     trace: bool
     head_workers: int = 1
     local: bool = False
+    source: FileSource | None = None
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
