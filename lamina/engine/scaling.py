@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from lamina.cluster.pool import PoolChange
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
 from lamina.engine.stats import ScalingStats
@@ -64,7 +65,7 @@ class Scaling:
             return  # one at a time, so that each has made room before it is decided whether another one may leave
         resize = Resize()
         try:
-            pools.resize({role: change}, resize)
+            pools.resize({role: PoolChange(change)}, resize)
         except LaminaError as error:
             self._refuse(role, change, error, now)
             return
