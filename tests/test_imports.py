@@ -21,6 +21,7 @@ LEVELS = (
         "steps",
         "heads",
         "segments",
+        "spills",
         "groups",
         "pipeline",
         "topology",

@@ -11,12 +11,13 @@ import msgspec
 from lamina.cluster.gather import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    START_TIMEOUT_S,
     Gather,
     Launcher,
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
@@ -53,7 +54,7 @@ class ClusterPlan:
         kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join.
+        is_open: workers on other machines may join. start_s: see ``Fabric``.
     """
 
     computes: tuple[str, ...]
@@ -72,6 +73,9 @@ class ClusterPlan:
     tls: bool
     is_open: bool
     kv_cache_dtype: KvCacheDType
+    kv_overcommit: float = 1.0
+    kv_spill_dir: str = ""
+    start_s: float = START_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,17 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
-        loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype, shards.count, ranks
+        loaded.attentions,
+        loaded.dtype,
+        most,
+        1,
+        asked.overlap,
+        asked.trace,
+        kv_dtype,
+        shards.count,
+        plan.kv_overcommit,
+        plan.kv_spill_dir,
+        ranks,
     )
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
@@ -149,6 +163,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
     fabric = fabric_of(workers, plan, loaded, setup)
     gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
+    for name in {hello.host: name for name, hello in plan.greetings.items()}.values():
+        converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
@@ -271,6 +287,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         spins_s=plan.spins_s,
         tls=plan.tls,
         is_open=plan.is_open,
+        start_s=plan.start_s,
     )
     for name, hello in plan.greetings.items():
         fabric.note(name, hello)

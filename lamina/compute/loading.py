@@ -3,6 +3,7 @@
 import torch
 
 from lamina.compute.device.base import Device, Runner
+from lamina.compute.model_files import locate
 from lamina.compute.preparation import prepare
 from lamina.compute.ranks import Ranks
 from lamina.compute.step import context_nbytes_per_token
@@ -23,7 +24,8 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Ran
     def tell(stage: str, done: int, total: int) -> None:
         control.send(LoadProgress(stage, done, total))
 
-    place = directory.find(setup.model, weights=setup.load_format != "dummy")
+    weights = setup.load_format != "dummy"
+    place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
     shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
