@@ -13,10 +13,10 @@ from lamina.groups import Completion, Group
 from lamina.schedule.limits import Limits
 from lamina.steps import StepPlan
 from lamina.types import Request
+from tests.schedule.clusters import MANY
 from tests.schedule.schedules import LIMITS
 from tests.schedule.test_prefixes import Caching
 from tests.schedule.test_prefixes import requests as mixed
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

@@ -14,8 +14,8 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.suspects import Hold
 from lamina.topology import FIRST, Member, Topology
 from lamina.types import Request
+from tests.schedule.clusters import MANY, Cluster, MemoryModel, requests
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
-from tests.schedule.test_scheduler import MANY, Cluster, MemoryModel, requests
 
 NOBODY = Hold()
 

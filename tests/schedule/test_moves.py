@@ -15,9 +15,9 @@ from lamina.schedule.moves import Move
 from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
 from lamina.types import Balance
+from tests.schedule.clusters import MANY
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_prefixes import Caching
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lamina.schedule.limits import Limits
 from lamina.steps import StepPlan
+from tests.schedule.clusters import MANY
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_epochs import Losing
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

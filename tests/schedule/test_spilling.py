@@ -18,10 +18,10 @@ from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
 from lamina.spills import Fetch, Spill
 from lamina.steps import StepPlan
+from tests.schedule.clusters import MANY
 from tests.schedule.schedules import LIMITS, plan_of, request
 from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_moves import Moving, settled, step
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes", "short_blocks")
 BLOCK = 2
