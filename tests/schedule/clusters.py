@@ -1,7 +1,10 @@
 """Model workers under a scheduler: a brute-force account of slabs, segments and tokens, which checks every plan."""
 
 import dataclasses
+import itertools
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -180,6 +183,45 @@ requests = st.lists(
 )
 
 
+@dataclass(frozen=True)
+class Course:
+    """How large a cluster is, and what happens to it: arguments of its methods, by turn and the method's name."""
+
+    memories: int
+    lanes: int
+    depth: int
+    limits: Limits
+    capacity: int
+    longest: int | None
+    migration_turns: int
+    events: dict[str, dict[int, Any]]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, Limits, int, int | None]:
+        """Arguments of a cluster."""
+        return self.memories, self.lanes, self.depth, self.limits, self.capacity, self.longest
+
+
+def courses(**events: st.SearchStrategy[dict[int, Any]]) -> st.SearchStrategy[Course]:
+    """Courses with these events, and changes of the number of lanes."""
+    return st.builds(
+        Course,
+        memories=st.integers(1, 3),
+        lanes=st.integers(1, 3),
+        depth=st.integers(1, 3),
+        limits=st.sampled_from([LIMITS, MANY]),
+        capacity=st.sampled_from([60, 60, 27]),
+        longest=st.sampled_from([None, None, 5, 11]),
+        migration_turns=st.integers(1, 6),
+        events=st.fixed_dictionaries({"use_lanes": turns(st.integers(1, 3), 4)} | events),
+    )
+
+
+def turns(arguments: st.SearchStrategy[Any], most: int, last: int = 30) -> st.SearchStrategy[dict[int, Any]]:
+    """Events at ``most`` turns."""
+    return st.dictionaries(st.integers(0, last), arguments, max_size=most)
+
+
 class Cluster:
     """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
 
@@ -203,6 +245,7 @@ class Cluster:
         self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache, self.overcommit)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
+        self.unservable = set[int]()  # requests that the workers left cannot hold
         self._depth = depth
         self._in_flight: list[list[StepPlan]] = [[] for _ in range(lanes)]
         self._turns = [0] * lanes
@@ -210,7 +253,38 @@ class Cluster:
         self._migrations: list[Migration] = []  # that have begun and are not done
         self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
         self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
-        self.moved = self.grown = 0
+        self.moved = self.grown = self.turn = 0
+
+    def play(self, course: Course, least: int) -> None:
+        """All turns of a course, ``least`` or more, until nothing is left to do."""
+        for self.turn in itertools.count():
+            assert self.turn < 2000, "the scheduler does not come to rest"
+            self.arrive(self.turn)
+            if self.turn % course.migration_turns == 0:
+                self.migrate()
+            for method, by_turn in course.events.items():
+                if self.turn in by_turn:
+                    getattr(self, method)(by_turn[self.turn])
+            self.leave()
+            for lane in range(course.lanes):
+                if self.scheduler.in_flight(lane) and (self.turn + lane) % 2:  # steps overlap turns
+                    self.complete(lane)
+                self.plan(lane)
+            if self.turn > least and not self.busy:
+                return
+
+    def check_ends(self) -> None:
+        """Completions that were served and not aborted ended where they were to."""
+        for index, (_, _, n, stops, aborted, _) in enumerate(self.requests):
+            if aborted is None and index not in self.unservable:
+                most = self.groups[index].max_tokens
+                assert sorted(self.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+    def use_lanes(self, active: int) -> None:
+        self.scheduler.use_lanes(min(active, len(self._in_flight)))
+
+    def leave(self) -> None:
+        """Workers that nothing is on any more leave."""
 
     def drop(self, number: int) -> None:
         """The KV of one of the requests that have any is dropped."""

@@ -1,6 +1,6 @@
 """The scheduler against a brute-force account of the workers it drives: slabs, page tables and drawn tokens."""
 
-import itertools
+import dataclasses
 import sys
 from collections.abc import Iterable
 from random import Random
@@ -14,61 +14,23 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
 from lamina.types import Request, SamplingParams
-from tests.schedule.clusters import MANY, Cluster, requests
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.schedule.clusters import MANY, Cluster, Course, courses, requests, turns
+from tests.schedule.schedules import plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    requests=requests,
-    memories=st.integers(1, 3),
-    lanes=st.integers(1, 3),
-    depth=st.integers(1, 3),
-    switches=st.dictionaries(st.integers(0, 20), st.integers(1, 3), max_size=4),
-    limits=st.sampled_from([LIMITS, MANY]),
-    spare=st.sampled_from([0, 3, 100]),
-    longest=st.sampled_from([None, None, 5, 11]),
-    migration_turns=st.integers(1, 6),
-    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=8),
-)
-def test_every_request_ends_and_every_slot_comes_back(
-    requests: list,
-    memories: int,
-    lanes: int,
-    depth: int,
-    switches: dict[int, int],
-    limits: Limits,
-    spare: int,
-    longest: int | None,
-    migration_turns: int,
-    drops: dict[int, int],
-) -> None:
+@given(requests=requests, course=courses(drop=turns(st.integers(0, 20), 8)), spare=st.sampled_from([0, 3, 100]))
+def test_every_request_ends_and_every_slot_comes_back(requests: list, course: Course, spare: int) -> None:
     """Whatever is planned ahead, grows or moves to other memory workers, or is dropped and computed again, and however
     often the number of lanes changes. The longest request may need all slots."""
-    cluster = Cluster(requests, memories, lanes, depth, limits, -(-53 // memories) + spare, longest)
-    for turn in itertools.count():
-        assert turn < 2000, "the scheduler does not come to rest"
-        if turn in switches:
-            cluster.scheduler.use_lanes(min(switches[turn], lanes))
-        cluster.arrive(turn)
-        if turn % migration_turns == 0:
-            cluster.migrate()
-        if turn in drops:
-            cluster.drop(drops[turn])
-        for lane in range(lanes):
-            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:  # steps overlap turns
-                cluster.complete(lane)
-            cluster.plan(lane)
-        if turn > 20 and not cluster.busy:
-            break
+    course = dataclasses.replace(course, capacity=-(-53 // course.memories) + spare)
+    cluster = Cluster(requests, *course.sizes)
+    cluster.play(course, 20)
     assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
     assert all(reserved == 0 for reserved in cluster.scheduler.placement.reserved.values())
-    for index, (_, _, n, stops, aborted, _) in enumerate(requests):
-        if aborted is None:
-            most = cluster.groups[index].max_tokens
-            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+    cluster.check_ends()
 
 
 def test_a_completion_that_ended_goes_to_another_lane_with_those_to_be_forked_from_it() -> None:
