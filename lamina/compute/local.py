@@ -38,7 +38,7 @@ class LocalMemory:
 
         Raises as ``KvStore.apply``.
         """
-        tables = self._store.apply(plan)
+        (tables,) = self._store.apply(plan)  # of a replica of one rank
         return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
 
     def release(self, sequences: Sequence[int]) -> None:

@@ -62,6 +62,7 @@ class StepTables:
         further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
             first.
         slots: for the new tokens that arrive with requests. pulled_slots: for those of ``rows.pulled``.
+        door: lane * ranks + rank, whose messages these are.
     """
 
     plan: StepPlan
@@ -72,6 +73,7 @@ class StepTables:
     newest: tuple[Attended, ...]
     slots: npt.NDArray[np.int32]
     pulled_slots: npt.NDArray[np.int32]
+    door: int
 
 
 class KvStore:
@@ -92,17 +94,20 @@ class KvStore:
         kv_cache_dtype: KvCacheDType = "auto",
         device: str = "cpu",
         head_shards: int = 1,
+        ranks: int = 1,
     ) -> None:
         """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads. Raises ConfigError if the device cannot be used.
+        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. Raises ConfigError if
+        the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
         self.dtype = dtype
         self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
+        self._ranks = ranks
         self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
         self.slab = Slab[SegmentKey](capacity * head_shards)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
@@ -122,8 +127,9 @@ class KvStore:
         """Tokens that the slots in use could hold with all heads, rounded up."""
         return -(-self.slab.used // self.shards.count)
 
-    def apply(self, plan: StepPlan) -> StepTables:
-        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step.
+    def apply(self, plan: StepPlan) -> list[StepTables]:
+        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step: what
+        each rank of a replica sends.
 
         Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
         PlacementError, having changed nothing at all, for segments that cannot be served.
@@ -151,7 +157,7 @@ class KvStore:
             self._grow(segment)
         for fetch in plan.fetches:
             self._begin_fetch(fetch)
-        return self._plan_step(plan)
+        return [self._plan_step(plan, rank) for rank in range(self._ranks)]
 
     def truncate(self, kept: Mapping[int, int]) -> None:
         """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
@@ -296,8 +302,8 @@ class KvStore:
             if after:
                 self._segments[sequence] = after
 
-    def _plan_step(self, plan: StepPlan) -> StepTables:
-        rows = message_rows(plan, self._segments, self.worker, self.shards)
+    def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
+        rows = message_rows(plan, self._segments, self.worker, self.shards, rank, self._ranks)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
@@ -309,7 +315,8 @@ class KvStore:
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
         inline = len(rows.appends)
-        return StepTables(plan, rows, cut, tables, further, newest, appended[:inline], appended[inline:])
+        slots = appended[:inline], appended[inline:]
+        return StepTables(plan, rows, cut, tables, further, newest, *slots, plan.lane * self._ranks + rank)
 
     def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
         """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
