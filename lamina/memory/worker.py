@@ -315,7 +315,7 @@ class MemoryWorker:
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
-            lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+            lane.out, lane.lse = self._store.device.results(queries, spec)
         body = lane.door.body if lane.door is not None else memoryview(b"")
         lane.work = self._store.serve(lane.layer, step, lane.piece, body, lane.out, lane.lse)
         self._serve_cut(lane, lane.work)

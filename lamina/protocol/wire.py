@@ -277,18 +277,21 @@ def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
 
 
 def read_queries(
-    body: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
+    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
 ) -> Array:
-    """View q [stop - start, Hq, D] of a request's bytes: its query rows [start, stop). ``cut``: its pieces."""
+    """View q [stop - start, Hq, D] of a request's bytes, uint8 [n] in any memory: its query rows [start, stop).
+
+    ``cut``: its pieces.
+    """
     before = len(rows.appends) * spec.kv_bytes_per_token(dtype) if cut[0].keeps else 0
     shape = (stop - start, spec.query_heads, spec.qk_dim)
     return _view(body, dtype, shape, before + start * spec.query_bytes_per_token(dtype))
 
 
 def read_kept(
-    body: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
+    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
 ) -> tuple[Array, Array]:
-    """Views (k, v) of a request's bytes, see ``keys_values``."""
+    """Views (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
     before = 0 if cut[0].keeps else len(rows.queries) * spec.query_bytes_per_token(dtype)
     return keys_values(body, spec, dtype, before, len(rows.appends))
 
@@ -299,7 +302,7 @@ def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Pie
     return kept + (part.stop - part.start) * spec.query_bytes_per_token(dtype)
 
 
-def keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
+def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
     """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
     k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
     return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
@@ -329,8 +332,9 @@ def migration_number(migration: int, piece: int) -> int:
     return (migration << 32) + piece + 1
 
 
-def _view(buffer: memoryview, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
-    return np.frombuffer(buffer, NUMPY_DTYPE[dtype], math.prod(shape), offset).reshape(shape)
+def _view(buffer: Array, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
+    element = NUMPY_DTYPE[dtype]
+    return buffer[offset : offset + math.prod(shape) * element.itemsize].view(element).reshape(shape)
 
 
 def read_reply(

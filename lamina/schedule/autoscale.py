@@ -112,7 +112,7 @@ def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: 
     capacities = topology.capacities
     slots = sum(capacities.values())
     used = slots - scheduler.placement.left_in_all
-    queued = scheduler.queued
+    queued = [group for group in scheduler.requests if group.lane < 0]
     first = queued[0] if queued else None
     lacking = first is not None and scheduler.placement.fitting(first.to_run, len(first.completions)) is None
     seats = scheduler.limits.max_sequences - scheduler.running
@@ -127,7 +127,7 @@ def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: 
 
 def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -> Load:
     """Of the compute pool, whose workers have spent a time in slices that ``busy`` of them would have spent alone."""
-    queued = scheduler.queued
+    queued = [group for group in scheduler.requests if group.lane < 0]
     waits = bool(queued) and scheduler.placement.fitting(queued[0].to_run, len(queued[0].completions)) is not None
     starved = waits and busy > HIGH * serving
     why = f"{busy:.1f} of {serving} workers' time is spent in slices" + (f", {len(queued)} wait" if starved else "")

@@ -229,19 +229,14 @@ class Scheduler:
         self._ready.wake()
 
     @property
-    def longest(self) -> int:
-        """The most KV tokens that one of the requests may need; 0 without requests."""
-        return max((group.tokens for group in self._requests.values()), default=0)
-
-    @property
-    def queued(self) -> list[Group]:
-        """Requests not dealt to a lane yet, in order of arrival."""
-        return [group for group in self._requests.values() if group.lane < 0]
+    def requests(self) -> list[Group]:
+        """Those that have not ended, in order of arrival."""
+        return list(self._requests.values())
 
     @property
     def stranded(self) -> list[Group]:
         """Requests that may need more KV tokens than all memory workers together hold."""
-        return [group for group in self._requests.values() if group.tokens > self.placement.total]
+        return [group for group in self.requests if group.tokens > self.placement.total]
 
     def resume(self, worker: str) -> None:
         """Undo ``drain``: what has not left stays."""

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina.heads import HeadShards
+from lamina.memory.device.cpu import CpuTable
 from lamina.memory.store import KvStore, StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
@@ -79,7 +80,8 @@ def same(part: StepTables, whole: StepTables) -> None:
     assert [len(part.slots), len(part.pulled_slots)] == [len(whole.slots), len(whole.pulled_slots)]
     for ours, theirs in zip(part.tables, whole.tables, strict=True):
         for own, their in zip(ours, theirs, strict=True):  # the slots differ: theirs may be freed later
-            np.testing.assert_array_equal(own.table.kv_offsets, their.table.kv_offsets)
+            assert isinstance(own.table, CpuTable) and isinstance(their.table, CpuTable)
+            np.testing.assert_array_equal(own.table.segments.kv_offsets, their.table.segments.kv_offsets)
 
 
 class Replica:
