@@ -83,7 +83,7 @@ def test_the_messages_of_all_ranks_hold_what_that_of_one_would(count: int) -> No
         5: [Segment(5, "memory0", ALL, WHOLE)],
     }
     steps = [SequenceStep(5, 6, [1, 2, 3], [])]
-    plan = StepPlan(0, 0, 0, [], [], [], steps, DecodeRows([3, 4], [9, 5], [[1], [1]]))
+    plan = StepPlan(0, 0, 0, [], [], [], steps, DecodeRows([3, 4], [9, 5], [1, 1]))
     together = message_rows(plan, segments, "memory0", shards)
     apart = [message_rows(plan, segments, "memory0", shards, rank, ranks) for rank in range(ranks)]
     own = count // ranks
