@@ -2,6 +2,7 @@
 
 import time
 
+from lamina.errors import ConfigError
 from lamina.memory.store import KvStore
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.messages import USAGE_S, MemorySetup, SlabReady, SlabUsage
@@ -10,17 +11,25 @@ from lamina.protocol.messages import USAGE_S, MemorySetup, SlabReady, SlabUsage
 def make_store(control: ControlClient) -> tuple[KvStore, MemorySetup]:
     """Make the slab that the engine's next message describes, and report it. Raises ConfigError, WorkerError."""
     setup = expect(control, MemorySetup)
-    store = KvStore(
-        control.name,
-        setup.attentions,
-        setup.dtype,
-        setup.capacity,
-        setup.threads,
-        setup.overlap,
-        setup.kv_cache_dtype,
-        control.device,
-        setup.head_shards,
-    )
+    try:
+        store = KvStore(
+            control.name,
+            setup.attentions,
+            setup.dtype,
+            setup.capacity,
+            setup.threads,
+            setup.overlap,
+            setup.kv_cache_dtype,
+            control.device,
+            setup.head_shards,
+        )
+    except MemoryError as error:  # CuPy's is one too
+        lower = (
+            "kv_cache_memory_bytes" if control.device == "cpu" else "gpu_memory_utilization or kv_cache_memory_bytes"
+        )
+        raise ConfigError(
+            f"{control.device} has too little memory for the KV of {setup.capacity} tokens: {error}. Lower {lower}"
+        ) from error
     control.send(SlabReady())
     return store, setup
 
