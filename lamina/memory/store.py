@@ -1,5 +1,6 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
+import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from lamina.kernels.merge import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.device.base import Array, Floats
 from lamina.memory.device.select import make
+from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
 from lamina.protocol.wire import (
     MessageRows,
@@ -92,11 +94,14 @@ class KvStore:
         kv_cache_dtype: KvCacheDType = "auto",
         device: str = "cpu",
         head_shards: int = 1,
+        forgets: bool = False,
     ) -> None:
         """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads. Raises ConfigError if the device cannot be used.
+        have some of ``head_shards`` shards of the heads. ``forgets``: layers with a window keep no tokens that no step
+        will attend to: no other sequence may begin with tokens of one that has run. Raises ConfigError if the device
+        cannot be used.
         """
         self.worker = worker
         self.threads = threads
@@ -110,7 +115,10 @@ class KvStore:
         alike = 1 if not self._by_shard else head_shards
         self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self.device = make(device, self.attentions, self.element, self.slab.capacity, threads)
+        self._starts: dict[int, collections.deque[int]] = {}  # of the latest steps, by sequence
+        self._forgets = forgets
+        needed = self._needed if forgets else None
+        self.device = make(device, self.attentions, self.element, self.slab.capacity, threads, needed)
 
     @property
     def sequences(self) -> int:
@@ -158,6 +166,7 @@ class KvStore:
 
         Sequences that have no segment here are ignored.
         """
+        self._starts.clear()  # what is left of sequences stays until they run again
         for sequence in {sequence for sequence, *_ in self.slab.segments}:
             if sequence not in kept or sequence not in self._segments:
                 self._forget(sequence)
@@ -219,6 +228,7 @@ class KvStore:
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is moving here."""
+        self._starts.pop(sequence, None)
         segments = self._segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
         for key in itertools.chain.from_iterable(map(self._keys, segments)):
             if key in self.slab:
@@ -298,6 +308,8 @@ class KvStore:
 
     def _plan_step(self, plan: StepPlan) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker, self.shards)
+        if self._forgets:
+            self._note_starts(rows)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
@@ -310,6 +322,18 @@ class KvStore:
         newest = self._newest(rows) if late else ()
         inline = len(rows.appends)
         return StepTables(plan, rows, cut, tables, further, newest, appended[:inline], appended[inline:])
+
+    def _note_starts(self, rows: MessageRows) -> None:
+        """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
+        for sequence, start in {(one.sequence, one.start) for one in (*rows.attends, *dict(rows.further).values())}:
+            self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT)).append(start)
+
+    def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
+        """See ``Needed``. A sequence that has not run here yet, such as a fork, may go on anywhere."""
+        for sequence, number in self.slab.segments:
+            starts = self._starts.get(sequence)
+            lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count
+            yield self.slab.slots((sequence, number))[max(lowest, 0) :]
 
     def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
         """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
