@@ -4,8 +4,8 @@
 
 A small model like Gemma 3 (five of six layers see the last 256 tokens) serves long prompts at once, with the prefix
 cache, for which all layers keep every token, and without. Printed for both: token slots in the same
-``kv_cache_memory_bytes``, and how much the memory worker grew, beside the bytes of all tokens in all layers. Answers are
-compared.
+``kv_cache_memory_bytes``, and how much the memory worker grew, beside the bytes of all tokens in all layers. Answers
+are compared.
 """
 
 import argparse
@@ -21,9 +21,10 @@ from rich.table import Table
 
 from bench.runtime.sessions import resident_nbytes
 from lamina.config import EngineConfig
+from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.models import directory
-from lamina.types import DType, RequestOutput, SamplingParams
+from lamina.types import DType, SamplingParams
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW, LAYERS, PERIOD, HEADS, SIZE, VOCABULARY = 256, 6, 6, 2, 64, 2048
@@ -43,9 +44,7 @@ SIZES = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 16384,
     "sliding_window": WINDOW,
-    "layer_types": [
-        "full_attention" if layer % PERIOD == PERIOD - 1 else "sliding_attention" for layer in range(LAYERS)
-    ],
+    "layer_types": [FULL if layer % PERIOD == PERIOD - 1 else SLIDING for layer in range(LAYERS)],
 }
 
 
@@ -70,9 +69,9 @@ def measure(model: Path, tokens: int, requests: int, prefix_cache: bool) -> tupl
         before = resident_nbytes(engine)
         answers, ended = [list[int]() for _ in prompts], threading.Semaphore(0)
 
-        def note(number: int, output: RequestOutput) -> None:
-            if output.finished:
-                answers[number] = output.outputs[0].token_ids
+        def note(number: int, update: RequestUpdate) -> None:
+            answers[number] += update.completions[0].token_ids
+            if update.finished:
                 ended.release()
 
         for number, prompt in enumerate(prompts):
@@ -103,18 +102,16 @@ def main() -> None:
         keeps, first = measure(model, given.tokens, given.requests, prefix_cache=True)
         forgets, second = measure(model, given.tokens, given.requests, prefix_cache=False)
     every = given.requests * (given.tokens + DRAWN) * TOKEN_NBYTES
-    table = Table(
-        title=f"{given.requests} prompts of {given.tokens} tokens; {PERIOD - 1} of {PERIOD} layers see {WINDOW}"
-    )
+    seen = f"{PERIOD - 1} of {PERIOD} layers see {WINDOW}"
+    table = Table(title=f"{given.requests} prompts of {given.tokens} tokens; {seen}")
     for column in ("", "all is kept", "windows forget", "ratio"):
         table.add_column(column, justify="left" if not column else "right")
     slots, grown = (f"{figures['slots']:.0f}" for figures in (keeps, forgets)), keeps["grown_nbytes"]
     table.add_row("token slots in the same memory", *slots, f"{forgets['slots'] / keeps['slots']:.2f}")
     sizes = (f"{figures['grown_nbytes'] / 1e6:.0f} MB" for figures in (keeps, forgets))
     table.add_row("memory in use", *sizes, f"{forgets['grown_nbytes'] / grown:.2f}")
-    table.add_row(
-        "over that of all tokens in all layers", f"{grown / every:.2f}", f"{forgets['grown_nbytes'] / every:.2f}"
-    )
+    shares = (f"{figures['grown_nbytes'] / every:.2f}" for figures in (keeps, forgets))
+    table.add_row("over that of all tokens in all layers", *shares)
     table.add_row("answers that differ", "", f"{sum(a != b for a, b in zip(first, second, strict=True))}")
     Console(width=120).print(table)
     if given.json:

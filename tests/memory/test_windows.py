@@ -23,7 +23,7 @@ from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_moves import Moving, events, requests, run
 from tests.schedule.test_scheduler import MANY
 
-SIZES = dict(query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.3)
+SIZES: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "scale": 0.3}
 SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in enumerate((0, 3, 7, 3))]
 
 
