@@ -185,7 +185,7 @@ class StepExchange:
         queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
         for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
             if remote.queries_first:
-                message = remote.channel.begin(self._lane, self._turn + index, *nbytes)
+                message = remote.channel.begin(self._door, self._turn + index, *nbytes)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
                     message.send([rows[piece.start : piece.stop]])

@@ -26,11 +26,10 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
             control.device,
             setup.head_shards,
             setup.ranks,
+            setup.forgets,
         )
     except MemoryError as error:  # CuPy's is one too
-        lower = (
-            "kv_cache_memory_bytes" if control.device == "cpu" else "gpu_memory_utilization or kv_cache_memory_bytes"
-        )
+        lower = "kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
         raise ConfigError(
             f"{control.device} has too little memory for the KV of {setup.capacity} tokens: {error}. Lower {lower}"
         ) from error
