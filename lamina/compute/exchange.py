@@ -29,6 +29,7 @@ from lamina.protocol.wire import (
     pulled_pieces,
 )
 from lamina.splitter import SliceOutput
+from lamina.splitter.parts import ONLY, Rank
 from lamina.steps import StepPlan
 from lamina.types import AttentionSpec, Overlap, Segment
 
@@ -91,24 +92,27 @@ class StepExchange:
         rows: int,
         shards: HeadShards = WHOLE,
         share: LocalShare | None = None,
+        rank: Rank = ONLY,
     ) -> None:
-        """``carrier``: of the rows. ``share``: of the step in this worker's own memory."""
+        """``carrier``: of the rows. ``share``: of the step in this worker's own memory. ``shards``: of all ``rank``s of
+        the replica; tensors have the heads of this one."""
         self.rows = rows
-        self._shards = shards
+        self._shards = own = shards.of_rank(rank.count)
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
+        self._door = plan.lane * rank.count + rank.number  # memory workers serve each rank's messages as a lane
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
+        self._parts = np.zeros(self._total * own.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
         self._share = share
         self._share_source = self._source(share.queries) if share is not None else None
         self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         named = [worker for worker in named if share is None or worker != share.worker]
-        shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
+        shares = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
             for worker, share in shares.items()
@@ -125,7 +129,7 @@ class StepExchange:
             Moves(
                 self._total,
                 rows,
-                shards.count,
+                own.count,
                 queries=[remote.rows.queries for remote in self._remotes],
                 appends=[remote.rows.appends for remote in self._remotes],
                 parts=[remote.source.part for remote in self._remotes],
@@ -181,7 +185,7 @@ class StepExchange:
         queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
         for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
             if remote.queries_first:
-                message = remote.channel.begin(self._lane, self._turn + index, *nbytes)
+                message = remote.channel.begin(self._door, self._turn + index, *nbytes)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
                     message.send([rows[piece.start : piece.stop]])
@@ -194,12 +198,12 @@ class StepExchange:
             queries: Sequence[Array] = keys  # not sent
         else:
             queries, keys, values = self._transfers.all(output.q, output.k, output.v)
-        lane, turn, sizes = self._lane, self._turn + index, self._sizes_of(spec)
+        door, turn, sizes = self._door, self._turn + index, self._sizes_of(spec)
         for remote, nbytes, rows, k, v in zip(self._remotes, sizes, queries, keys, values, strict=True):
             if remote.is_whole:
-                remote.channel.send(lane, turn, nbytes[0], (k, v, rows))
+                remote.channel.send(door, turn, nbytes[0], (k, v, rows))
                 continue
-            message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
+            message = next(begun) if remote.queries_first else remote.channel.begin(door, turn, *nbytes)
             if remote.rows.pulled:
                 self._lay_out(remote, message, spec, output)
             if remote.queries_first:
@@ -230,7 +234,7 @@ class StepExchange:
             rows = slice(piece.row, piece.row + piece.rows)
             both = [k[rows], v[rows]]
             if count > 1:
-                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard]) for one in both]
+                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard % count]) for one in both]
             message.lay_out(at, both)
             at += piece.rows * nbytes
 

@@ -26,6 +26,7 @@ from lamina.protocol.wire import (
     read_queries,
 )
 from lamina.segments import by_sequence, forked, grown, moved, overlaps
+from lamina.spills import BLOCK, Fetch
 from lamina.steps import Fork, Migration, StepPlan, Switch
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
 
@@ -62,6 +63,7 @@ class StepTables:
             first.
         slots: for the new tokens that arrive with requests. sent_slots: the same on the device. pulled_slots: for those
             of ``rows.pulled``.
+        door: lane * ranks + rank, whose messages these are.
     """
 
     plan: StepPlan
@@ -73,6 +75,7 @@ class StepTables:
     slots: npt.NDArray[np.int32]
     sent_slots: Array
     pulled_slots: npt.NDArray[np.int32]
+    door: int
 
 
 class KvStore:
@@ -93,17 +96,20 @@ class KvStore:
         kv_cache_dtype: KvCacheDType = "auto",
         device: str = "cpu",
         head_shards: int = 1,
+        ranks: int = 1,
     ) -> None:
         """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads. Raises ConfigError if the device cannot be used.
+        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. Raises ConfigError if
+        the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
         self.dtype = dtype
         self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
+        self._ranks = ranks
         self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
         self.slab = Slab[SegmentKey](capacity * head_shards)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
@@ -123,8 +129,9 @@ class KvStore:
         """Tokens that the slots in use could hold with all heads, rounded up."""
         return -(-self.slab.used // self.shards.count)
 
-    def apply(self, plan: StepPlan) -> StepTables:
-        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step.
+    def apply(self, plan: StepPlan) -> list[StepTables]:
+        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step: what
+        each rank of a replica sends.
 
         Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
         PlacementError, having changed nothing at all, for segments that cannot be served.
@@ -133,8 +140,7 @@ class KvStore:
         for switch in plan.switches:
             self._switch(switch)
         for fork in plan.forks:
-            if fork.parent in self._segments:
-                self._fork(fork)
+            self._fork(fork)
         self.release(plan.released)
         for segment in plan.moved:
             if segment.worker == self.worker:
@@ -151,7 +157,10 @@ class KvStore:
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
         for segment in plan.grown:
             self._grow(segment)
-        return self._plan_step(plan)
+        for fetch in plan.fetches:
+            self._begin_fetch(fetch)
+        self.device.forget(self.slab.take_shortened())
+        return [self._plan_step(plan, rank) for rank in range(self._ranks)]
 
     def truncate(self, kept: Mapping[int, int]) -> None:
         """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
@@ -189,7 +198,7 @@ class KvStore:
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""
-        segments = self._segments[fork.parent]
+        segments = self._segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self._segments[fork.child] = shared
         for segment in segments[: len(shared)]:
@@ -237,6 +246,14 @@ class KvStore:
                 f"it has {held} tokens, and new ones must follow these",
             )
         self.slab.append(key, migration.stop - migration.start)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        """Make slots for blocks that come from the disk: the plan may have forked the tokens before them."""
+        if fetch.worker == self.worker:
+            key = fetch.child, 0
+            if key not in self.slab:
+                self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
+            self.slab.append(key, len(fetch.blocks) * BLOCK)
 
     def slots_of(self, migration: Migration) -> npt.NDArray[np.int32]:
         """The slots that a migration copies from or to here: a copy, int32 [stop - start]."""
@@ -288,9 +305,8 @@ class KvStore:
             if after:
                 self._segments[sequence] = after
 
-    def _plan_step(self, plan: StepPlan) -> StepTables:
-        self.device.forget(self.slab.take_shortened())
-        rows = message_rows(plan, self._segments, self.worker, self.shards)
+    def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
+        rows = message_rows(plan, self._segments, self.worker, self.shards, rank, self._ranks)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
@@ -302,7 +318,8 @@ class KvStore:
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
         inline, pulled = np.split(appended, [len(rows.appends)])
-        return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled)
+        door = plan.lane * self._ranks + rank
+        return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled, door)
 
     def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
         """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""

@@ -68,7 +68,8 @@ class PulledRows(msgspec.Struct, frozen=True, gc=False):
 class MessageRows:
     """The rows of one step that concern one memory worker, in the order their bytes travel: shard by shard.
 
-    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard.
+    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard, where
+    each rank of a replica counts its own shards.
     ``attends`` covers ``queries`` in order, ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are
     kept too, but not part of the request. ``further`` = (index of ``attends``, segment): where a worker holds several
     segments of a sequence, its rows travel once, and it merges what they see of each.
@@ -155,11 +156,18 @@ def check_placements(plan: StepPlan, shards: HeadShards) -> None:
 
 
 def message_rows(
-    plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str, shards: HeadShards = WHOLE
+    plan: StepPlan,
+    segments: Mapping[int, Sequence[Segment]],
+    worker: str,
+    shards: HeadShards = WHOLE,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> MessageRows:
     """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
 
     The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
+    With several ``ranks``, these are the rows of the message of one of them, who has some shards of every row:
+    ``queries`` and ``appends`` count its own.
     """
     queries: list[npt.NDArray[np.int64]] = []
     appends: list[npt.NDArray[np.int64]] = []
@@ -168,7 +176,8 @@ def message_rows(
     pulled: list[PulledRows] = []
     further: list[tuple[int, SegmentRows]] = []
     several = shards.count > 1
-    for shard in range(shards.count):
+    own = shards.range_of_rank(rank, ranks)
+    for shard in own:
         asking: list[tuple[int, int]] = []
         adding: list[tuple[int, int]] = []
         row = 0
@@ -200,8 +209,8 @@ def message_rows(
                         asking.append((row, count))
                         attends.append(attend)
             row += count
-        queries.append(_ranges(asking) * shards.count + shard)
-        appends.append(_ranges(adding) * shards.count + shard)
+        queries.append(_ranges(asking) * len(own) + shard - own.start)
+        appends.append(_ranges(adding) * len(own) + shard - own.start)
     indices = np.concatenate(queries), np.concatenate(appends)
     return MessageRows(*indices, tuple(attends), tuple(kept), tuple(pulled), tuple(further))
 

@@ -187,7 +187,8 @@ def test_a_layer_costs_one_copy_each_way_and_a_step_what_has_changed() -> None:
 
     def decode(at: int) -> StepTables:
         rows = list(range(sequences))
-        return store.apply(StepPlan(at, 0, at, [], [], [], [], DecodeRows(rows, [at] * sequences, [])))
+        (tables,) = store.apply(StepPlan(at, 0, at, [], [], [], [], DecodeRows(rows, [at] * sequences, [])))
+        return tables
 
     decode(tokens)  # sends the whole tables
     backend.uploaded.clear()

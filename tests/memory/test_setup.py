@@ -1,5 +1,7 @@
 """A slab that does not fit is one clear error at start."""
 
+import contextlib
+
 import pytest
 
 from lamina.errors import ConfigError
@@ -24,4 +26,4 @@ def test_a_slab_that_does_not_fit_says_what_to_lower(device: str, remedy: str, m
     monkeypatch.setattr(control, "device", device, raising=False)
     control.tell(MemorySetup([SPEC], DType.FLOAT32, 40, 1, Overlap(), False))
     with pytest.raises(ConfigError, match=rf"{device} has too little memory for the KV of 40 tokens: .* {remedy}"):
-        setup.make_store(control)  # type: ignore[arg-type]
+        setup.make_store(control, contextlib.ExitStack())  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ class Told(Driver):
         had = {name: dict(store._segments) for name, store in self.everything.items()}
         for store in had.values():  # a parent's last segment is open in its child, which may grow at once
             store.update({fork.child: store[fork.parent] for fork in plan.forks if fork.parent in store})
-        tables = {name: store.apply(plan) for name, store in self.everything.items()}
+        tables = {name: store.apply(plan)[0] for name, store in self.everything.items()}
         self.all_knowing.apply(plan)
         parts = [(name, part) for names, part in self.recipients.of(plan, self.now) for name in names]
         by_name = dict(parts)
@@ -165,7 +165,7 @@ class Told(Driver):
                 self.replicas[name].apply(part)
                 assert not part.runs and part.switches
             elif name in self.theirs:
-                same(self.theirs[name].apply(part), tables[name])
+                same(self.theirs[name].apply(part)[0], tables[name])
             if name in self.replicas and name not in aside:
                 self.replicas[name].apply(part)
                 assert (part.chunks, part.decoding, part.turn) == (plan.chunks, plan.decoding, plan.turn)
