@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.cluster import pool, sizing
+from lamina.cluster import locality, pool, sizing
 from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress, Workers
@@ -18,13 +18,14 @@ from lamina.cluster.launchers.local import MODULES, LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
 from lamina.cluster.launchers.several import Local, LocalAndRemote
 from lamina.cluster.launchers.supervised import SupervisedWorkers
-from lamina.cluster.pool import LOCAL, REMOTE, Assigned
+from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned
 from lamina.cluster.takeover import Saved, take_over
 from lamina.config import EngineConfig, check_writable
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
 from lamina.models import directory
+from lamina.models.digest import checkpoint_digest
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.trace import write_trace
@@ -96,6 +97,7 @@ def launch(
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
     memory = _memory_pool(config)
+    _check_autoscale(config, memory)
     config = dataclasses.replace(config, memory=",".join(map(str, memory)))
     pools = _assigned(config, memory)
     where = _where(config, host)
@@ -185,11 +187,30 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     if config.ray is not None:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
-    apart = config.memory_cores is not None or config.partition == "head"
+    given = {"memory_cores": config.memory_cores is not None, "kv_overcommit": config.kv_overcommit > 1}
+    least, _ = pool.parse_bounds(config.autoscale).get("memory", (0, 0)) if config.autoscale is not None else (0, 0)
+    apart = any(given.values()) or config.partition == "head" or least > 0
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
-    if LOCAL in (entry.kind for entry in memory) and config.memory_cores is not None and len(memory) == 1:
-        raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
+    if LOCAL in (entry.kind for entry in memory) and config.tensor_parallel > 1:
+        raise ConfigError("memory local is not available with tensor_parallel; give memory workers, such as cpu:1")
+    name = next((name for name in given if given[name]), None)
+    if name is not None and [entry.kind for entry in memory] == [LOCAL]:
+        raise ConfigError(f"{name} is for memory workers, and memory local starts none; leave one of them out")
     return memory
+
+
+def _check_autoscale(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> None:
+    """Raises ConfigError for bounds that this memory pool rules out."""
+    bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)
+    local = LOCAL in (entry.kind for entry in memory)
+    if local and "compute" in bounds:
+        raise ConfigError(
+            "local memory works with one compute worker so far; give --memory cpu:1 to let the compute pool grow"
+        )
+    if not local and "memory" in bounds and bounds["memory"][0] == 0:
+        raise ConfigError(
+            f"autoscale is {config.autoscale!r}: without local memory one memory worker must stay; give a least of 1"
+        )
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
@@ -226,7 +247,7 @@ def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:
-    return [pool.CPU, pool.CUDA, *pool.GPUS, pool.EMULATED, *placement.own_kinds(config.kind)]
+    return placement.known_kinds(placement.own_kinds(config.kind))
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:
@@ -293,7 +314,7 @@ def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, co
 
 
 def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Local, launcher: Launcher) -> None:
-    """Start all workers: those of this machine on the cores that are configured."""
+    """Start all workers: those of this machine on the cores that are configured, or else near their GPUs."""
     if config.ray is not None:
         for role, each in pools.items():
             for name, one in each.items():
@@ -303,6 +324,16 @@ def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Lo
     here = {role: [name for name, one in each.items() if one.kind != REMOTE] for role, each in pools.items()}
     texts: dict[Role, str | None] = {"compute": config.compute_cores, "memory": config.memory_cores}
     cores = {role: sizing.worker_cores(texts[role], len(names), available) for role, names in here.items() if names}
+    devices = {
+        role: [pools[role][name].device for name in names] for role, names in here.items() if texts[role] is None
+    }
+    if any(device.startswith(CUDA) for each in devices.values() for device in each):
+        machine = locality.here()
+        cores |= {
+            role: [locality.near_cores(machine, device, available) for device in each]
+            for role, each in devices.items()
+            if each
+        }
     used = {role: frozenset.union(*each) for role, each in cores.items()}
     shared = len(used) == 2 and not used["compute"].isdisjoint(used["memory"])
     for role, names in here.items():
@@ -339,4 +370,8 @@ def _plan(
     is_open = config.listen is not None or config.ray is not None
     eos = [*tokenizer.eos_token_ids]
     local = LOCAL in (config.memory or "").split(",")
-    return sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
+    plan = sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
+    if not is_open:
+        return plan
+    source = control.offer_files(checkpoint_digest(model), model.files)
+    return dataclasses.replace(plan, compute_setup=msgspec.structs.replace(plan.compute_setup, source=source))

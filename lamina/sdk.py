@@ -169,8 +169,11 @@ class Lamina:
                 whole.add(update)
                 yield whole.output()
 
-    def scale(self, *, compute: int = 0, memory: int = 0) -> list[str]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> list[str]:
         """Let workers join the pools, or leave where a number is negative, while requests run.
+
+        A text names their kind: "rtx3090:+2". Without one, workers of the pool's first kind join on a Ray cluster, else
+        workers on CPUs; those that leave are of any kind.
 
         Returns their names once all have. What a memory worker holds moves to others before it leaves.
 

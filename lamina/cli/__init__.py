@@ -15,6 +15,7 @@ from lamina.cli import (
     chat,
     cost_report,
     doctor,
+    down,
     generate,
     launch,
     plan,
@@ -45,6 +46,7 @@ app.command()(chat.chat)
 app.command()(launch.launch)
 app.command()(status.status)
 app.command()(scale.scale)
+app.command()(down.down)
 app.command()(worker.worker)
 app.command()(split.split)
 app.command()(plan.plan)

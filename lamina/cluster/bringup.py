@@ -11,12 +11,13 @@ import msgspec
 from lamina.cluster.gather import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    START_TIMEOUT_S,
     Gather,
     Launcher,
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup
+from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.errors import ConfigError
@@ -53,7 +54,7 @@ class ClusterPlan:
         kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join.
+        is_open: workers on other machines may join. start_s: see ``Fabric``.
     """
 
     computes: tuple[str, ...]
@@ -72,6 +73,9 @@ class ClusterPlan:
     tls: bool
     is_open: bool
     kv_cache_dtype: KvCacheDType
+    kv_overcommit: float = 1.0
+    kv_spill_dir: str = ""
+    start_s: float = START_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
-    for name in plan.computes:
+    ranks = plan.pipeline.ranks
+    for number, name in enumerate(plan.computes):
         threads = plan.threads("compute", plan.greetings[name])
-        control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
+        setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, rank=number % ranks, ranks=ranks)
+        control.send([name], setup_of)
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
     shards = _shards(plan, loaded)
@@ -138,13 +144,27 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
     capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
-    setup = MemorySetup(loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype, shards.count)
+    setup = MemorySetup(
+        loaded.attentions,
+        loaded.dtype,
+        most,
+        1,
+        asked.overlap,
+        asked.trace,
+        kv_dtype,
+        shards.count,
+        plan.kv_overcommit,
+        plan.kv_spill_dir,
+        ranks,
+    )
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
         control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
     fabric = fabric_of(workers, plan, loaded, setup)
     gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
+    for name in {hello.host: name for name, hello in plan.greetings.items()}.values():
+        converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
     return Cluster(
@@ -159,14 +179,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         epoch,
         kv_dtype,
         plan.kinds,
-        fabric,
+        fabric if ranks == 1 else None,  # so far, replicas of several ranks neither grow nor shrink
         head_shards=shards.count,
     )
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
-    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers)
+    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
     if plan.compute_setup.head_workers > 1 and shards.count == 1:
         counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
         raise ConfigError(
@@ -261,16 +281,24 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         loaded_on=plan.greetings[plan.computes[0]].machine,
         bytes_per_token=_bytes_per_token(plan, loaded),
         kv_bytes=kv_bytes,
-        sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),
+        sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks),
         transports=transports,
         wanted=plan.transport,
         spins_s=plan.spins_s,
         tls=plan.tls,
         is_open=plan.is_open,
+        start_s=plan.start_s,
     )
     for name, hello in plan.greetings.items():
         fabric.note(name, hello)
     return fabric
+
+
+def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes of the slots that the ranks of each replica have for each other's sums."""
+    ranks, size = plan.pipeline.ranks, fabric.sizes.sums
+    replicas = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
+    return {pair: (size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
 
 
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
@@ -285,7 +313,7 @@ def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: 
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
     pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}
-    slots = {pair: each for pair, each in pairs.items() if each is not None}
+    slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(plan, fabric)
     between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
     used = {pair: each for pair, each in slots.items() if pair not in between}
     fabric.links.update(converse(gather, link(control, plan.transport, fabric.offers, used)))

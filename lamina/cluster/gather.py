@@ -65,11 +65,15 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
 
 
 class Wish(NamedTuple):
-    """What somebody on another machine wants of the engine: that a worker joins, or that ``leaver`` leaves."""
+    """What somebody on another machine wants of the engine: that a worker joins, or that ``leaver`` leaves.
+
+    ``moves``: its machine is to end, and another worker of its kind takes its place elsewhere. Wished again and again.
+    """
 
     role: Role
     kind: str
     leaver: str = ""
+    moves: bool = False
 
 
 class Workers(Protocol):
@@ -108,7 +112,7 @@ class Launcher(Workers, Protocol):
         ...
 
     def check(self, role: Role, kind: str, count: int) -> None:
-        """Raises ConfigError if a pool of ``count`` workers of this role and kind is more than there can be."""
+        """Raises ConfigError for an unknown kind, or if a pool of ``count`` such workers is more than there can be."""
         ...
 
     def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:

@@ -1,5 +1,6 @@
 """Brings one more worker into a cluster that serves, as conversations with it and with those that serve."""
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from lamina.cluster.gather import CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S, START_TIMEO
 from lamina.cluster.linking import Pair, link
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
+from lamina.protocol.clocks import READINGS, Clock, Reading
 from lamina.protocol.control import ControlServer
 from lamina.protocol.leases import SPARE_LINKS, Messages
 from lamina.protocol.messages import (
@@ -26,8 +28,11 @@ from lamina.protocol.messages import (
 )
 from lamina.topology import Member, Role, Topology
 from lamina.transport.endpoint import SPIN_S
+from lamina.transport.shm import host
 from lamina.types import Overlap, TransportName
 from lamina.version import __version__
+
+CLOCK_TIMEOUT_S = 10.0  # for a worker to tell the time
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,11 @@ class Fabric:
         kv_bytes: of another slab, given what its machine has, the bytes that the largest has, and those
             promised to the others on its machine and not used.
         sizes: of messages.
+        start_s: within which a worker that was started has to greet.
         transports: that workers offer; wanted: as configured. is_open: workers on other machines may join.
         spins_s: seconds for which waits busy-wait, by machine (``boot``).
         offers, links, greetings: of the workers so far, by name and by pair.
+        clocks: of other machines, by host, where a timeline is recorded.
         pinned: workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
     """
 
@@ -63,9 +70,11 @@ class Fabric:
     spins_s: Mapping[str, float]
     tls: bool
     is_open: bool
+    start_s: float = START_TIMEOUT_S
     offers: dict[str, Offer] = field(default_factory=dict)
     greetings: dict[str, Hello] = field(default_factory=dict)
     links: dict[Pair, Choice] = field(default_factory=dict)
+    clocks: dict[str, Clock] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
 
     def note(self, name: str, hello: Hello) -> None:
@@ -80,6 +89,10 @@ class Fabric:
         plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS)
         spin_s = self.spins_s.get(boot(member.host), SPIN_S)
         return Register(plan, list(self.transports), spin_s, self.tls, self.is_open)
+
+    def clock_of(self, name: str) -> Clock | None:
+        """The clock of a worker's machine; None: that of this process, as far as is known."""
+        return self.clocks.get(self.greetings[name].host) if name in self.greetings else None
 
     def forget(self, members: Collection[str]) -> None:
         """Forget the offers and links of all but these."""
@@ -104,6 +117,20 @@ class Fabric:
 def boot(host: str) -> str:
     """What the hosts (``transport.shm.host``) of all processes of one machine have in common, also in containers."""
     return host.partition(" ")[0]
+
+
+def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversation[None]:
+    """Read the clock of a worker's machine, if that is another one and a timeline is recorded."""
+    there = fabric.greetings[name].host
+    if not fabric.compute_setup.trace or there == host():
+        return
+    readings = []
+    for _ in range(READINGS):
+        sent_ns = time.monotonic_ns()
+        control.send([name], Inspect(sent_ns))
+        found: dict[str, Resources] = yield Ask(Resources, [name], CLOCK_TIMEOUT_S)
+        readings.append(Reading(sent_ns, found[name].now_ns, time.monotonic_ns()))
+    fabric.clocks.setdefault(there, Clock()).note(readings)
 
 
 def check_version(name: str, hello: Hello) -> None:
@@ -135,13 +162,13 @@ def prepare_memory(
 
     Raises ConfigError if there is too little memory.
     """
-    hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
+    hello: dict[str, Hello] = yield Ask(Hello, [name], fabric.start_s)
     check_version(name, hello[name])
     fabric.note(name, hello[name])
-    host = hello[name].host
+    yield from read_clock(control, fabric, name)
     setup = msgspec.structs.replace(fabric.memory_setup, threads=fabric.threads("memory", hello[name]))
-    capacity = yield from _make_slab(control, fabric, name, setup, promised(host))
-    return Member(name, "memory", kind, host, capacity)
+    capacity = yield from _make_slab(control, fabric, name, setup, promised(hello[name].host))
+    return Member(name, "memory", kind, hello[name].host, capacity)
 
 
 def _make_slab(
@@ -163,8 +190,9 @@ def _make_slab(
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
-    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap."""
-    return msgspec.structs.replace(setup, overlap=Overlap())
+    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap, and
+    it has no disk: nothing reads that between the steps."""
+    return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0)
 
 
 def prepare_compute(
@@ -174,9 +202,10 @@ def prepare_compute(
 
     ``promised``: as for ``prepare_memory``. Raises ConfigError for another model, or for too little memory.
     """
-    hello: dict[str, Hello] = yield Ask(Hello, [name], START_TIMEOUT_S)
+    hello: dict[str, Hello] = yield Ask(Hello, [name], fabric.start_s)
     check_version(name, hello[name])
     fabric.note(name, hello[name])
+    yield from read_clock(control, fabric, name)
     threads = fabric.threads("compute", hello[name])
     control.send([name], msgspec.structs.replace(fabric.compute_setup, threads=threads))
     loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)

@@ -55,6 +55,9 @@ GPUS = {
 PLANNED = ("a100-40g", "a100-80g", "rx7900xtx", "arc-a770", "tpu-v6e", "epyc", "xeon")
 """Kinds besides the GPUs above that only `lamina plan` knows: workers do not run on them."""
 
+RUNNABLE = (CPU, CUDA, *GPUS, EMULATED)
+"""Kinds of workers that one machine can start."""
+
 MOST_PER_CORE = 32
 """CPU workers of one pool per core: more start too slowly to be useful."""
 
@@ -74,6 +77,15 @@ class PoolEntry:
 
     def __str__(self) -> str:
         return self.kind if self.kind == LOCAL else f"{self.kind}:{self.count}"
+
+
+@dataclass(frozen=True)
+class PoolChange:
+    """Workers to add to a pool, or to remove if ``count`` is negative: of one ``kind``, or of the pool's own if that is
+    empty."""
+
+    count: int
+    kind: str = ""
 
 
 class Assigned(NamedTuple):
@@ -123,22 +135,55 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     return entries
 
 
-def parse_change(role: str, text: str) -> int:
-    """Workers to add to a pool, or to remove if negative, from "+2", "-1" or "cpu:+2".
+def parse_change(role: str, text: str) -> PoolChange:
+    """The change of a pool that "+2", "-1" or "rtx3090:+2" means. Whoever starts the workers knows the kinds.
 
-    Raises ConfigError if the text is malformed, or for a kind that workers do not run on.
+    Raises ConfigError if the text is malformed.
     """
     match = re.fullmatch(r"(?:(?P<kind>[a-z0-9_-]+):)?(?P<count>[+-][0-9]{1,9})", text.strip().lower())
     if match is None or not 1 <= abs(int(match["count"])) <= MAX_COUNT:
         raise ConfigError(
             f"{role} is {text!r}; give the workers to add or remove, 1 to {MAX_COUNT}, such as +2, -1 or cpu:+2"
         )
-    kind = match["kind"] or CPU
-    if kind != CPU:
-        known = [CPU, CUDA, *GPUS, *PLANNED]
-        reason = "only workers on CPUs join and leave so far." if kind in known else f"unknown kind{_near(kind, known)}"
-        raise ConfigError(f"{role} is {text!r}: {reason} Use cpu:{match['count']}")
-    return int(match["count"])
+    return PoolChange(int(match["count"]), match["kind"] or "")
+
+
+def pool_change(role: str, wanted: int | str) -> PoolChange:
+    """The change that a number of workers means, or a text (``parse_change``). Raises ConfigError."""
+    return PoolChange(wanted) if isinstance(wanted, int) else parse_change(role, wanted)
+
+
+def require_kind(kind: str, known: Collection[str]) -> None:
+    """Raises ConfigError unless workers of this kind can be started here."""
+    if kind not in known:
+        names = ", ".join(name for name in known if name != EMULATED)
+        raise ConfigError(f"unknown kind {kind!r}{_near(kind, list(known))} Known here: {names}")
+
+
+def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
+    """The least and the most workers of the pools that scale by load, from "memory=1:4,compute=1:2".
+
+    Raises ConfigError if the text is malformed, or for a pool that is named twice or would have no worker.
+    """
+    bounds: dict[Role, tuple[int, int]] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
+        if match is None:
+            raise ConfigError(
+                f"autoscale is {text!r}; give the least and the most workers of a pool, such as memory=1:4 or "
+                "memory=1:4,compute=1:2"
+            )
+        role: Role = "compute" if match[1] == "compute" else "memory"
+        least, most = int(match[2]), int(match[3])
+        if role in bounds:
+            raise ConfigError(f"autoscale is {text!r}, which names the {role} pool twice; name it once")
+        if not (role == "compute") <= least <= most or not 1 <= most <= MAX_COUNT:
+            raise ConfigError(
+                f"autoscale is {text!r}: {least} to {most} {role} workers; give a least of "
+                f"{'1' if role == 'compute' else '0 (beside local memory) or 1'}, and a most from that to {MAX_COUNT}"
+            )
+        bounds[role] = least, most
+    return bounds
 
 
 def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:

@@ -4,6 +4,7 @@ The slab, its books and its kernels are those of a memory worker (``lamina.memor
 out, and what it needs: K and V of prompt chunks are not fetched, and nothing waits for the result.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ class LocalMemory:
     @classmethod
     def set_up(cls, control: ControlClient) -> "LocalMemory":
         """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
-        store, _ = make_store(control)
+        store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
         return cls(control, store)
 
     def apply(self, plan: StepPlan) -> "LocalShare | None":
@@ -37,7 +38,7 @@ class LocalMemory:
 
         Raises as ``KvStore.apply``.
         """
-        tables = self._store.apply(plan)
+        (tables,) = self._store.apply(plan)  # of a replica of one rank
         return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -70,7 +71,7 @@ class LocalShare:
         pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
         kept, slots = np.concatenate([rows.appends, *pulled]), np.concatenate([tables.slots, tables.pulled_slots])
         order = np.argsort(kept)
-        self._kept, self._slots = kept[order], slots[order]
+        self._kept, self._slots = kept[order], store.device.sent(slots[order])
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
@@ -80,8 +81,8 @@ class LocalShare:
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
-        kept = _indices(self._kept, len(k))
-        self._store.device.keep(layer, k[kept], v[kept], self._slots)
+        kept, sent = _indices(self._kept, len(k)), self._store.device.sent
+        self._store.device.keep(layer, sent(k[kept]), sent(v[kept]), self._slots)
         if not len(self.queries):
             return None
         spec = self._store.attentions[layer]
@@ -91,7 +92,7 @@ class LocalShare:
             self._partials[shape] = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         out, lse = self._partials[shape]
         rows = _indices(self.queries, len(q)) if self._count == 1 else self.queries  # shard by shard
-        for _ in self._store.attend(layer, self._tables, 0, q[rows], out, lse):
+        for _ in self._store.attend(layer, self._tables, 0, sent(q[rows]), out, lse):
             pass  # nobody else is served in between
         return out, lse
 

@@ -4,9 +4,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from lamina.cluster.gather import Workers
+from lamina.cluster.gather import Gather, Workers, converse
+from lamina.cluster.joining import Fabric, read_clock
 from lamina.engine.watch import POLL_S
 from lamina.errors import LaminaError, TransportError
+from lamina.protocol.clocks import Clock
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Stop, Traced
 from lamina.protocol.timeline import Span
@@ -32,15 +34,35 @@ def tell_to_stop(control: ControlServer, workers: Iterable[str]) -> list[str]:
     return told
 
 
-def collect_spans(control: ControlServer, workers: Workers, told: Sequence[str]) -> dict[str, list[Span]]:
-    """Spans by worker, without those of workers that do not answer within ``TRACE_TIMEOUT_S``."""
+def read_clocks(control: ControlServer, workers: Workers, fabric: Fabric) -> None:
+    """Read the clocks of other machines once more: they have drifted since their workers joined."""
+    gather = Gather(control, workers, lambda worker, progress: None)
+    for name in {hello.host: name for name, hello in fabric.greetings.items()}.values():
+        try:
+            converse(gather, read_clock(control, fabric, name))
+        except LaminaError as error:
+            log.info("clocks of other machines are taken as when they joined, from %s on: %s", name, error)
+            return
+
+
+def collect_spans(
+    control: ControlServer, workers: Workers, told: Sequence[str], fabric: Fabric | None
+) -> dict[str, list[Span]]:
+    """Spans by worker, by the clock of this process, without those of workers that do not answer within
+    ``TRACE_TIMEOUT_S``. ``fabric``: knows the clocks of other machines."""
     spans: dict[str, list[Span]] = {}
     deadline = time.monotonic() + TRACE_TIMEOUT_S
     while time.monotonic() < deadline and not spans.keys() | workers.ended().keys() >= set(told):
         for worker, message in control.receive(POLL_S):
             if isinstance(message, Traced):
-                spans[worker] = message.spans
+                clock = None if fabric is None else fabric.clock_of(worker)
+                spans[worker] = message.spans if clock is None else [_moved(span, clock) for span in message.spans]
     return spans
+
+
+def _moved(span: Span, clock: Clock) -> Span:
+    """By the clock here."""
+    return Span(span.stage, span.lane, clock.here(span.begin_ns), clock.here(span.end_ns))
 
 
 def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> None:

@@ -12,13 +12,15 @@ from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
-from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
-from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, tell_to_stop
+from lamina.cluster.pool import parse_bounds, pool_change
+from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
+from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.members import Members, Save
 from lamina.engine.placement import PlacementView
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
 from lamina.engine.runtime import Submission
+from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate
@@ -88,6 +90,7 @@ class Engine:
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
             balance=config.balance,
         )
@@ -97,6 +100,8 @@ class Engine:
         element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
         self._placement = PlacementView(self._scheduler, cluster.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
+        bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+        self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
         self._moved = 0
@@ -195,13 +200,13 @@ class Engine:
             self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
-    def scale(self, *, compute: int = 0, memory: int = 0) -> "Future[list[str]]":
-        """Let workers join the pools while requests run, or leave where a number is negative.
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> "Future[list[str]]":
+        """Let workers join the pools while requests run, or leave where a number is negative: -1, or "rtx3090:+2".
 
         The future has their names once all have, or the reason why one does not: ConfigError, with the figures, if that
         is impossible. A memory worker that leaves is emptied first: what it holds moves to others.
 
-        Raises ConfigError if both are 0, EngineDeadError if the engine has stopped.
+        Raises ConfigError if both are 0 or one is malformed, EngineDeadError if the engine has stopped.
         """
         pools = self._members.pools
         if pools is None:
@@ -209,7 +214,8 @@ class Engine:
         if not compute and not memory:
             raise ConfigError("nothing to change: give compute or memory a number of workers, such as memory=+2")
         resize = Resize()
-        changes: dict[Role, int] = {"compute": compute, "memory": memory}
+        wanted: dict[Role, int | str] = {"compute": compute, "memory": memory}
+        changes = {role: pool_change(role, one) for role, one in wanted.items() if one}
 
         def command() -> None:
             try:
@@ -237,7 +243,8 @@ class Engine:
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        found = (prefixes.queried, prefixes.hit, self._placement.stats)
+        disks, scaling = self._scheduler.disks, self._scaling.stats
+        found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:
@@ -303,6 +310,7 @@ class Engine:
         self._placement.look(now)
         for plan in self._turn.plan(now):
             self._send(plan, now)
+        self._scaling.look(now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
             self._members.tell([worker], Release(sequences))
         self._timeline.add("plan", -1, begun)
@@ -447,13 +455,16 @@ class Engine:
         self.after_turn()
 
     def _end_workers(self) -> None:
+        fabric = self.cluster.fabric
+        if self._on_trace and fabric is not None:
+            read_clocks(self._control, self._workers, fabric)
         told = tell_to_stop(self._control, self.topology.names)
         if (pools := self._members.pools) is not None:
             tell_to_stop(self._control, pools.strangers)
             pools.close()
         if self._on_trace:
-            spans = {"engine": list(self._timeline.spans), **collect_spans(self._control, self._workers, told)}
-            hand_over(spans, self._on_trace)
+            spans = collect_spans(self._control, self._workers, told, fabric)
+            hand_over({"engine": list(self._timeline.spans), **spans}, self._on_trace)
 
 
 def _nothing() -> None:

@@ -1,13 +1,14 @@
 """The pools while the engine serves: workers join, leave, and are replaced when they are lost."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from lamina.cluster.gather import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE
+from lamina.cluster.pool import REMOTE, PoolChange
 from lamina.engine.joins import Joiner, Joins
 from lamina.engine.leaves import Leaves
 from lamina.engine.restarts import Restarts
@@ -80,6 +81,7 @@ class Pools:
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
+        self._moving = set[str]()  # members in whose place others were started, and that leave
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
         for role, count in topology.sizes.items():
@@ -89,23 +91,23 @@ class Pools:
 
     # -- what callers ask for
 
-    def resize(self, changes: Mapping[Role, int], resize: Resize) -> None:
-        """Let workers join, or leave where a change is negative. Raises ConfigError, having changed nothing, if that is
+    def resize(self, changes: Mapping[Role, PoolChange], resize: Resize) -> None:
+        """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
         impossible."""
-        leavers = [name for role, change in changes.items() if change < 0 for name in self._leavers(role, -change)]
-        kinds = {role: self._fabric.launcher.default_kind(role) for role in changes}
+        leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
+        kinds = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
         for role, change in changes.items():
-            if change > 0:
-                self._check_growth(role, kinds[role], change)
+            if change.count > 0:
+                self._check_growth(role, kinds[role], change.count)
         self._leaves.check(leavers, self.topology)
-        resize.left = sum(map(abs, changes.values()))
+        resize.left = sum(abs(change.count) for change in changes.values())
         for role, change in changes.items():
-            self.wanted[role] += change
+            self.wanted[role] += change.count
         for name in leavers:
             self._resizes[name] = resize
             self._leaves.begin(name, self.topology)
         for role, change in changes.items():
-            for _ in range(change):
+            for _ in range(change.count):
                 self._start(role, kinds[role], resize)
 
     def _check_growth(self, role: Role, kind: str, count: int) -> None:
@@ -125,18 +127,19 @@ class Pools:
                 f"have at most {slices} compute workers, or start with --pipelining fixed"
             )
 
-    def _leavers(self, role: Role, count: int) -> list[str]:
+    def _leavers(self, role: Role, change: PoolChange) -> list[str]:
         """The workers to let go: of memory workers those that hold least, of compute workers the latest."""
-        staying = [
-            member.name
-            for member in self.topology.members
-            if member.role == role and member.name not in self._leaves.names
-        ]
-        if count >= len(staying) + (role == "memory" and bool(self.topology.local)):
+        count = -change.count
+        members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
+        if count >= len(members) + (role == "memory" and bool(self.topology.local)):
             raise ConfigError(
-                f"the {role} pool has {len(staying)}, of which one must stay: {count} cannot leave. "
+                f"the {role} pool has {len(members)}, of which one must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
             )
+        staying = [one.name for one in members if change.kind in ("", one.kind)]
+        if count > len(staying):
+            kinds = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
+            raise ConfigError(f"the {role} pool has {kinds}: {count} of kind {change.kind} cannot leave")
         if role == "compute":
             return staying[-count:]
         placement = self._turn.scheduler.placement
@@ -165,6 +168,14 @@ class Pools:
             if resize is not None:
                 self._resizes[name] = resize
 
+    def coming(self, role: Role) -> int:
+        """Workers of this role that are on their way, or are to be started."""
+        return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
+
+    def leaving(self, role: Role) -> int:
+        """Members of this role that are about to leave."""
+        return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
+
     # -- losses
 
     def can_lose(self, role: Role) -> bool:
@@ -188,6 +199,8 @@ class Pools:
         for name, reason in lost.items():
             if name in self._leaves.names:
                 self._leaves.lose(name)
+                self._note(name)
+            elif name in self._moving:
                 self._note(name)
             else:
                 self._replace(members[name].role, members[name].kind, reason, free)
@@ -213,6 +226,10 @@ class Pools:
                 if not wish.leaver:
                     self._start(wish.role, wish.kind, None)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
+                    if wish.moves and wish.leaver not in self._moving:
+                        log.warning("the machine of %s is to end: it moves to another one", wish.leaver)
+                        self._moving.add(wish.leaver)
+                        self._start(wish.role, wish.kind, None)
                     if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
                         raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
                     self._leaves.check([wish.leaver], self.topology)
@@ -276,6 +293,8 @@ class Pools:
         self._note(joiner.name)
 
     def _note(self, name: str) -> None:
+        """A worker has joined or left."""
+        self._moving.discard(name)
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.note(name)
 

@@ -191,7 +191,7 @@ class RemoteEngine:
             return self.stats()
         return self._last
 
-    def scale(self, *, compute: int = 0, memory: int = 0) -> concurrent.futures.Future[list[str]]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
         """As the engine's; the future has all its errors."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
         with self._lock:

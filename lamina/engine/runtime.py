@@ -44,7 +44,7 @@ class Runtime(Protocol):
         """Counters as of now. May wait: not for event loops."""
         ...
 
-    def scale(self, *, compute: int = 0, memory: int = 0) -> Future[list[str]]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> Future[list[str]]:
         """Let workers join the pools, or leave where a number is negative; see ``engine.Engine.scale``."""
         ...
 

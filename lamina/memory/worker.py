@@ -21,6 +21,7 @@ from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
+from lamina.memory.tier import Tier
 from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient
 from lamina.protocol.fence import Fence
@@ -83,6 +84,9 @@ class Door:
 class Lane:
     """The steps announced for one lane, and how far the first of them is.
 
+    Where several ranks share a replica, what each of them sends is served as a lane of its own, with its own share of
+    the lane's steps: lane * ranks + rank.
+
     Attributes:
         layer, piece: of the first step, to be served next.
         begin: byte at which that piece begins, of a request that is fetched.
@@ -112,11 +116,21 @@ class MemoryWorker:
     """Serves its channels until the engine says stop."""
 
     def __init__(
-        self, control: ControlClient, store: KvStore, links: Links, wait: Wait, connect: Connect, timeline: Timeline
+        self,
+        control: ControlClient,
+        store: KvStore,
+        tier: Tier | None,
+        links: Links,
+        wait: Wait,
+        connect: Connect,
+        timeline: Timeline,
     ) -> None:
-        """``wait`` waits for messages of ``links``."""
+        """``tier`` copies between ``store`` and a disk, if there is one. ``wait`` waits for messages of ``links``."""
         self._control = control
         self._store = store
+        self._tier = tier
+        self._copies = False  # the last time, the tier had something to do
+        self._since_copied = 0
         self._links = links
         self._wait = wait
         self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
@@ -129,7 +143,7 @@ class MemoryWorker:
             store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
         )
         self._newcomers = Newcomers(control, links)
-        self._lanes = [Lane(number) for number in range(connect.pipeline.lanes)]
+        self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._doors = self._closed_doors()
         self._timeline = timeline
         self._running = True
@@ -160,6 +174,7 @@ class MemoryWorker:
             if (message := self._control.poll(timeout_s)) is not None:
                 self._handle(message)
             return
+        self._copy(MOST_IN_A_ROW)
         begun = next(((lane, lane.work) for lane in self._lanes if lane.work is not None), None)
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
             self._go_on(*begun)
@@ -169,12 +184,13 @@ class MemoryWorker:
         doors, targets = self._awaited()
         ready = pulled = None
         try:
-            timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
+            timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
             timeout_s = min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
-            timeout_s = timeout_s if begun is None else 0.0
+            timeout_s = timeout_s if begun is None and not self._copies else 0.0
             ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
         except DeadlineError:
             if begun is None:
+                self._copy(0)
                 self._read_control()
                 return
         if pulled is not None:
@@ -188,6 +204,16 @@ class MemoryWorker:
         elif begun is not None:
             self._go_on(*begun)
 
+    @property
+    def _copying(self) -> bool:
+        return self._tier is not None and self._tier.active
+
+    def _copy(self, every: int) -> None:
+        """Copy something from or to the disk, unless this was called fewer than ``every`` times since."""
+        self._since_copied += 1
+        if self._tier is not None and self._since_copied > every:
+            self._copies, self._since_copied = self._tier.active and self._tier.work(), 0
+
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, pull and migration, and what they have left in the slab."""
         topology = message.topology
@@ -195,6 +221,8 @@ class MemoryWorker:
             self._puller.forget(peer)
         self._puller.drop()
         self._migrations.drop()
+        if self._tier is not None:
+            self._tier.drop()
         self._store.truncate(message.kept)
         for lane in self._lanes:
             lane.drop()
@@ -218,7 +246,8 @@ class MemoryWorker:
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         self._migrations.change(self._others(topology.memories))
         self._pipeline, self._computes = topology.pipeline, topology.computes
-        self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
+        lanes = topology.pipeline.lanes * topology.pipeline.ranks
+        self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
         self._control.send(Changed(message.number))
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
@@ -286,7 +315,7 @@ class MemoryWorker:
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
-            lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+            lane.out, lane.lse = self._store.device.results(queries, spec)
         body = lane.door.body if lane.door is not None else memoryview(b"")
         lane.work = self._store.serve(lane.layer, step, lane.piece, body, lane.out, lane.lse)
         self._serve_cut(lane, lane.work)
@@ -301,7 +330,7 @@ class MemoryWorker:
     def _report(self) -> None:
         """Tell the engine now and then which lanes are being served."""
         now = time.monotonic()
-        lanes = [lane.number for lane in self._lanes if lane.work is not None]
+        lanes = [lane.number // self._pipeline.ranks for lane in self._lanes if lane.work is not None]
         if lanes and now - self._reported >= REPORT_S:
             self._reported = now
             self._control.send(Working(lanes))
@@ -323,10 +352,11 @@ class MemoryWorker:
         """A request is served: reply to it, after a step's last one as soon as everything has been pulled."""
         step, door = lane.steps[0], lane.door
         number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
+        ranks, rank = self._pipeline.ranks, lane.number % self._pipeline.ranks
         if door is not None and door.request is not None:
             self._leave(door, door.request, lane.layer, step)
         lane.door = None
-        peer = self._computes[self._pipeline.replica(number, turn + 1, rotates)]
+        peer = self._computes[self._pipeline.replica(number, turn + 1, rotates) * ranks + rank]
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
         lane.reply = Reply(peer, parts, turn, turn if ends else -1)
@@ -354,7 +384,8 @@ class MemoryWorker:
         span = self._timeline.now()
         nbytes = sum(part.nbytes for part in reply.parts)
         # If it has to be kept, nothing overwrites it before it has been sent: the lane's next request follows it.
-        channel.begin(lane.number, reply.turn, nbytes, copies=False).send(reply.parts)
+        number = lane.number // self._pipeline.ranks
+        channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
         self._timeline.add("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
@@ -382,10 +413,13 @@ class MemoryWorker:
         elif isinstance(message, Step):
             if message.epoch < self._fence.epoch:
                 return
-            tables = self._store.apply(message.plan)
+            shares = self._store.apply(message.plan)
             self._migrations.apply(message.plan)
-            if not tables.rows.empty:
-                self._lanes[message.plan.lane].steps.append(tables)
+            if self._tier is not None:
+                self._tier.apply(message.plan)
+            for share in shares:
+                if not share.rows.empty:
+                    self._lanes[share.door].steps.append(share)
         elif isinstance(message, Change):
             self._change(message)
         elif isinstance(message, Grant | Link | Forget):
@@ -393,6 +427,8 @@ class MemoryWorker:
         elif isinstance(message, Release):
             self._store.release(message.sequences)
             self._migrations.release(message.sequences)
+            if self._tier is not None:
+                self._tier.release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
 
@@ -402,9 +438,9 @@ class MemoryWorker:
 
 def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
-    store, setup = make_store(control)
+    store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources)
-    worker = MemoryWorker(control, store, links, links.settle(), connect, Timeline(setup.trace))
+    worker = MemoryWorker(control, store, tier, links, links.settle(), connect, Timeline(setup.trace))
     control.send(Connected())
     return worker
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import ModelError, UnsupportedModelError
-from lamina.models.checkpoint import TensorEntry, read_checkpoint
+from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
 
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_NAME = "lamina-bundled"
@@ -55,6 +55,13 @@ class ModelDirectory:
             if ids is not None:
                 return frozenset(ids if isinstance(ids, list) else [ids])
         return frozenset()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that were read, or would be: those that a copy needs."""
+        described = [self.path / name for name in (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, INDEX)]
+        weights = {entry.file for entry in self.tensors.values()}
+        return [file for file in described if file.is_file()] + sorted(weights)
 
     @property
     def max_model_len(self) -> int | None:

@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import zmq
-import zmq.auth.thread
 
 from lamina.errors import DeadlineError, TransportError, UnreachableError, WorkerError
+from lamina.protocol.files import FileServer, FileSource, ModelFile, OnFetched, fetch
 from lamina.protocol.liveness import Liveness
 from lamina.protocol.messages import (
     ComputeSetup,
@@ -124,7 +125,9 @@ class ControlServer:
         self._context = zmq.Context()
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
-            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+            from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, for which no worker is to wait
+
+            self._authenticator = ThreadAuthenticator(self._context)
             try:
                 self._authenticator.start()
                 undo.callback(self._authenticator.stop)
@@ -147,6 +150,8 @@ class ControlServer:
         self._local_address = advertised
         self._bind_address = host if advertised else ""
         self.bootstraps: Mapping[str, Bootstrap] = {name: self._issue(name) for name in workers}
+        self._host = host
+        self._files: FileServer | None = None
         self._members = set(workers)
         self._joining = set[str]()
         self._encoder = msgspec.msgpack.Encoder()
@@ -182,6 +187,15 @@ class ControlServer:
             local_address=self._local_address,
             bind_address=self._bind_address,
         )
+
+    def offer_files(self, digest: str, paths: Sequence[Path]) -> FileSource:
+        """Let workers fetch these files until ``close``. ``digest``: of the model. Raises TransportError, OSError."""
+        try:
+            self._files = FileServer(self._context, self.keys, self._host, paths)
+        except zmq.ZMQError as error:
+            raise TransportError(f"model files cannot be served on {self._host}: {error}") from error
+        files = [ModelFile(path.name, path.stat().st_size) for path in paths]
+        return FileSource(self._files.port, digest, files)
 
     def admit(self, name: str) -> Bootstrap:
         """Let another worker connect, under a name that was never used. It is pinged and heard until ``dismiss`` or, as
@@ -278,6 +292,8 @@ class ControlServer:
             self._closed = True
             self._poller.unregister(self._wakeup)
             os.close(self._wakeup)
+        if self._files is not None:
+            self._files.close()
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
@@ -333,6 +349,7 @@ class ControlClient:
     def __init__(self, bootstrap: Bootstrap, inspection: Inspection | None = None) -> None:
         """``inspection`` answers ``Inspect``; without it, nothing does."""
         self.name = bootstrap.name
+        self._bootstrap = bootstrap
         self._inspection = inspection
         self.device = bootstrap.device
         self.data_secret = bootstrap.data_secret
@@ -383,6 +400,13 @@ class ControlClient:
         if self._inspection is not None:
             self.send(self._inspection(message.sent_ns, time.monotonic_ns()))
         return None
+
+    def fetch(self, source: FileSource, folder: Path, on_fetched: OnFetched) -> None:
+        """Fetch a model's files from the engine's machine; see ``files.fetch``."""
+        host = self._bootstrap.address.rpartition(":")[0]
+        where = msgspec.structs.replace(self._bootstrap, address=f"{host}:{source.port}")
+        with self._connect(where, b"/files") as connected:
+            fetch(connected, source, folder, on_fetched)
 
     def close(self) -> None:
         """Flush what was sent (at most 2 s) and close."""

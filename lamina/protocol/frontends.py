@@ -113,11 +113,12 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 class Scale(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine: let workers join, or leave where a number is negative. The answer is ``Scaled``."""
+    """Frontend to engine: let workers join, or leave where a number is negative; see ``Runtime.scale``. The answer is
+    ``Scaled``."""
 
     number: int
-    compute: int
-    memory: int
+    compute: int | str
+    memory: int | str
 
 
 FromFrontend = Hello | Resume | Submit | Finish | Abort | GetStats | Scale

@@ -4,6 +4,7 @@ import msgspec
 
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Offer, Transport
+from lamina.protocol.files import FileSource
 from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.steps import StepPlan
@@ -15,7 +16,9 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
 
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
-    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
+    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
+    model's files, for machines that do not have them under this path.
+    ``rank`` of ``ranks``: which part of the model to load.
     """
 
     model: str
@@ -29,13 +32,18 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     trace: bool
     head_workers: int = 1
     local: bool = False
+    source: FileSource | None = None
+    rank: int = 0
+    ranks: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
-    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
+    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``), which the
+    ``ranks`` of a replica share.
+    ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir`` together.
     """
 
     attentions: list[AttentionSpec]
@@ -46,6 +54,9 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
     head_shards: int = 1
+    overcommit: float = 1.0
+    spill_dir: str = ""
+    ranks: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -294,6 +305,17 @@ class Migrated(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Stored(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: Spill or Fetch ``number`` is over. ``error``: of its disk.
+
+    Not ``complete``: some blocks were not copied, since the disk failed or the sequence was released.
+    """
+
+    number: int
+    complete: bool
+    error: str = ""
+
+
 class EpochEnded(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: it has dropped all of the epochs before ``epoch`` and sends nothing of them any more.
 
@@ -363,6 +385,7 @@ ToEngine = (
     | SlabUsage
     | Working
     | Migrated
+    | Stored
     | EpochEnded
     | Changed
     | PeerLost

@@ -1,4 +1,4 @@
-"""What a worker did and when: spans on the clock that all processes of a machine share."""
+"""What a worker did and when: spans on the clock that all processes of a machine share. See ``clocks`` for others'."""
 
 import collections
 import time

@@ -34,6 +34,8 @@ _NOTHING: dict[str, Any] = {
     "histories": {},
     "grown": [],
     "switches": [],
+    "spills": [],
+    "fetches": [],
 }
 
 
@@ -57,7 +59,7 @@ class Recipients:
     """Follows plans in the order in which they are sent."""
 
     def __init__(self, computes: Sequence[str], pipeline: Pipeline) -> None:
-        """``computes``: names of the pipeline's replicas, in order."""
+        """``computes``: names of the compute workers, in the order of the pipeline's replicas."""
         self._computes = tuple(computes)
         self._pipeline = pipeline
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
@@ -108,7 +110,7 @@ class Recipients:
 
         ``now``: seconds of any monotonic clock.
         """
-        replicas = tuple(self._computes[number] for number in self._pipeline.replicas_of(plan.lane, plan.rotates))
+        replicas = tuple(self._computes[number] for number in self._pipeline.workers_of(plan.lane, plan.rotates))
         parts: dict[str, dict[str, Any]] = {}
 
         def add(workers: Iterable[str], name: str, item: object) -> None:
@@ -166,6 +168,16 @@ class Recipients:
             self._decoding.pop(plan.lane, None)
         if plan.switches:
             self._decoding.clear()
+        self._transfer(plan, add)
+
+    def _transfer(self, plan: StepPlan, add: Callable[[Iterable[str], str, object], None]) -> None:
+        """Copies to disks and back, for the workers that have these."""
+        for spill in plan.spills:
+            add((spill.worker,), "spills", spill)
+        for fetch in plan.fetches:
+            add((fetch.worker,), "fetches", fetch)
+            if not fetch.start:  # else the plan forks it
+                self._begin(fetch.child, [Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
 
     def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
         """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""

@@ -51,7 +51,7 @@ async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: s
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
     alive = asyncio.create_task(_say_alive())
     try:
-        await serve_in_loop(engine, listener, lambda: _say(READY))
+        await serve_in_loop(engine, listener, lambda: _say(READY), bootstrap.supervisor_pid)
     finally:
         alive.cancel()
         engine.disconnect()

@@ -1,11 +1,16 @@
-"""Administration over HTTP: changes the pools of a running server. Needs a key that other clients do not have."""
+"""Administration over HTTP: changes the pools of a running server, or stops it. Needs a key that other clients do not
+have."""
 
 import asyncio
 import hmac
 import json
+import logging
+import os
+import signal
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
 
 from lamina.cluster.pool import parse_change
@@ -14,17 +19,19 @@ from lamina.env import environment
 from lamina.errors import EngineDeadError, LaminaError, UserError
 from lamina.serve.errors import APIError, first_line
 
-SCALE_PATH = "/admin/scale"
+log = logging.getLogger(__name__)
+
+SCALE_PATH, STOP_PATH = "/admin/scale", "/admin/stop"
 MOST_NBYTES = 1024  # of a body
 POOLS = ("compute", "memory")
 
 
-def install(app: FastAPI, engine: Runtime) -> None:
-    """Add the routes to ``app``."""
+def install(app: FastAPI, engine: Runtime, owner: int | None) -> None:
+    """Add the routes to ``app``. ``owner``: the server's process, which SIGTERM stops; None: nothing can stop it."""
 
     @app.post(SCALE_PATH)
     async def scale(request: Request) -> Response:
-        """Add or remove workers, as {"memory": "+2", "compute": "-1"}; answers once they have joined or left."""
+        """Add or remove workers, as {"memory": "cpu:+2", "compute": "-1"}; answers once they have joined or left."""
         _authorize(request)
         changes = _changes(await request.body())
         done = asyncio.wrap_future(engine.scale(**changes))
@@ -36,13 +43,28 @@ def install(app: FastAPI, engine: Runtime) -> None:
             raise APIError(503, first_line(str(error)), code="not_scaled") from error
         return JSONResponse({"workers": workers})
 
+    @app.post(STOP_PATH)
+    async def stop(request: Request) -> Response:
+        """Stop the server; answers with the workers that end with it."""
+        _authorize(request)
+        if owner is None:
+            raise APIError(404, "this server is stopped by the program that it is a part of", code="not_stoppable")
+        stats = await asyncio.to_thread(engine.stats)
+        log.warning("%s was called: the server stops", STOP_PATH)
+        return JSONResponse(
+            {"workers": sorted({**stats.workers, **stats.memory})},
+            background=BackgroundTask(os.kill, owner, signal.SIGTERM),
+        )
+
 
 def _authorize(request: Request) -> None:
     """Raises APIError unless the request has the key of ``LAMINA_ADMIN_KEY``."""
     key = environment().admin_key
     if not key:
         raise APIError(
-            403, f"{SCALE_PATH} is off: start the server with the variable LAMINA_ADMIN_KEY set", code="no_admin_key"
+            403,
+            f"{request.url.path} is off: start the server with the variable LAMINA_ADMIN_KEY set",
+            code="no_admin_key",
         )
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), key.encode()):
@@ -54,8 +76,8 @@ def _authorize(request: Request) -> None:
         )
 
 
-def _changes(body: bytes) -> dict[str, int]:
-    """Workers to add to each pool, or to remove if negative. Raises APIError, ConfigError."""
+def _changes(body: bytes) -> dict[str, str]:
+    """The change of each pool, as ``parse_change`` takes it. Raises APIError, ConfigError."""
     example = 'give an object such as {"memory": "+2", "compute": "-1"}'
     if len(body) > MOST_NBYTES:
         raise APIError(413, f"the body has {len(body)} bytes; {example}")
@@ -68,4 +90,5 @@ def _changes(body: bytes) -> dict[str, int]:
     for pool, change in wanted.items():
         if not isinstance(change, str):
             raise APIError(400, f"{pool} is {change!r}; {example}", param=pool)
-    return {pool: parse_change(pool, change) for pool, change in wanted.items()}
+        parse_change(pool, change)
+    return wanted

@@ -33,8 +33,9 @@ CHAT = Form(
 )
 
 
-def create_app(engine: Runtime) -> FastAPI:
-    """Build the application. The caller closes ``engine``."""
+def create_app(engine: Runtime, owner: int | None = None) -> FastAPI:
+    """Build the application. The caller closes ``engine``. ``owner``: the process that SIGTERM stops the server in, for
+    ``POST /admin/stop``; None: it cannot be stopped so."""
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
     errors.install(app)
@@ -94,7 +95,7 @@ def create_app(engine: Runtime) -> FastAPI:
         """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
-    admin.install(app, engine)
+    admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
     return app
 

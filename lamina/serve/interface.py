@@ -63,7 +63,12 @@ def _statuses(path: str) -> list[int]:
     """The errors that a path answers with."""
     if path in (COMPLETIONS_PATH, CHAT_PATH):
         return [400, 404, 408, 413, 429, 503]
-    return {"/health": [503], "/v1/models/{name}": [404], "/admin/scale": [400, 401, 403, 413, 503]}.get(path, [])
+    return {
+        "/health": [503],
+        "/v1/models/{name}": [404],
+        "/admin/scale": [400, 401, 403, 413, 503],
+        "/admin/stop": [401, 403, 404],
+    }.get(path, [])
 
 
 def _described(description: str) -> dict[str, Any]:

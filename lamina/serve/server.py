@@ -153,9 +153,11 @@ def serve(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]
     asyncio.run(serve_in_loop(engine, listener, on_ready))
 
 
-async def serve_in_loop(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """As ``serve``, in the running event loop."""
-    server = make_server(engine, on_ready)
+async def serve_in_loop(
+    engine: Runtime, listener: socket.socket, on_ready: Callable[[], None], owner: int | None = None
+) -> None:
+    """As ``serve``, in the running event loop. ``owner``: the process to stop the server in; None: this one."""
+    server = make_server(engine, on_ready, owner)
     with no_old_garbage():
         await server.serve(sockets=[listener])
     if server.died is not None:
@@ -172,10 +174,10 @@ def no_old_garbage() -> Iterator[None]:
         gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
 
 
-def make_server(engine: Runtime, on_ready: Callable[[], None]) -> _Server:
-    """Build the server that ``serve`` runs."""
+def make_server(engine: Runtime, on_ready: Callable[[], None], owner: int | None = None) -> _Server:
+    """Build the server that ``serve`` runs. ``owner``: see ``serve_in_loop``."""
     config = uvicorn.Config(
-        create_app(engine),
+        create_app(engine, owner or os.getpid()),
         log_config=None,
         access_log=False,
         http="h11",

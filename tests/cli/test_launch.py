@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import http.client
 import random
-import signal
 import time
 from collections.abc import Iterator
 
@@ -13,19 +12,24 @@ import openai
 import psutil
 import pytest
 
-from tests.cli.commands import END_S, RUN_S, Server, assert_refused, run, start
+from tests.cli.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = start("--compute", "cpu:1", "--memory", "cpu:2")
-    workers = running.workers()
-    yield running
-    running.process.send_signal(signal.SIGTERM)
+    """Ended by `lamina down`, which leaves nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_ADMIN_KEY", "a-key")
+        running = start("--compute", "cpu:1", "--memory", "cpu:2")
+        workers = running.workers()
+        yield running
+        done = run_here("down", "--url", running.url)
+    assert (done.returncode, done.stdout) == (0, "stopped: compute0, memory0, memory1\n"), done.stderr
     assert running.process.wait(END_S) == 0
     assert psutil.wait_procs(workers, END_S)[1] == []
     assert running.process.stderr is not None
-    assert [line for line in running.process.stderr if "still starting" not in line] == []
+    said = [line for line in running.process.stderr if "still starting" not in line]
+    assert len(said) == 1 and "/admin/stop was called: the server stops" in said[0]
 
 
 def test_launch_serves_openai_s_client(server: Server) -> None:

@@ -32,7 +32,7 @@ from tests.sweep import sweep
 
 PREPARE = f"""
 import sys
-from lamina.compute.worker import prepare
+from lamina.compute.preparation import prepare
 from lamina.compute.runner import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find({str(BUNDLED)!r})
@@ -201,6 +201,7 @@ def test_the_key_holds_everything_that_matters(
     assert cache_key(ingredients(change(bundled, monkeypatch, tmp_path), None)) != before
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_leave_one_good_file_and_all_their_code_is_in_the_key(
     bundled: ModelDirectory, cache: Path
 ) -> None:

@@ -33,8 +33,8 @@ class Started:
 
     def signal(self, number: signal.Signals, *, worker: bool = False) -> None:
         """Send a signal to the command, or to the worker that it supervises."""
-        found = [one for one in psutil.Process(self.process.pid).children(recursive=True) if "-m" in one.cmdline()]
-        command = next(one for one in found if "worker" in one.cmdline() and "--engine" in one.cmdline())
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        command = next(one for one in found if one.cmdline()[:1] == [sys.executable] and "--engine" in one.cmdline())
         (command if not worker else command.children()[0]).send_signal(number)
 
     def end(self) -> tuple[int, str]:
@@ -59,15 +59,18 @@ class Hosts:
         *options: str,
         mounts: tuple[tuple[Path, Path], ...] = (),
         code: str = "",
+        clock_s: int = 0,
     ) -> Started:
-        """Start `lamina worker` there. ``mounts``: folders that appear in place of others; ``code`` runs first."""
+        """Start `lamina worker` there. ``mounts``: folders that appear in place of others; ``code`` runs first.
+        ``clock_s``: how far the monotonic clock there is ahead."""
         runs = f"import sys; {code}; sys.argv[0] = 'lamina'; from lamina.__main__ import main; main()"
         program = ["-c", runs] if code else ["-m", "lamina"]
         command = [sys.executable, *program, "worker", "--engine", engine, "--role", role, "--secret-file", str(secret)]
         binds = "".join(f"mount --bind '{shown}' '{at}' && " for shown, at in mounts)
         named = f"echo {address} > /proc/sys/kernel/hostname && "
         shell = ["sh", "-c", f'{named}{binds}exec "$@"', "sh", *command, *options]
-        isolated = ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc", *shell]
+        clock = ["--time", "--monotonic", str(clock_s)] if clock_s else []
+        isolated = ["unshare", "--pid", "--mount", "--uts", *clock, "--fork", "--kill-child", "--mount-proc", *shell]
         inside = ["ip", "netns", "exec", self.namespaces[address], *isolated]
         process = subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.started.append(Started(process))

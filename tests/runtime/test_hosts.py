@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,14 @@ import psutil
 import pytest
 
 from lamina.engine.engine import Engine
+from lamina.env import environment
 from lamina.errors import ConfigError
 from lamina.launch import launch
 from lamina.protocol import secret
 from lamina.protocol.choice import Transport
+from lamina.protocol.timeline import Span
 from lamina.types import CompletionOutput
-from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, free_port, opened
+from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, Started, free_port, opened
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
     Streams,
@@ -30,6 +33,8 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     wait_for_recoveries,
     wait_until,
 )
+
+CLOCK_S = 5000
 
 
 @pytest.fixture
@@ -44,6 +49,24 @@ def key(tmp_path: Path) -> Path:
     file = tmp_path / "secret"
     secret.from_file(file)
     return file
+
+
+def worker_without_the_model(hosts: Hosts, where: str, key: Path, checkpoint: Path, tmp_path: Path) -> Started:  # noqa: F811
+    """A compute worker of a machine where the model's folder is empty; how the model is split is known there."""
+    empty, cache = tmp_path / "empty", tmp_path / "cache"
+    empty.mkdir()
+    cache.mkdir()
+    known = environment().cache_dir
+    assert known is not None
+    (cache / "models").symlink_to(known / "models")
+    code = f"import os; os.environ['LAMINA_CACHE_DIR'] = {str(cache)!r}"
+    return hosts.worker(NEAR, where, "compute", key, mounts=((empty, checkpoint),), code=code)
+
+
+def assert_between(spans: dict[str, list[Span]], begun: int, ended: int) -> None:
+    """All workers did something, by this machine's clock from ``begun`` to ``ended``."""
+    for worker, each in spans.items():
+        assert begun < min(span.begin_ns for span in each) <= max(span.end_ns for span in each) < ended, worker
 
 
 def serving(engine: Engine) -> set[str]:
@@ -63,7 +86,9 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
         config(checkpoint, 1, 1, tls=True, secret_file=str(key), listen=where), memory="cpu:1,remote:2"
     )
     first = [hosts.worker(address, where, "memory", key) for address in (NEAR, FAR)]  # before the engine listens
-    engine = launch(settings)
+    spans: dict[str, list[Span]] = {}
+    begun = time.monotonic_ns()
+    engine = launch(settings, on_trace=spans.update)
     workers = psutil.Process().children(recursive=True)
     try:
         used = {pair: each.transport for pair, each in engine.cluster.links.items()}
@@ -72,8 +97,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
         assert len({member.host for member in engine.topology.members}) == 3
 
         streams = Streams(engine, REQUESTS)
-        compute = hosts.worker(NEAR, where, "compute", key)
-        memory = hosts.worker(FAR, where, "memory", key)
+        compute = worker_without_the_model(hosts, where, key, checkpoint, tmp_path)
+        memory = hosts.worker(FAR, where, "memory", key, clock_s=CLOCK_S)
         wait_until(lambda: {"compute1", "memory3"} <= serving(engine), "nobody joins")
         streams.wait_for_tokens(streams.tokens + 60)
         first[0].signal(signal.SIGTERM)  # leaves
@@ -95,6 +120,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
         assert (status, "Copy the same files to all machines" in said, len(digests)) == (1, True, 2), said
         assert f"on {FAR}, loaded by compute2, is not that on {platform.node()}" in said, said
 
+        (copy,) = (tmp_path / "cache" / "checkpoints").glob("*/model.safetensors")
+        assert copy.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
         streams = Streams(engine, REQUESTS)
         streams.wait_for_tokens(60)
         compute.signal(signal.SIGKILL)  # the supervisor; its worker ends with it
@@ -104,6 +131,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
     finally:
         engine.close()
     assert memory.end()[0] == 0
+    assert spans.keys() == {"engine", "compute0", "memory0", "memory3"}
+    assert_between(spans, begun, time.monotonic_ns())
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
 
 

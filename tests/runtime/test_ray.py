@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,11 @@ def test_workers_run_where_ray_has_room_and_a_node_is_lost(
             "memory1": "far",
         }
         streams = Streams(engine, REQUESTS)
-        assert engine.scale(memory=1).result(SCALE_S) == ["memory2"], "all of zone b is taken"
+        with pytest.raises(ConfigError, match="unknown kind 'fra'; did you mean far"):
+            engine.scale(memory="fra:+1").result(SCALE_S)
+        with pytest.raises(ConfigError, match="the memory pool has far:2: 1 of kind near cannot leave"):
+            engine.scale(memory="near:-1").result(SCALE_S)
+        assert engine.scale(memory="far:+1").result(SCALE_S) == ["memory2"], "all of zone b is taken"
         assert len(engine.scale(memory=-1).result(SCALE_S)) == 1
         streams.wait_for_tokens(streams.tokens + 20)
         (victim,) = [one for one in worker_processes() if "lamina.compute" in one.cmdline()]
@@ -93,6 +99,59 @@ def test_workers_run_where_ray_has_room_and_a_node_is_lost(
         engine.close()
         cluster.add_node(num_cpus=2, resources={"zone:b": 2})
     assert started and not psutil.wait_procs(started, SCALE_S)[1], "a worker is left behind"
+
+
+def node_of(worker: str) -> str:
+    """Ray's id of the node that a worker runs on."""
+    (group,) = [
+        each
+        for each in ray.util.placement_group_table().values()
+        if each["name"].startswith(f"lamina-{worker}-") and each["state"] == "CREATED"
+    ]
+    return str(group["bundles_to_node_id"][0])
+
+
+def drain(cluster: Any, node: str) -> None:
+    """As an autoscaler does whose machine is taken away in a minute."""
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "drain-node",
+        "--address",
+        cluster.address,
+        "--node-id",
+        node,
+    ]
+    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the market"]
+    subprocess.run([*command, *reason, "--deadline-remaining-seconds", "60"], check=True, timeout=SCALE_S)
+
+
+@pytest.mark.slow
+def test_workers_move_off_a_node_that_ray_drains(
+    cluster: Any,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    """Another worker takes the place of the only memory worker, and gets its KV."""
+    engine = launch(settings(checkpoint, cluster, 1))
+    drained = node_of("memory0")
+    room = next(one["Resources"]["zone:b"] for one in ray.nodes() if one["NodeID"] == drained)
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(60)
+        drain(cluster, drained)
+        wait_until(lambda: engine.topology.memories == ("memory1",), "memory0 stays")
+        assert node_of("memory1") != drained
+        assert_same(streams.results(), undisturbed)
+        stats = engine.stats()
+        assert stats.recoveries == stats.recomputed == 0
+        assert not [one for one in worker_processes() if "lamina.memory.worker" in one.cmdline()][1:]
+    finally:
+        engine.close()
+        (node,) = [one for one in cluster.list_all_nodes() if one._node_id == drained]
+        cluster.remove_node(node)
+        cluster.add_node(num_cpus=2, resources={"zone:b": room})
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import msgspec
 
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Wish
-from lamina.cluster.pool import CPU, PoolEntry, assign
+from lamina.cluster.pool import CPU, RUNNABLE, PoolEntry, assign, require_kind
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
@@ -119,6 +119,7 @@ class LocalWorkers:
 
     def check(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError unless this machine has room for a pool of ``count`` such workers."""
+        require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 
     def default_kind(self, role: Role) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lamina.cluster.pool import CPU, CUDA, EMULATED, GPUS
+from lamina.cluster.pool import CPU, CUDA, EMULATED, GPUS, RUNNABLE
 from lamina.errors import ConfigError
 
 Bundle = Mapping[str, float]
@@ -15,6 +15,7 @@ ACCELERATORS = {kind: name.split()[1] for kind, name in GPUS.items() if len(name
 
 _HIDDEN = ("memory", "object_store_memory", "node:")  # of no interest here
 
+PLACE_S = 600.0  # for Ray to find a node for a worker: its autoscaler may have to rent one
 A_LITTLE = 0.001  # of an accelerator type, which every GPU of a node shares
 
 
@@ -45,6 +46,11 @@ def own_kinds(text: str | None) -> dict[str, str]:
             raise ConfigError(f"kind {part!r} names no resource; give name=resource, such as rtx3090=my_gpu")
         kinds[kind.lower()] = resource
     return kinds
+
+
+def known_kinds(own: Mapping[str, str]) -> list[str]:
+    """Kinds of workers that a Ray cluster can be asked for. ``own``: see ``own_kinds``."""
+    return [*RUNNABLE, *own]
 
 
 def bundle(kind: str, own: Mapping[str, str], threads: int | None) -> dict[str, float]:

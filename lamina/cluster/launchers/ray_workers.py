@@ -7,28 +7,32 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lamina.cluster.gather import Wish
-from lamina.cluster.launchers.placement import Bundle, Node, bundle, device, place
+from lamina.cluster.launchers.placement import PLACE_S, Bundle, Node, bundle, device, known_kinds, place
 from lamina.cluster.launchers.ray_actor import SupervisorActor
 from lamina.cluster.launchers.remote import RemoteWorkers
+from lamina.cluster.pool import require_kind
 from lamina.errors import ConfigError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
 
 log = logging.getLogger(__name__)
 
-PLACE_S = 100.0  # for Ray, and an autoscaler, to find a node: less than a worker has to greet
+WARN_S = 15.0  # without a place before somebody hears why
+DRAIN_S = 2.0  # between two looks for nodes that are to end
 ACTOR_S = 60.0  # for an actor's process to start
 POLL_S = 0.5
 REACH_S = 10.0
+_LOST = (RayError, RuntimeError, ValueError, ConnectionError)  # what calls raise once the cluster is lost
 
 
 def connect(address: str) -> str:
@@ -74,6 +78,15 @@ def nodes() -> list[Node]:
     ]
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """A worker on ``node``, Ray's id of it."""
+
+    role: Role
+    kind: str
+    node: str
+
+
 class RayWorkers:
     """Workers under Ray actors, one each. A placement group per worker reserves what its kind takes, and is given back
     with it.
@@ -95,7 +108,13 @@ class RayWorkers:
         self._kinds, self._own, self._threads = kinds, own, threads
         self._closing = threading.Event()
         self._tending: dict[str, threading.Thread] = {}
+        self._over = set[str]()  # workers that ``end`` was called for
+        self._lock = threading.Lock()  # of the following two
+        self._placed: dict[str, _Placed] = {}
+        self._wishes: list[Wish] = []
         self._actor = ray.remote(SupervisorActor)
+        self._watching = threading.Thread(target=self._watch, name="ray-drains", daemon=True)
+        self._watching.start()
 
     def _bundle(self, kind: str) -> Bundle:
         return bundle(kind, self._own, self._threads)
@@ -105,7 +124,8 @@ class RayWorkers:
         return self._kinds[role][0]
 
     def check(self, role: Role, kind: str, count: int) -> None:
-        """Any number may be asked for: Ray, and an autoscaler, say later whether there is room."""
+        """Raises ConfigError for an unknown kind. Ray, and its autoscaler, say later whether there is room."""
+        require_kind(kind, known_kinds(self._own))
 
     def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
         """Ask Ray for a place, and start the worker there. What goes wrong is reported by ``ended``."""
@@ -119,11 +139,11 @@ class RayWorkers:
         wanted, group, actor = self._bundle(kind), None, None
         try:
             group = placement_group([dict(wanted)], name=f"lamina-{name}-{time.time_ns()}")
-            if not self._is_ready(group.ready(), PLACE_S):
-                self._remote.give_up(
-                    name, f"Ray has found no place for it within {PLACE_S:.0f} s: {_why(name, wanted)}"
-                )
+            if not self._place(name, group, wanted):
                 return
+            node = placement_group_table(group)["bundles_to_node_id"][0]
+            with self._lock:
+                self._placed[name] = _Placed(role, kind, node)
             options = self._actor.options(
                 num_cpus=wanted.get("CPU", 0.0),
                 num_gpus=wanted.get("GPU", 0.0),
@@ -134,33 +154,65 @@ class RayWorkers:
             actor = options.remote()
             self._remote.trust(ray.get(actor.key.remote(), timeout=ACTOR_S), name)
             ended = actor.run.remote(self._engine, self._engine_key, name, role, kind, device(kind))
-            while not self._closing.is_set() and not self._is_ready(ended, POLL_S):
+            while not self._is_over(name) and not self._is_ready(name, ended, POLL_S):
                 pass
-            if not self._closing.is_set() and (why := ray.get(ended, timeout=POLL_S)):
+            if not self._is_over(name) and (why := ray.get(ended, timeout=POLL_S)):
                 self._remote.give_up(name, why)
         except RayActorError as error:
             self._remote.give_up(name, f"its Ray actor is lost: {_first_sentence(error)}")
         except (RayError, GetTimeoutError, RuntimeError) as error:
             self._remote.give_up(name, f"Ray cannot start it: {_first_sentence(error)}")
         finally:
-            with contextlib.suppress(RayError, RuntimeError, ValueError, ConnectionError):  # the cluster may be lost
+            with self._lock:
+                self._placed.pop(name, None)
+            with contextlib.suppress(*_LOST):
                 if actor is not None:
                     ray.kill(actor)
                 if group is not None:
                     remove_placement_group(group)
 
-    def _is_ready(self, reference: Any, timeout_s: float) -> bool:
-        """True if what Ray computes is there, or failed, within this time; False also once this object is closed."""
+    def _place(self, name: str, group: PlacementGroup, wanted: Bundle) -> bool:
+        """True once Ray has a place for this worker, which its autoscaler may have to make; False if not in time, or if
+        nobody waits for the worker any more."""
+        ready = group.ready()
+        if self._is_ready(name, ready, WARN_S):
+            return True
+        if not self._is_over(name):
+            log.warning(
+                "%s waits for a place on the Ray cluster, for up to %.0f s: %s", name, PLACE_S, _why(name, wanted)
+            )
+        if self._is_ready(name, ready, PLACE_S - WARN_S):
+            return True
+        if not self._is_over(name):
+            self._remote.give_up(name, f"Ray has found no place for it within {PLACE_S:.0f} s: {_why(name, wanted)}")
+        return False
+
+    def _is_over(self, name: str) -> bool:
+        return self._closing.is_set() or name in self._over
+
+    def _is_ready(self, name: str, reference: Any, timeout_s: float) -> bool:
+        """True if what Ray computes for this worker is there, or failed, within this time."""
         deadline = time.monotonic() + timeout_s
-        while not self._closing.is_set():
+        while not self._is_over(name):
             done, _ = ray.wait([reference], timeout=min(POLL_S, max(0.0, deadline - time.monotonic())))
             if done or time.monotonic() >= deadline:
                 return bool(done)
         return False
 
+    def _watch(self) -> None:
+        """Wish that workers move whose node Ray drains: because it is idle, preempted or taken out of service."""
+        while not self._closing.wait(DRAIN_S):
+            with contextlib.suppress(*_LOST):
+                draining = ray._private.state.state.get_draining_nodes()
+                with self._lock:
+                    moving = [(name, one) for name, one in self._placed.items() if one.node in draining]
+                    self._wishes = [Wish(one.role, one.kind, name, moves=True) for name, one in moving]
+
     def wishes(self) -> Sequence[Wish]:
-        """None: Ray starts no worker by itself."""
-        return [wish for wish in self._remote.wishes() if wish.leaver]
+        """Of workers whose nodes are drained. Ray starts no worker by itself."""
+        with self._lock:
+            moves, self._wishes = self._wishes, []
+        return [*moves, *(wish for wish in self._remote.wishes() if wish.leaver)]
 
     def ended(self) -> Mapping[str, str]:
         """See ``Workers``."""
@@ -168,7 +220,10 @@ class RayWorkers:
 
     def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """See ``Workers``."""
-        self._remote.end(worker, cut=cut, reason=reason)
+        try:
+            self._remote.end(worker, cut=cut, reason=reason)
+        finally:
+            self._over.add(worker)
 
     def kill(self, reason: str = "") -> None:
         """End all workers at once."""
@@ -185,6 +240,7 @@ class RayWorkers:
         for thread in self._tending.values():
             thread.join(ACTOR_S)
         self._tending.clear()
+        self._watching.join(ACTOR_S)
         leave()
 
 

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Wish
-from lamina.cluster.pool import CPU, PoolEntry, assign
+from lamina.cluster.pool import CPU, RUNNABLE, PoolEntry, assign, require_kind
 from lamina.errors import TransportError
 from lamina.protocol import supervision
 from lamina.protocol.control import Bootstrap
@@ -56,6 +56,7 @@ class SupervisedWorkers:
 
     def check(self, role: Role, kind: str, count: int) -> None:
         """See ``Launcher``. The supervisor is on this machine."""
+        require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 
     def default_kind(self, role: Role) -> str:
