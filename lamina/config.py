@@ -118,6 +118,19 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
+    kv_overcommit: Annotated[
+        float,
+        Meaning(
+            "KV that a memory worker and its disk hold together, over what its memory holds: further cached prefixes "
+            "wait in kv_spill_dir, and come back for requests that begin with them. Without prefix_cache, 1. Memory "
+            "local has no disk.",
+            ge=1,
+        ),
+    ] = 1.0
+    kv_spill_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Meaning("Folder on a local disk of each memory worker for its file of cached prefixes; see kv_overcommit."),
+    ] = None
     partition: Annotated[
         Partition,
         Meaning(
@@ -172,6 +185,13 @@ class EngineConfig:
             ge=0,
         ),
     ] = 8
+    autoscale: Annotated[
+        str | None,
+        Meaning(
+            "Let pools grow and shrink with their load, between a least and a most of workers: memory=1:4, or "
+            "memory=1:4,compute=1:2. Default: they keep the size that they are given."
+        ),
+    ] = None
     transport: Annotated[
         TransportName,
         Meaning(
@@ -239,6 +259,16 @@ class EngineConfig:
                 "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
             )
+        if (self.kv_overcommit > 1) != (self.kv_spill_dir is not None):
+            raise ConfigError(
+                f"kv_overcommit is {self.kv_overcommit} and kv_spill_dir {self.kv_spill_dir}; give both a number above "
+                "1 and a folder, or leave out both"
+            )
+        if self.kv_overcommit > 1 and self.partition == "head":
+            raise ConfigError(
+                "kv_overcommit is for cached prefixes that a memory worker holds with all heads, which partition head "
+                "deals to several: leave out one of them"
+            )
         if self.partition == "request" and self.kv_tokens_per_worker is not None:
             raise ConfigError(
                 "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
@@ -253,6 +283,11 @@ class EngineConfig:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
+
+
+def overcommit(config: EngineConfig) -> float:
+    """How many times its slots a memory worker and its disk hold."""
+    return config.kv_overcommit if config.prefix_cache else 1.0
 
 
 def check_writable(name: str, file: Path) -> None:

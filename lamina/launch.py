@@ -97,6 +97,7 @@ def launch(
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
     memory = _memory_pool(config)
+    _check_autoscale(config, memory)
     config = dataclasses.replace(config, memory=",".join(map(str, memory)))
     pools = _assigned(config, memory)
     where = _where(config, host)
@@ -186,11 +187,28 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     if config.ray is not None:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
-    apart = config.memory_cores is not None or config.partition == "head"
+    given = {"memory_cores": config.memory_cores is not None, "kv_overcommit": config.kv_overcommit > 1}
+    least, _ = pool.parse_bounds(config.autoscale).get("memory", (0, 0)) if config.autoscale is not None else (0, 0)
+    apart = any(given.values()) or config.partition == "head" or least > 0
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
-    if LOCAL in (entry.kind for entry in memory) and config.memory_cores is not None and len(memory) == 1:
-        raise ConfigError("memory_cores is for memory workers, and memory local starts none; leave one of them out")
+    name = next((name for name in given if given[name]), None)
+    if name is not None and [entry.kind for entry in memory] == [LOCAL]:
+        raise ConfigError(f"{name} is for memory workers, and memory local starts none; leave one of them out")
     return memory
+
+
+def _check_autoscale(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> None:
+    """Raises ConfigError for bounds that this memory pool rules out."""
+    bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)
+    local = LOCAL in (entry.kind for entry in memory)
+    if local and "compute" in bounds:
+        raise ConfigError(
+            "local memory works with one compute worker so far; give --memory cpu:1 to let the compute pool grow"
+        )
+    if not local and "memory" in bounds and bounds["memory"][0] == 0:
+        raise ConfigError(
+            f"autoscale is {config.autoscale!r}: without local memory one memory worker must stay; give a least of 1"
+        )
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:

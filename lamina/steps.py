@@ -4,6 +4,7 @@ import functools
 
 import msgspec
 
+from lamina.spills import Fetch, Spill
 from lamina.types import SamplingParams, Segment
 
 LAST_DRAWN = -1  # in place of a token id: see SequenceStep
@@ -110,9 +111,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments
     replace those that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown``
-    segments take over from those before them (``lamina.segments.grown``), then ``sequences`` run: those that decode,
-    and ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets the part
-    about sequences with a segment on it (``lamina.schedule.recipients``). ``turn`` counts the attentions of
+    segments take over from those before them (``lamina.segments.grown``), ``fetches`` and ``spills`` begin, then
+    ``sequences`` run: those that decode, and ``chunks`` of prompts. A plan goes to the compute workers that run its
+    slices; a memory worker gets the part about sequences with a segment on it (``lamina.schedule.recipients``).
+    ``turn`` counts the attentions of
     the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
     attention a message belongs to and which compute worker runs which slice. ``histories`` are the tokens generated so
     far by sequences with penalties, if the lane's replicas may have missed some because these ran in other lanes or
@@ -133,6 +135,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     histories: dict[int, list[int]] = {}
     grown: list[Segment] = []
     switches: list[Switch] = []
+    spills: list[Spill] = []
+    fetches: list[Fetch] = []
 
     @property
     def runs(self) -> bool:

@@ -16,6 +16,9 @@ hypothesis.settings.load_profile("ordinary")
 # its interpreter unless TRITON_INTERPRET=0 says that there is a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Several tests run at once, and threads of OpenMP that wait actively take the cores from each other. Read by libgomp.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 # A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

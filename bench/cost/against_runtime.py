@@ -10,14 +10,16 @@ simulator has the profile of this machine and the same slots, lanes and limits; 
 here. The profile is of one memory worker with that half of the cores; each of two is simulated at half of its speed.
 ``--load`` is the share of the throughput that the simulator reaches when all requests arrive at once.
 
-Target: a median error of 10%. Other processes make the runtime slower than the simulator says; they are counted, while
-the profile was measured and now, and printed.
+Target: a median error of 10%. A profile whose slices take another time now is refused: kernels have changed since it
+was measured. Other processes make the runtime slower than the simulator says; they are counted, while the profile was
+measured and now, and the comparison is then called invalid. Exit status: 1 if it is refused or invalid.
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -53,6 +55,9 @@ AT_ONCE = 10
 """The memory workers hold this many requests of mean length."""
 
 TARGET = 0.1
+STALE = 0.15
+"""Share by which slices may take another time than when the profile was measured: twice what idle machines vary by."""
+
 TIMEOUT_S = 300.0
 
 
@@ -108,6 +113,22 @@ def slots(offered: Arrivals) -> int:
     """KV slots of each memory worker."""
     held = offered.prompt + offered.output
     return int(max(held.max() * 1.2, AT_ONCE * held.mean() / MEMORY_WORKERS))
+
+
+def require_current(store: ProfileStore) -> None:
+    """Raises SystemExit if the profile is no longer of what runs here; says so if a busy machine hides that."""
+    watch = Watch()
+    drift = profile.drift(store, "cpu")
+    print(f"slices take {1 + drift:.2f} of the time they took when the profile was measured")
+    if abs(drift) <= STALE:
+        return
+    disturbance = watch.so_far()
+    if not disturbance.disturbed:
+        raise SystemExit(
+            f"error: {store.file} was measured with other kernels, on another machine, or while this one was busy; "
+            "write a new profile with lamina plan --measure"
+        )
+    print(f"{disturbance} meanwhile: whether the profile is current cannot be told")
 
 
 def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, lanes: int) -> Result:
@@ -246,6 +267,7 @@ def main() -> None:
     if fit is None:
         raise SystemExit(f"error: {store.file} has no profile of the runtime; write one with lamina plan --measure")
     watch = Watch()
+    require_current(store)
     with tempfile.TemporaryDirectory(prefix="lamina-against-") as place:
         path = profile.random_llama(Path(place) / "model", args.width, args.layers)
         shape = models.find(str(path))
@@ -260,12 +282,14 @@ def main() -> None:
     median = statistics.median(map(abs, errors(ours, real).values()))
     print(f"median error {median:.1%}; target {TARGET:.0%}. Profile: {fit.source}.")
     disturbance = watch.so_far()
-    if disturbance.disturbed or fit.source != profile.SOURCE:
+    valid = not disturbance.disturbed and fit.source == profile.SOURCE
+    if not valid:
         print(f"Not a valid comparison: {disturbance} during this run. Profile and compare again on an idle machine.")
     if args.json:
         found = {"runtime": vars(real), "simulated": vars(ours), "errors": errors(ours, real)}
         about = {"rate": rate, "lanes": args.lanes, "profile": fit.source, "others": disturbance.others}
         args.json.write_text(json.dumps(found | about, indent=1) + "\n")
+    sys.exit(0 if valid else 1)
 
 
 if __name__ == "__main__":

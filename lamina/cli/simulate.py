@@ -34,7 +34,11 @@ def simulate(
     ],
     trace: Annotated[Path, typer.Option(help="Arrival times and lengths: an Azure CSV or Mooncake .jsonl.")],
     memory: Annotated[
-        str | None, typer.Option(help="Memory workers, kind:count; with --system disaggregated, those that decode.")
+        str | None,
+        typer.Option(
+            help="Memory workers, kind:count, or local: KV beside the weights. With --system disaggregated, "
+            "those that decode."
+        ),
     ] = None,
     system: Annotated[SystemName, typer.Option(help="The serving system to simulate.")] = "lamina",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that hold one copy of the weights.")] = 1,
@@ -84,6 +88,7 @@ def simulate(
 ) -> None:
     """Simulate serving a trace on given pools."""
     from lamina import simulate as sim
+    from lamina.cluster.pool import LOCAL
     from lamina.config import check_writable
     from lamina.observe.progress import counting_progress
     from lamina.observe.trace import write_trace
@@ -101,13 +106,15 @@ def simulate(
         raise ConfigError(f"--trace-out records Lamina's workers; --system {system} has none. Leave it out")
     catalogue = catalogue_of.load(hardware)
     kind, workers = _pool("--compute", compute, catalogue)
-    memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory else (None, 0)
+    local = memory == LOCAL
+    memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory and not local else (None, 0)
     deployment = sim.Deployment(
         model=models.find(model).stored_as(kv_cache_dtype, weight_dtype),
         compute=kind,
         compute_workers=workers,
         memory=memory_kind,
         memory_workers=memory_workers,
+        local=local,
         tensor_parallel=tensor_parallel,
         lanes=options.as_lanes(lanes),
         pipelining=pipelining,

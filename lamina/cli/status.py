@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -134,6 +135,7 @@ def lines(metrics: str) -> list[str]:
                 + (f", {used[worker]:.0f} of {totals[worker]:.0f} token slots in use" if worker in used else "")
                 for worker, state in (dict.fromkeys(used, "serving") | states).items()
             ),
+            *_scaling_lines(samples),
             *(
                 f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "
                 f"({labels['reason']})"
@@ -142,3 +144,17 @@ def lines(metrics: str) -> list[str]:
         ]
     except KeyError as error:
         raise ConfigError(f"these metrics lack {error}; is this a Lamina server?") from error
+
+
+def _scaling_lines(samples: Mapping[str, list[Sample]]) -> list[str]:
+    """A line for each pool that scales by load."""
+    bounds = {(one["pool"], one["bound"]): value for one, value in samples.get("lamina_autoscale_bound", [])}
+    latest = {one["pool"]: (one["why"], at) for one, at in samples.get("lamina_autoscale_latest_seconds", [])}
+    lines = []
+    for labels, load in samples.get("lamina_autoscale_load", []):
+        pool = labels["pool"]
+        why, at = latest.get(pool, ("", 0.0))
+        last = f"; {time.strftime('%H:%M:%S', time.localtime(at))}: {why}" if why else ""
+        least, most = bounds[pool, "least"], bounds[pool, "most"]
+        lines.append(f"autoscale {pool} {least:.0f} to {most:.0f} workers, load of {load:.2f}{last}")
+    return lines

@@ -194,11 +194,12 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
 
     way, deployment = trial.way, course.deployment(trial.capacity)
     second = f" --memory {way.memory.kind}:{way.memory_workers}" if way.memory else ""
+    second = " --memory local" if way.kind is Kind.LOCAL else second
     lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
     lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
-        f"lamina simulate --model {shlex.quote(model)} --system {way.kind.value} "
+        f"lamina simulate --model {shlex.quote(model)} --system {way.kind.system} "
         f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
         f"--trace {shlex.quote(str(trace))} {chosen} "
@@ -215,18 +216,19 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     way = trial.way
     if way.kind is Kind.APART:
         return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
-    if way.memory is None:
-        return ["lamina launch always has a memory pool; serve this with a system for one pool, such as vLLM."]
-    kinds = dict.fromkeys((way.compute.kind, way.memory.kind))
+    if way.kind is Kind.ONE_POOL:
+        return ["lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."]
+    kinds = dict.fromkeys(kind.kind for kind in (way.compute, way.memory) if kind is not None)
     missing = [f"{kind} workers" for kind in kinds if kind != CPU]
     missing += [f"tensor parallelism {way.tensor_parallel}"] if way.tensor_parallel > 1 else []
     missing += ["weights in fp8"] if shape.fp8 else []
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
+    memory = f"{way.memory.kind}:{way.memory_workers}" if way.memory else "local"
+    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
     return [
         f"lamina launch --model {shlex.quote(model)} --compute {way.compute.kind}:{way.compute_workers} "
-        f"--memory {way.memory.kind}:{way.memory_workers} --lanes {way.lanes} "
-        f"--pipelining {'rotational' if way.rotates else 'fixed'} --max-num-batched-tokens {way.chunk}"
+        f"--memory {memory}{order} --max-num-batched-tokens {way.chunk}"
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
     ]

@@ -73,6 +73,8 @@ class ClusterPlan:
     tls: bool
     is_open: bool
     kv_cache_dtype: KvCacheDType
+    kv_overcommit: float = 1.0
+    kv_spill_dir: str = ""
     start_s: float = START_TIMEOUT_S
 
 
@@ -140,7 +142,18 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
     capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
-    setup = MemorySetup(loaded.attentions, loaded.dtype, most, 1, asked.overlap, asked.trace, kv_dtype, shards.count)
+    setup = MemorySetup(
+        loaded.attentions,
+        loaded.dtype,
+        most,
+        1,
+        asked.overlap,
+        asked.trace,
+        kv_dtype,
+        shards.count,
+        plan.kv_overcommit,
+        plan.kv_spill_dir,
+    )
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup

@@ -190,8 +190,9 @@ def _make_slab(
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
-    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap."""
-    return msgspec.structs.replace(setup, overlap=Overlap())
+    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap, and
+    it has no disk: nothing reads that between the steps."""
+    return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0)
 
 
 def prepare_compute(

@@ -160,6 +160,32 @@ def require_kind(kind: str, known: Collection[str]) -> None:
         raise ConfigError(f"unknown kind {kind!r}{_near(kind, list(known))} Known here: {names}")
 
 
+def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
+    """The least and the most workers of the pools that scale by load, from "memory=1:4,compute=1:2".
+
+    Raises ConfigError if the text is malformed, or for a pool that is named twice or would have no worker.
+    """
+    bounds: dict[Role, tuple[int, int]] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
+        if match is None:
+            raise ConfigError(
+                f"autoscale is {text!r}; give the least and the most workers of a pool, such as memory=1:4 or "
+                "memory=1:4,compute=1:2"
+            )
+        role: Role = "compute" if match[1] == "compute" else "memory"
+        least, most = int(match[2]), int(match[3])
+        if role in bounds:
+            raise ConfigError(f"autoscale is {text!r}, which names the {role} pool twice; name it once")
+        if not (role == "compute") <= least <= most or not 1 <= most <= MAX_COUNT:
+            raise ConfigError(
+                f"autoscale is {text!r}: {least} to {most} {role} workers; give a least of "
+                f"{'1' if role == 'compute' else '0 (beside local memory) or 1'}, and a most from that to {MAX_COUNT}"
+            )
+        bounds[role] = least, most
+    return bounds
+
+
 def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:
     """The memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless other
     settings are about memory workers (``apart``).

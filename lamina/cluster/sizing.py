@@ -1,5 +1,6 @@
 """Derives limits, cores, threads, lanes and bytes of KV from a configuration and what machines report. Pure."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from lamina.cluster.bringup import ClusterPlan
 from lamina.cluster.gather import START_TIMEOUT_S
 from lamina.cluster.joining import boot
 from lamina.cluster.launchers.placement import PLACE_S
-from lamina.config import EngineConfig
+from lamina.config import EngineConfig, overcommit
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
@@ -234,6 +235,8 @@ def cluster_plan(
         tls=config.tls,
         is_open=is_open,
         kv_cache_dtype=config.kv_cache_dtype,
+        kv_overcommit=overcommit(config),
+        kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
         start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )
 

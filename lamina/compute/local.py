@@ -4,6 +4,7 @@ The slab, its books and its kernels are those of a memory worker (``lamina.memor
 out, and what it needs: K and V of prompt chunks are not fetched, and nothing waits for the result.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ class LocalMemory:
     @classmethod
     def set_up(cls, control: ControlClient) -> "LocalMemory":
         """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
-        store, _ = make_store(control)
+        store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
         return cls(control, store)
 
     def apply(self, plan: StepPlan) -> "LocalShare | None":

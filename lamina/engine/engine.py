@@ -12,14 +12,15 @@ from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
-from lamina.cluster.pool import pool_change
-from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig
+from lamina.cluster.pool import parse_bounds, pool_change
+from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.members import Members, Save
 from lamina.engine.placement import PlacementView
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
 from lamina.engine.runtime import Submission
+from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate
@@ -89,6 +90,7 @@ class Engine:
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             prefix_cache=config.prefix_cache,
+            overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
             balance=config.balance,
         )
@@ -98,6 +100,8 @@ class Engine:
         element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
         self._placement = PlacementView(self._scheduler, cluster.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
+        bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+        self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
         self._steps = 0
         self._moved = 0
@@ -239,7 +243,8 @@ class Engine:
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
         counts = (running, waiting, self._steps, self._moved, *counted)
-        found = (prefixes.queried, prefixes.hit, self._placement.stats)
+        disks, scaling = self._scheduler.disks, self._scaling.stats
+        found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
     def close(self) -> None:
@@ -305,6 +310,7 @@ class Engine:
         self._placement.look(now)
         for plan in self._turn.plan(now):
             self._send(plan, now)
+        self._scaling.look(now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
             self._members.tell([worker], Release(sequences))
         self._timeline.add("plan", -1, begun)

@@ -105,16 +105,18 @@ class Frontends:
         incarnation: int = 0,
         names: Iterable[str] = (),
         on_lost: Callable[[str, str], None] = lambda name, why: None,
+        on_death: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Listen in ``folder``. Raises TransportError if that fails.
 
         ``names``: of frontends that have been connected to an engine before this one, of which this is an
         ``incarnation``. ``on_lost``: called from any thread with the name of one that can no longer be answered, and
-        why.
+        why. ``on_death``: called with the reason when the engine has stopped by itself, before frontends are told.
         """
         self._engine = engine
         self._incarnation = incarnation
         self._on_lost = on_lost
+        self._on_death = on_death
         self._members: dict[str, _Member] = {name: _Member(name) for name in names}
         self._unwelcomed = set(names)  # not told yet of this engine
         self._supervisor_pid = supervisor_pid
@@ -325,6 +327,7 @@ class Frontends:
                 self._send(member, Answers(news))
         if (reason := self._engine.dead) is not None and not self._told_of_death:
             self._told_of_death = True
+            self._on_death(reason)
             for member in list(self._members.values()):
                 self._send(member, Stopped(reason))
 

@@ -79,7 +79,8 @@ class Leaves:
                 f"{', '.join(going)} hold {held} tokens, and the memory workers that stay have room for {left}. "
                 "Wait until requests have ended, or add memory workers first"
             )
-        most, total = self._scheduler.longest, sum(placement.capacities[name] for name in staying)
+        most = max((group.tokens for group in self._scheduler.requests), default=0)
+        total = sum(placement.capacities[name] for name in staying)
         if most > total:
             raise ConfigError(
                 f"a request in progress may need {most} KV tokens, and the memory workers that stay hold {total}. "

@@ -21,6 +21,7 @@ from lamina.protocol.messages import (
     Migrated,
     PeerLost,
     SlabUsage,
+    Stored,
     ToEngine,
     ToWorker,
     Working,
@@ -63,6 +64,7 @@ class Members:
         self.watch = Watch(control, workers, turn, topology)
         self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self.recoveries = self.recomputed = 0
+        self._behind = set[str]()  # whose disks are too slow, as was logged
         self._changes = 0  # of the topology within epochs
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
         fabric, wanted = cluster.fabric, cluster.wanted or topology.sizes
@@ -84,10 +86,15 @@ class Members:
         """Whether more memory workers are on their way."""
         return self.pools is not None and self.pools.grows("memory")
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether no epoch is ending."""
+        return self._ending is None
+
     def turn(self) -> None:
         """Go on with workers that join or leave."""
         if self.pools is not None:
-            self.pools.turn(steady=self._ending is None)
+            self.pools.turn(steady=self.is_steady)
 
     def take(self, worker: str, message: ToEngine) -> None:
         """A message that is not about a step. Raises TransportError if it is not expected while serving."""
@@ -104,6 +111,8 @@ class Members:
             self.watch.progressed(message.lanes, worker)
         elif isinstance(message, Migrated):
             self._turn.scheduler.migrated(message.number)
+        elif isinstance(message, Stored):
+            self._note_stored(worker, message)
         elif isinstance(message, EpochEnded):
             self._note_ended(worker, message)
         elif isinstance(message, PeerLost):
@@ -112,6 +121,19 @@ class Members:
             self.watch.failed(worker, message)
         else:
             raise TransportError(f"{worker} sent a {type(message).__name__} while serving")
+
+    def _note_stored(self, worker: str, message: Stored) -> None:
+        if message.error:
+            log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
+        disks = self._turn.scheduler.disks
+        disks.done(worker, message.number, message.complete, message.error)
+        if disks.missed[worker] > self.usage[worker].capacity and worker not in self._behind:
+            self._behind.add(worker)
+            log.warning(
+                "the disk of %s is too slow: %d tokens of prefixes were forgotten before it had them",
+                worker,
+                disks.missed[worker],
+            )
 
     def tell(self, workers: Sequence[str], message: ToWorker) -> None:
         """Send a message; those that cannot be reached may be lost."""

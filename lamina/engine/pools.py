@@ -168,6 +168,14 @@ class Pools:
             if resize is not None:
                 self._resizes[name] = resize
 
+    def coming(self, role: Role) -> int:
+        """Workers of this role that are on their way, or are to be started."""
+        return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
+
+    def leaving(self, role: Role) -> int:
+        """Members of this role that are about to leave."""
+        return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
+
     # -- losses
 
     def can_lose(self, role: Role) -> bool:

@@ -47,6 +47,26 @@ class PlacementStats:
     cancelled: int = 0
 
 
+@dataclass(frozen=True)
+class ScalingStats:
+    """Of a pool that scales by load.
+
+    Attributes:
+        least, most: workers. load: how many its load would fill, at the last look. why: the figures of that.
+        grown, shrunk: workers that were asked to join, and to leave, so far.
+        last: the latest such change, and its reason; empty before. at: when that was, in Unix time.
+    """
+
+    least: int
+    most: int
+    load: float = 0.0
+    why: str = ""
+    grown: int = 0
+    shrunk: int = 0
+    last: str = ""
+    at: float = 0.0
+
+
 def imbalance(memory: Mapping[str, MemoryStats]) -> float:
     """Slots that requests use on the fullest memory worker, over the mean of all; 1 if all are equal, or empty."""
     used = [stats.used for stats in memory.values()]
@@ -69,6 +89,8 @@ class EngineStats:
         links: pairs of workers, by transport and its reason.
         prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
         placement: who has KV where, and what moves.
+        spilled, fetched: tokens copied to disks of memory workers, and back.
+        scaling: of the pools that scale by load.
     """
 
     running: int
@@ -86,6 +108,9 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     placement: PlacementStats = PlacementStats()
+    spilled: int = 0
+    fetched: int = 0
+    scaling: Mapping[str, ScalingStats] = field(default_factory=dict)
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

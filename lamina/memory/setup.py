@@ -1,14 +1,17 @@
 """How a worker with a slab begins, and what it tells the engine of its use."""
 
+import contextlib
 import time
 
 from lamina.memory.store import KvStore
+from lamina.memory.tier import Tier, open_tier
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.messages import USAGE_S, MemorySetup, SlabReady, SlabUsage
+from lamina.protocol.messages import USAGE_S, MemorySetup, SlabReady, SlabUsage, Stored
 
 
-def make_store(control: ControlClient) -> tuple[KvStore, MemorySetup]:
-    """Make the slab that the engine's next message describes, and report it. Raises ConfigError, WorkerError."""
+def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
+    """Make the slab that the engine's next message describes, with its disk if it is to have one, which ``resources``
+    closes, and report them. Raises ConfigError, WorkerError."""
     setup = expect(control, MemorySetup)
     store = KvStore(
         control.name,
@@ -21,8 +24,9 @@ def make_store(control: ControlClient) -> tuple[KvStore, MemorySetup]:
         control.device,
         setup.head_shards,
     )
+    tier = open_tier(store, setup.spill_dir, setup.overcommit, lambda *done: control.send(Stored(*done)), resources)
     control.send(SlabReady())
-    return store, setup
+    return store, tier, setup
 
 
 class UsageReports:

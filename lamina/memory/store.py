@@ -27,6 +27,7 @@ from lamina.protocol.wire import (
     read_queries,
 )
 from lamina.segments import by_sequence, forked, grown, moved, overlaps
+from lamina.spills import BLOCK, Fetch
 from lamina.steps import Fork, Migration, StepPlan, Switch
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
 
@@ -131,8 +132,7 @@ class KvStore:
         for switch in plan.switches:
             self._switch(switch)
         for fork in plan.forks:
-            if fork.parent in self._segments:
-                self._fork(fork)
+            self._fork(fork)
         self.release(plan.released)
         for segment in plan.moved:
             if segment.worker == self.worker:
@@ -149,6 +149,8 @@ class KvStore:
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
         for segment in plan.grown:
             self._grow(segment)
+        for fetch in plan.fetches:
+            self._begin_fetch(fetch)
         return self._plan_step(plan)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
@@ -187,7 +189,7 @@ class KvStore:
 
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here."""
-        segments = self._segments[fork.parent]
+        segments = self._segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self._segments[fork.child] = shared
         for segment in segments[: len(shared)]:
@@ -235,6 +237,14 @@ class KvStore:
                 f"it has {held} tokens, and new ones must follow these",
             )
         self.slab.append(key, migration.stop - migration.start)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        """Make slots for blocks that come from the disk: the plan may have forked the tokens before them."""
+        if fetch.worker == self.worker:
+            key = fetch.child, 0
+            if key not in self.slab:
+                self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
+            self.slab.append(key, len(fetch.blocks) * BLOCK)
 
     def slots_of(self, migration: Migration) -> npt.NDArray[np.int32]:
         """The slots that a migration copies from or to here: a copy, int32 [stop - start]."""

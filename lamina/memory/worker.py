@@ -21,6 +21,7 @@ from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
+from lamina.memory.tier import Tier
 from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient
 from lamina.protocol.fence import Fence
@@ -112,11 +113,21 @@ class MemoryWorker:
     """Serves its channels until the engine says stop."""
 
     def __init__(
-        self, control: ControlClient, store: KvStore, links: Links, wait: Wait, connect: Connect, timeline: Timeline
+        self,
+        control: ControlClient,
+        store: KvStore,
+        tier: Tier | None,
+        links: Links,
+        wait: Wait,
+        connect: Connect,
+        timeline: Timeline,
     ) -> None:
-        """``wait`` waits for messages of ``links``."""
+        """``tier`` copies between ``store`` and a disk, if there is one. ``wait`` waits for messages of ``links``."""
         self._control = control
         self._store = store
+        self._tier = tier
+        self._copies = False  # the last time, the tier had something to do
+        self._since_copied = 0
         self._links = links
         self._wait = wait
         self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
@@ -160,6 +171,7 @@ class MemoryWorker:
             if (message := self._control.poll(timeout_s)) is not None:
                 self._handle(message)
             return
+        self._copy(MOST_IN_A_ROW)
         begun = next(((lane, lane.work) for lane in self._lanes if lane.work is not None), None)
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
             self._go_on(*begun)
@@ -169,12 +181,13 @@ class MemoryWorker:
         doors, targets = self._awaited()
         ready = pulled = None
         try:
-            timeout_s = MIGRATING_SLICE_S if self._migrations.active else IDLE_SLICE_S
+            timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
             timeout_s = min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
-            timeout_s = timeout_s if begun is None else 0.0
+            timeout_s = timeout_s if begun is None and not self._copies else 0.0
             ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
         except DeadlineError:
             if begun is None:
+                self._copy(0)
                 self._read_control()
                 return
         if pulled is not None:
@@ -188,6 +201,16 @@ class MemoryWorker:
         elif begun is not None:
             self._go_on(*begun)
 
+    @property
+    def _copying(self) -> bool:
+        return self._tier is not None and self._tier.active
+
+    def _copy(self, every: int) -> None:
+        """Copy something from or to the disk, unless this was called fewer than ``every`` times since."""
+        self._since_copied += 1
+        if self._tier is not None and self._since_copied > every:
+            self._copies, self._since_copied = self._tier.active and self._tier.work(), 0
+
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, pull and migration, and what they have left in the slab."""
         topology = message.topology
@@ -195,6 +218,8 @@ class MemoryWorker:
             self._puller.forget(peer)
         self._puller.drop()
         self._migrations.drop()
+        if self._tier is not None:
+            self._tier.drop()
         self._store.truncate(message.kept)
         for lane in self._lanes:
             lane.drop()
@@ -384,6 +409,8 @@ class MemoryWorker:
                 return
             tables = self._store.apply(message.plan)
             self._migrations.apply(message.plan)
+            if self._tier is not None:
+                self._tier.apply(message.plan)
             if not tables.rows.empty:
                 self._lanes[message.plan.lane].steps.append(tables)
         elif isinstance(message, Change):
@@ -393,6 +420,8 @@ class MemoryWorker:
         elif isinstance(message, Release):
             self._store.release(message.sequences)
             self._migrations.release(message.sequences)
+            if self._tier is not None:
+                self._tier.release(message.sequences)
         else:
             raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
 
@@ -402,9 +431,9 @@ class MemoryWorker:
 
 def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
-    store, setup = make_store(control)
+    store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources)
-    worker = MemoryWorker(control, store, links, links.settle(), connect, Timeline(setup.trace))
+    worker = MemoryWorker(control, store, tier, links, links.settle(), connect, Timeline(setup.trace))
     control.send(Connected())
     return worker
 

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from lamina.engine.runtime import Runtime
-from lamina.engine.stats import imbalance
+from lamina.engine.stats import EngineStats, imbalance
 from lamina.observe.traffic import Traffic
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -67,6 +67,8 @@ class Metrics:
         yield CounterMetricFamily(
             "lamina_prefix_cache_hits", "Tokens found in the prefix cache, and so not computed.", stats.prefix_hits
         )
+        yield CounterMetricFamily("lamina_kv_tokens_spilled", "Tokens whose KV was copied to a disk.", stats.spilled)
+        yield CounterMetricFamily("lamina_kv_tokens_fetched", "Tokens whose KV came back from a disk.", stats.fetched)
         yield GaugeMetricFamily(
             "lamina_kv_imbalance",
             "Token slots in use on the fullest memory worker over the mean of all.",
@@ -96,6 +98,7 @@ class Metrics:
         for worker, state in stats.workers.items():
             workers.add_metric([worker, state], 1)
         yield workers
+        yield from self._scaling(stats)
         links = GaugeMetricFamily(
             "lamina_links",
             "Pairs of workers by transport and its reason.",
@@ -104,3 +107,26 @@ class Metrics:
         for choice, pairs in stats.links:
             links.add_metric([choice.transport.value, choice.reason], pairs)
         yield links
+
+    def _scaling(self, stats: EngineStats) -> Iterator[Metric]:
+        """Of the pools that scale by load."""
+        load = GaugeMetricFamily("lamina_autoscale_load", "Workers that a pool's load would fill.", labels=["pool"])
+        bounds = GaugeMetricFamily(
+            "lamina_autoscale_bound", "The least and the most workers of a pool.", labels=["pool", "bound"]
+        )
+        changes = CounterMetricFamily(
+            "lamina_autoscale_workers", "Workers that were added, or let go, by load.", labels=["pool", "change"]
+        )
+        latest = GaugeMetricFamily(
+            "lamina_autoscale_latest_seconds", "When a pool's size was last decided, and why.", labels=["pool", "why"]
+        )
+        for pool, each in stats.scaling.items():
+            load.add_metric([pool], each.load)
+            bounds.add_metric([pool, "least"], each.least)
+            bounds.add_metric([pool, "most"], each.most)
+            changes.add_metric([pool, "added"], each.grown)
+            changes.add_metric([pool, "removed"], each.shrunk)
+            if each.last:
+                latest.add_metric([pool, each.last], each.at)
+        if stats.scaling:
+            yield from (load, bounds, changes, latest)

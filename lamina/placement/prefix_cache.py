@@ -17,7 +17,7 @@ part, since slots are allocated by token.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lamina.groups import Completion, Group, Ids, ids_of
 from lamina.placement.map import Found, Placement
@@ -34,6 +34,7 @@ class PrefixCache:
 
     Attributes:
         queried: tokens of requests that were admitted. hit: those of them that were found.
+        on_kept, on_evicted: called with each new leaf of a tree, and each that is given up.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True) -> None:
@@ -46,6 +47,8 @@ class PrefixCache:
         self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the end of what each request shares
         self._forks: list[Fork] = []
         self._released: list[int] = []
+        self.on_kept: Callable[[Node], None] = _ignore
+        self.on_evicted: Callable[[Node], None] = _ignore
 
     def lose(self, places: Collection[str]) -> None:
         """KV on these places of the placement is lost, and no request may share any of it. ``follow`` comes next."""
@@ -70,7 +73,7 @@ class PrefixCache:
 
     def sequences(self, worker: str) -> dict[int, int]:
         """What a worker keeps some of: tokens by sequence."""
-        leaves = itertools.chain.from_iterable(tree.leaves() for tree in self._trees.values())
+        leaves = self.leaves()
         return {leaf.any_sequence: leaf.stop for leaf in leaves if any(one.worker == worker for one in leaf.path())}
 
     def changes(self) -> tuple[list[Fork], list[int]]:
@@ -252,6 +255,49 @@ class PrefixCache:
             if one.start >= start:
                 one.worker = worker
 
+    # -- prefixes that come from elsewhere -----------------------------------------------------------------------
+
+    def leaves(self) -> Iterator[Node]:
+        """The ends of all prefixes that are kept."""
+        return itertools.chain.from_iterable(tree.leaves() for tree in self._trees.values())
+
+    def beginning(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node | None, int]:
+        """The tree of a worker, and what it has of these tokens: the end, and how many."""
+        tree = self._trees[worker]
+        return tree, *tree.find(salt, ids)
+
+    def take(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
+        """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns their end."""
+        tree, node, _ = self.beginning(worker, salt, ids)
+        assert node is not None
+        if len(ids) < node.stop:
+            node = tree.split(node, len(ids))
+        tree.use(node)
+        self.hold(tree, node)
+        return tree, node
+
+    def adopt(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
+        """Keep the tokens of a sequence that no request has, and that a worker lacks. The caller releases it.
+
+        If the worker's tree has got some of them on other workers meanwhile, it goes on with these.
+        """
+        tree, node, found = self.beginning(worker, salt, ids)
+        if node is not None and node.home != worker:
+            return
+        if node is not None and found < min(node.stop, len(ids)):
+            node = tree.split(node, found)
+        if found < len(ids):
+            here = [Segment(sequence, worker, heads, (0, None))]
+            node = self._add(tree, node, salt, ids[found:], sequence, here, node)
+            self._add_idle(tree, worker, len(ids) - found)
+            self.on_kept(node)
+        assert node is not None
+        tree.use(node)
+
+    def release(self, sequence: int) -> None:
+        """Let the next plan release a sequence that no request has."""
+        self._released.append(sequence)
+
     # -- prefixes that are kept ---------------------------------------------------------------------------------
 
     def keep_prompt(self, group: Group) -> None:
@@ -269,12 +315,13 @@ class PrefixCache:
         node, found = tree.find(salt, ids)
         if found != group.hit:
             return
-        leaf = self._add(tree, node, salt, ids[found:], first)
+        leaf = self._add(tree, node, salt, ids[found:], first.sequence, first.segments)
         for one in leaf.path():
             if one.start >= found:
                 one.users = one.holders = 1
         self._shared[group] = tree, leaf
         tree.use(leaf)
+        self.on_kept(leaf)
         group.unshared = 0
         group.ids = None
 
@@ -301,11 +348,12 @@ class PrefixCache:
         beginning = (
             node if found > self.shared(group) else None
         )  # computed twice: what the tree has takes the place of the other
-        leaf = self._add(tree, node, salt, ids[found:], completion, beginning)
+        leaf = self._add(tree, node, salt, ids[found:], completion.sequence, completion.segments, beginning)
         for one in leaf.path():
             if one.start >= found:
                 self._add_idle(tree, one.worker, len(one.tokens))
         tree.use(leaf)
+        self.on_kept(leaf)
 
     def keepable(self, group: Group, completion: Completion) -> int:
         """Tokens of an ended completion that others may share."""
@@ -328,15 +376,17 @@ class PrefixCache:
         node: Node | None,
         salt: str,
         tokens: Ids,
-        source: Completion,
+        source: int,
+        segments: Sequence[Segment],
         beginning: Node | None = None,
     ) -> Node:
-        """Keep ``tokens`` of ``source`` behind ``node``, with the slots of ``beginning`` for those before."""
+        """Keep ``tokens`` of sequence ``source``, which has these ``segments``, behind ``node``, with the slots of
+        ``beginning`` for those before."""
         sequence = next(self._sequences)
         if beginning is not None:
             self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
-        leaf, superseded = tree.add(node, salt, tokens, sequence, source.segments)
-        self._forks.append(Fork(source.sequence, sequence, leaf.stop))
+        leaf, superseded = tree.add(node, salt, tokens, sequence, segments)
+        self._forks.append(Fork(source, sequence, leaf.stop))
         if superseded is not None:
             self._released.append(superseded)
         return leaf
@@ -353,11 +403,14 @@ class PrefixCache:
                 tree.split(leaf, leaf.stop - amount)
             gone = len(leaf.tokens)
             sequence = leaf.any_sequence
+            self.on_evicted(leaf)
             parent = tree.remove(leaf)
             if parent is not None:
                 parent.sequence = next(self._sequences)
                 self._forks.append(Fork(sequence, parent.sequence, parent.stop))
                 tree.note(parent)
+                parent.copied = parent.copied or leaf.copied
+                self.on_kept(parent)
             self._released.append(sequence)
             self._add_idle(tree, leaf.worker, -gone)
             lacking -= gone if leaf.worker == worker else 0
@@ -368,3 +421,7 @@ def _alike(node: Node | None, completion: Completion) -> bool:
     return node is None or all(
         by_worker(completion.segments, one.start, one.stop) == {one.worker: len(one.tokens)} for one in node.path()
     )
+
+
+def _ignore(leaf: Node) -> None:
+    """Nobody wants to know."""

@@ -21,7 +21,8 @@ class Node:
         key: in the parent's children: the first token, or the salt. worker: that holds its tokens.
         sequence: with these tokens on the worker; leaves have one, the others share that of any leaf below.
         users: requests that share it and go on. holders: the same with those that have ended but not been released.
-        used: when it was used last, counted in uses.
+        used: when it was used last, counted in uses. copied: all of its blocks are on the worker's disk.
+        fixed: how many fetches from a disk continue it: its tokens may not move meanwhile.
     """
 
     key: int | str
@@ -34,6 +35,8 @@ class Node:
     users: int = 0
     holders: int = 0
     used: int = 0
+    copied: bool = False
+    fixed: int = 0
 
     @property
     def start(self) -> int:
@@ -47,6 +50,21 @@ class Node:
         while node.sequence is None:
             node = next(iter(node.children.values()))
         return node.sequence
+
+    @property
+    def home(self) -> str | None:
+        """The worker that alone has its tokens and all before them, if there is one."""
+        workers = {node.worker for node in self.path()}
+        return workers.pop() if len(workers) == 1 else None
+
+    def whole(self) -> tuple[str, Ids]:
+        """Its salt, and its tokens with all before them."""
+        *_, first = nodes = list(self.path())
+        assert first.parent is not None
+        ids = ids_of([])
+        for node in reversed(nodes):
+            ids += node.tokens
+        return str(first.parent.key), ids
 
     def path(self) -> "Iterator[Node]":
         """It and those above it that have tokens."""
@@ -93,6 +111,8 @@ class PrefixTree:
             users=node.users,
             holders=node.holders,
             used=node.used,
+            copied=node.copied,
+            fixed=node.fixed,
         )
         assert node.parent is not None
         node.parent.children[node.key] = upper

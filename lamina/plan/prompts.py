@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -17,19 +17,25 @@ PERCENTILE = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class PromptAttention:
-    """Seconds of attention per computed prompt token, of all layers, by batch.
+    """Seconds of attention per computed prompt token, of all layers, and what it asks of memory workers; by batch.
 
     Attributes:
         own_s: on the compute workers. prefix_s: to earlier chunks on the memory workers that hold them, until the last
             one answers. prefix_load_s: the same, of all of these workers together.
-        late_own_s, late_prefix_s: of the chunk at ``PERCENTILE``: one late in a long prompt.
+        asked: memory workers that get a token's q and answer. size: tokens of one prompt's chunk; a step has chunks of
+            several prompts if these are shorter.
+        late_own_s, late_prefix_s, late_asked, late_size: of the chunk at ``PERCENTILE``: one late in a long prompt.
     """
 
     own_s: Floats
     prefix_s: Floats
     prefix_load_s: Floats
+    asked: Floats
+    size: Floats
     late_own_s: Floats
     late_prefix_s: Floats
+    late_asked: Floats
+    late_size: Floats
 
 
 class Prompts:
@@ -62,19 +68,16 @@ class Prompts:
             most = self._workload.reuse.most / self._workload.prompt
             self._kept[key] = (
                 self._by_chunk(compute, memory, way, 0.0),
-                self._by_chunk(compute, memory, way, min(most, 0.99)),
+                self._by_chunk(compute, memory, way, min(most, 1 - 1e-9)),
             )
         none, all_found = self._kept[key]
         part = found / max(self._workload.reuse.most, 1e-9)
-        own, prefix, load, late_own, late_prefix = (
-            low + part * (high - low) for low, high in zip(none, all_found, strict=True)
-        )
-        return PromptAttention(
-            own_s=own, prefix_s=prefix, prefix_load_s=load, late_own_s=late_own, late_prefix_s=late_prefix
-        )
+        names = [one.name for one in fields(PromptAttention)]
+        between = (low + part * (high - low) for low, high in zip(none, all_found, strict=True))
+        return PromptAttention(**dict(zip(names, between, strict=True)))
 
     def _by_chunk(self, compute: CostModel, memory: CostModel, way: Way, found: float) -> Floats:
-        """The five times of ``PromptAttention`` if this share of every prompt is found."""
+        """The figures of ``PromptAttention``, in their order, if this share of every prompt is found."""
         layers, offloaded = compute.shape.layers, way.kind is Kind.OFFLOADED
         hits = np.floor(found * self._lengths)
         starts = np.concatenate([np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)])
@@ -89,6 +92,7 @@ class Prompts:
             room = way.segment or memory.kv_tokens
             parts = np.clip(np.ceil(starts / room), 1, way.memory_workers)
             prefix = layers * memory.prefix_attention_seconds(sizes, starts / parts)
+        asked = np.where(starts > 0, parts, 0.0) if offloaded else np.zeros_like(own)
         late = int(np.argsort(own + prefix)[min(len(own) - 1, int(PERCENTILE * len(own)))])
         total = sizes.sum()
         return np.array(
@@ -96,8 +100,12 @@ class Prompts:
                 own.sum() / total,
                 prefix.sum() / total,
                 (prefix * parts).sum() / total,
+                (asked * sizes).sum() / total,
+                sizes.mean(),
                 own[late] / sizes[late],
                 prefix[late] / sizes[late],
+                asked[late],
+                sizes[late],
             ]
         )
 

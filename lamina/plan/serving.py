@@ -23,6 +23,7 @@ from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.hardware import Hardware
 from lamina.plan.models import ModelShape
+from lamina.plan.offloaded import OffloadedSteps
 from lamina.plan.planner import MOST_ROWS
 from lamina.plan.prices import Prices
 from lamina.plan.prompts import PERCENTILE, Prompts
@@ -68,7 +69,9 @@ class Server:
             return None
         if self.unfit(way) is not None:
             return None
-        return {Kind.OFFLOADED: self._two_pools, Kind.ONE_POOL: self._one_pool, Kind.APART: self._apart}[way.kind](way)
+        if way.kind is Kind.OFFLOADED:
+            return self._two_pools(way)
+        return self._apart(way) if way.kind is Kind.APART else self._one_pool(way)
 
     def unfit(self, way: Way) -> str | None:
         """Why the weights or the longest request of the workload do not fit; None if they do."""
@@ -110,58 +113,32 @@ class Server:
             return None
         chunk, share = self._chunks(rows, way.chunk, found)
         attends = self._prompts.attention(compute, memory, way, found)
-        layers, live, passes = self.shape.layers, self.workload.live, self._pass
-        parts = min(workers, math.ceil(live / (way.segment or memory.kv_tokens)))
-        dense = passes(compute, degree, rows)
-        busiest = np.ceil(rows * parts / workers)
-        attention = layers * memory.attention_seconds(busiest * live / parts, busiest)
-        asked = (parts - 1) * 2 * rows * self.shape.query_heads * self.shape.head_size * self.shape.dtype.itemsize
-        sent = layers * (compute.exchange_bytes(rows) + asked)
-        here, there = compute.wire_seconds(sent / degree), memory.wire_seconds(sent / workers)
-        latency = here + there + layers * memory.fits.runtime.round_trip_s
-        kept = layers * 2 * self.shape.kv_heads * self.shape.head_size * self.shape.dtype.itemsize
-        kept_byte_s = [float(model.wire_seconds(kept)) for model in (compute, memory)]
-        # Lanes that share replicas keep one pace: a lane behind one with a chunk waits for it at every slice.
-        together, replicas = (lanes, way.replicas) if way.rotates else (lanes // way.replicas, 1)
-        own = attends.own_s
-
-        def pace(tokens: Floats, having: int, prefix_s: Floats = attends.prefix_s) -> Floats:
-            """Seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``."""
-            added = passes(compute, degree, rows + tokens) + tokens * own - dense
-            first = min(having, 1)
-            # Keys and values of a chunk go to the worker that holds its sequence's end, through both NICs in turn.
-            kept_here, kept_there = tokens * kept_byte_s[0] / degree, tokens * kept_byte_s[1]
-            path = dense + first * (added + tokens * prefix_s + kept_here + kept_there) + attention + latency
-            load = (together * dense + having * added) / replicas
-            wire = np.maximum(
-                (together * here + having * kept_here) / replicas, lanes * there + having * kept_there / workers
-            )
-            reading = lanes * attention + having * tokens * attends.prefix_load_s / workers
-            return np.asarray(np.maximum.reduce([path, load, reading, wire]))
-
-        plain, likely = pace(chunk, 0), np.minimum(share, 1.0)
-        average, longest, below = np.zeros_like(rows), plain, np.zeros_like(rows)
-        with_chunk = np.zeros_like(rows)
-        for having in range(together + 1):
-            late = pace(way.chunk - rows, having, attends.late_prefix_s) if having else plain
-            longest = np.where(below < PERCENTILE, late, longest)
-            odds = math.comb(together, having) * likely**having * (1 - likely) ** (together - having)
-            step = pace(chunk, having) if having else plain
-            average += odds * step
-            with_chunk += odds * having / together * step
-            below = below + odds
-        with_chunk /= np.maximum(likely, 1e-9)  # of the steps of a lane in which it has a chunk itself
-        added = passes(compute, degree, rows + chunk) + chunk * own - dense
+        live, dense = self.workload.live, self._pass(compute, degree, rows)
+        model = OffloadedSteps(
+            way=way,
+            compute=compute,
+            memory=memory,
+            rows=rows,
+            live=live,
+            parts=min(workers, math.ceil(live / (way.segment or memory.kv_tokens))),
+            dense_s=dense,
+            attends=attends,
+        )
+        added = self._pass(compute, degree, rows + chunk) + chunk * attends.own_s - dense
+        times = model.steps(chunk, share, added)
+        average = times.average
         prompts = share * added / (dense + share * added)
-        busy = together / replicas * (dense + share * added) / average
-        memory_busy = lanes * (attention + share * chunk * attends.prefix_load_s / workers) / average
-        first = self._prompts.first_token_s(chunk, found, share, with_chunk, longest, lanes)
-        steps = _Steps(plain, longest, average, first)
+        busy = model.together / model.replicas * (dense + share * added) / average
+        memory_busy = lanes * (model.attention_s + share * chunk * attends.prefix_load_s / workers) / average
+        first = self._prompts.first_token_s(chunk, found, share, times.with_chunk, times.longest, lanes)
+        steps = _Steps(times.plain, times.longest, average, first)
         return self._best(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
 
     def _one_pool(self, way: Way) -> Capacity | None:
         model, degree = self.models[way.compute.kind], way.tensor_parallel
-        rows, found = self._rows(self._free(way.compute, degree), 1, way.chunk)
+        local = way.kind is Kind.LOCAL  # Lamina keeps slots free for sequences to grow; vLLM preempts
+        room = (1 - WATERMARK if local else 1) * self._free(way.compute, degree)
+        rows, found = self._rows(room, 1, way.chunk, ahead=AHEAD if local else 0)
         if not len(rows):
             return None
         chunk, share = self._chunks(rows, way.chunk, found)

@@ -1,7 +1,8 @@
 """Ways to serve a model on given devices, and what one of them can serve: the layouts that compete, and their names.
 
-Four systems compete: attention offloaded to a second pool (Lamina), one pool with chunked prefill, and one or two pools
-with prefill and decoding apart. A ``Way`` is one layout of one of them.
+Four systems compete: attention offloaded to a second pool (Lamina), Lamina with the KV in the memory of its compute
+workers, one pool with chunked prefill, and one or two pools with prefill and decoding apart. A ``Way`` is one layout of
+one of them.
 """
 
 import enum
@@ -27,11 +28,17 @@ LONG = 4
 
 
 class Kind(enum.Enum):
-    """The systems that compete; values are the simulator's names."""
+    """The systems that compete."""
 
     OFFLOADED = "lamina"
+    LOCAL = "local"
     ONE_POOL = "chunked-prefill"
     APART = "disaggregated"
+
+    @property
+    def system(self) -> str:
+        """The simulator's name of it: Lamina serves from local memory too."""
+        return Kind.OFFLOADED.value if self is Kind.LOCAL else self.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,8 @@ class Way:
     def describe(self) -> str:
         """The pools in words."""
         copies = f"{self.replicas} x TP{self.tensor_parallel}"
+        if self.kind is Kind.LOCAL:
+            return f"{self.compute.kind}:{self.compute_workers} with local memory, TP{self.tensor_parallel}"
         if self.kind is Kind.ONE_POOL:
             return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
         second = f"{self.memory.kind if self.memory else ''}:{self.memory_workers}"
@@ -144,6 +153,7 @@ def ways(
     yield from _two_pools(shape, compute, memory, segments)
     for kind, most in kinds.values():
         yield from _one_pool(shape, kind, most)
+        yield from _local(shape, kind, most)
     for kind, most in compute:
         for other, most_other in kinds.values():
             yield from _apart(shape, (kind, most), (other, most_other))
@@ -171,6 +181,12 @@ def _one_pool(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
                 compute_workers=groups * degree,
                 tensor_parallel=degree,
             )
+
+
+def _local(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
+    """One copy of the weights: the runtime has local memory with one so far."""
+    for degree, chunk in product([degree for degree in _degrees(shape) if degree <= most], CHUNKS):
+        yield Way(kind=Kind.LOCAL, chunk=chunk, compute=kind, compute_workers=degree, tensor_parallel=degree)
 
 
 def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardware, int]) -> Iterator[Way]:

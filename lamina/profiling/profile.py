@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lamina.errors import ConfigError
 from lamina.plan import models
 from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
 from lamina.plan.gemm import Floats
@@ -75,7 +76,7 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
             times = [slice_seconds(path, ROWS) for path in paths]
         curve = SliceCurve.of(ROWS, [shape.layer_parameters for shape in shapes], times)
         samples = [
-            Sample(f"slice {shape.hidden}", rows, 1, seconds, float(curve.seconds(rows, shape.layer_parameters)))
+            Sample(_slice(shape.hidden), rows, 1, seconds, float(curve.seconds(rows, shape.layer_parameters)))
             for shape, own in zip(shapes, times, strict=True)
             for rows, seconds in zip(ROWS, own, strict=True)
         ]
@@ -91,6 +92,27 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
     for fit, own in (slices, (_fit("runtime", kind, asdict(runtime), samples), samples)):
         store.write(replace(fit, source=source), own)
     return disturbance
+
+
+def drift(store: ProfileStore, kind: str) -> float:
+    """Time of slices now over that when the profile of ``kind`` was measured, less 1: the median over rows.
+
+    Far from 0, the profile is of other kernels or another machine, or one of the two measurements was disturbed. Takes
+    a few seconds.
+
+    Raises:
+        ConfigError: the store has no slices of ``kind``.
+    """
+    known = {one.size: one.measured_s for one in store.samples("slices", kind) if one.operator == _slice(WIDTHS[-1])}
+    if not known:
+        raise ConfigError(f"{store.file} has no measured slices of {kind}; write them with lamina plan --measure")
+    with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place, on_cores(halves()[0]):
+        now = slice_seconds(random_llama(Path(place) / "model", WIDTHS[-1], LAYERS), list(known))
+    return statistics.median(seconds / before for seconds, before in zip(now, known.values(), strict=True)) - 1
+
+
+def _slice(hidden: int) -> str:
+    return f"slice {hidden}"
 
 
 def _fit(name: str, kind: str, parameters: Mapping[str, Any], samples: Sequence[Sample]) -> Fit:

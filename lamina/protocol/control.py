@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import msgspec
 import zmq
-import zmq.auth.thread
 
 from lamina.errors import DeadlineError, TransportError, UnreachableError, WorkerError
 from lamina.protocol.files import FileServer, FileSource, ModelFile, OnFetched, fetch
@@ -126,7 +125,9 @@ class ControlServer:
         self._context = zmq.Context()
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
-            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+            from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, for which no worker is to wait
+
+            self._authenticator = ThreadAuthenticator(self._context)
             try:
                 self._authenticator.start()
                 undo.callback(self._authenticator.stop)

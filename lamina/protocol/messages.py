@@ -39,6 +39,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
     says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
+    ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir`` together.
     """
 
     attentions: list[AttentionSpec]
@@ -49,6 +50,8 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     trace: bool
     kv_cache_dtype: KvCacheDType = "auto"
     head_shards: int = 1
+    overcommit: float = 1.0
+    spill_dir: str = ""
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -297,6 +300,17 @@ class Migrated(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Stored(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: Spill or Fetch ``number`` is over. ``error``: of its disk.
+
+    Not ``complete``: some blocks were not copied, since the disk failed or the sequence was released.
+    """
+
+    number: int
+    complete: bool
+    error: str = ""
+
+
 class EpochEnded(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: it has dropped all of the epochs before ``epoch`` and sends nothing of them any more.
 
@@ -366,6 +380,7 @@ ToEngine = (
     | SlabUsage
     | Working
     | Migrated
+    | Stored
     | EpochEnded
     | Changed
     | PeerLost

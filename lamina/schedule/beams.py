@@ -60,7 +60,11 @@ class Beams:
         self._ready.note_change(group.lane)
 
     def begin(self, lane: Lane) -> Changes:
-        """Let those beams of the lane take part in the step that is being planned that know their next token."""
+        """Let those beams of the lane take part in the step that is being planned that know their next token.
+
+        Sequences that have drawn their last token leave first.
+        """
+        lane.decoding.let_go()
         lane.rest()
         changes = Changes()
         chosen, lane.chosen = lane.chosen, {}

@@ -1,7 +1,7 @@
 """The requests of one lane: what its next step runs, and what becomes of steps that will not complete. Pure."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lamina.groups import Completion, Group, Owner
@@ -250,6 +250,12 @@ class Lane:
         self.in_flight.clear()
         self.completed = self.decoding.steps
         self.rest()
+
+    def strike(self, lost: Collection[str]) -> list[Owner]:
+        """Remove and return what has ended, and waits to be released, of requests with KV on ``lost`` workers."""
+        struck = [owner for owner in self.ending if not owner[0].workers.isdisjoint(lost)]
+        self.ending = [owner for owner in self.ending if owner not in struck]
+        return struck
 
     def shrink(self, placement: Placement) -> None:
         """Release the slots that steps in flight would have filled."""

@@ -13,7 +13,7 @@ Until the switch nothing depends on the move: if a worker is lost, or the owner 
 what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.6).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.groups import Completion, Group
@@ -124,7 +124,11 @@ class Moves:
     def touches(self, group: Group) -> bool:
         """True if some tokens of a request are moving."""
         path = self._prefixes.path(group) if self._moves else []
-        return any(move.group is group or any(one in path for one in _nodes(move)) for move in self._moves.values())
+        return self.touches_any(path) or any(move.group is group for move in self._moves.values())
+
+    def touches_any(self, nodes: Collection[Node]) -> bool:
+        """True if some of these tokens of the prefix cache are moving."""
+        return any(one in nodes for move in self._moves.values() for one in _nodes(move))
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -167,7 +171,7 @@ class Moves:
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
             return None
         for node in self._prefixes.path(group):
-            if node.worker == source:
+            if node.worker == source and not node.fixed:
                 return Range(node.start, node.stop, node=node)
         if group.unshared:
             first = next(one for one in group.completions if not one.released)

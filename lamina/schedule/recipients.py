@@ -34,6 +34,8 @@ _NOTHING: dict[str, Any] = {
     "histories": {},
     "grown": [],
     "switches": [],
+    "spills": [],
+    "fetches": [],
 }
 
 
@@ -166,6 +168,16 @@ class Recipients:
             self._decoding.pop(plan.lane, None)
         if plan.switches:
             self._decoding.clear()
+        self._transfer(plan, add)
+
+    def _transfer(self, plan: StepPlan, add: Callable[[Iterable[str], str, object], None]) -> None:
+        """Copies to disks and back, for the workers that have these."""
+        for spill in plan.spills:
+            add((spill.worker,), "spills", spill)
+        for fetch in plan.fetches:
+            add((fetch.worker,), "fetches", fetch)
+            if not fetch.start:  # else the plan forks it
+                self._begin(fetch.child, [Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
 
     def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
         """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""

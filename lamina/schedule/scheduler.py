@@ -28,6 +28,7 @@ from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.recovery import Policy, again, latest, resumed
 from lamina.placement.relocation import Relocations
+from lamina.placement.spill import Disks
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
 from lamina.schedule.growth import Growth
@@ -61,10 +62,12 @@ class Scheduler:
         policy: Policy = latest,
         prefix_cache: bool = False,
         pace: Pace | None = None,
+        overcommit: float = 1.0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode."""
+        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode. ``overcommit``:
+        how many times its slots a memory worker and its disk hold."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -96,6 +99,8 @@ class Scheduler:
         self._admissions = Admissions(
             limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
         )
+        moving, queue = self.moves.touches_any, self._admissions.add
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
         self._holding = Holding(self._admissions, self.drop)
         self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
@@ -106,7 +111,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests not dealt to a lane yet."""
-        return len(self._admissions) + len(self._holding)
+        return len(self._admissions) + len(self._holding) + len(self.disks.held)
 
     @property
     def running(self) -> int:
@@ -149,7 +154,8 @@ class Scheduler:
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
-        self._admissions.add(group)
+        if not self.disks.hold(group):
+            self._admissions.add(group)
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
@@ -199,19 +205,20 @@ class Scheduler:
             self.drop(group)
         for own in self._lanes:
             own.shrink(self.placement)
-            gone = [owner for owner in own.ending if not lost.isdisjoint(owner[0].workers)]
-            own.ending = [owner for owner in own.ending if owner not in gone]
-            for group, completion in gone:
-                self._give_back(group, completion)
-        self._follow(topology)
+            for owner in own.strike(lost):
+                self._give_back(*owner)
+        self._follow(topology, ends_epoch=True)
         self._move()
         remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
         return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
 
-    def _follow(self, topology: Topology) -> None:
-        self.prefixes.lose(self.placement.lost(topology))
+    def _follow(self, topology: Topology, *, ends_epoch: bool) -> None:
+        lost = self.placement.lost(topology)
+        self.disks.lose(lost, ends_epoch=ends_epoch)
+        self.prefixes.lose(lost)
         self.placement.apply(topology)
         self.prefixes.follow()
+        self.disks.follow()
         self._relocations.follow()
         self._admissions.follow()
 
@@ -222,14 +229,14 @@ class Scheduler:
         self._ready.wake()
 
     @property
-    def longest(self) -> int:
-        """The most KV tokens that one of the requests may need; 0 without requests."""
-        return max((group.tokens for group in self._requests.values()), default=0)
+    def requests(self) -> list[Group]:
+        """Those that have not ended, in order of arrival."""
+        return list(self._requests.values())
 
     @property
     def stranded(self) -> list[Group]:
         """Requests that may need more KV tokens than all memory workers together hold."""
-        return [group for group in self._requests.values() if group.tokens > self.placement.total]
+        return [group for group in self.requests if group.tokens > self.placement.total]
 
     def resume(self, worker: str) -> None:
         """Undo ``drain``: what has not left stays."""
@@ -246,7 +253,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
-        self._follow(topology)
+        self._follow(topology, ends_epoch=False)
         self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
 
@@ -287,7 +294,6 @@ class Scheduler:
             self.prefixes.keep_prompt(group)
         released = self._release(own)
         moved = self.moves.relocated(lane)
-        own.decoding.let_go()
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
         self._growth.make_way(own)
@@ -299,8 +305,9 @@ class Scheduler:
         admitted = beams.admitted + self._admit(own)
         migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
+        disk_forks, spills, fetches = self.disks.changes()
         more_forks, more_released = self.prefixes.changes()
-        forks += beams.forks + more_forks
+        forks += [*beams.forks, *more_forks, *disk_forks]
         released += [*beams.released, *more_released, *self.moves.released()]
         migrations += self.moves.begun()
         rows, chunks, prompted = (
@@ -309,14 +316,14 @@ class Scheduler:
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, chunks, rows, moved, migrations
-        if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or switches):
-            # Else it is tried again at once: slots may come back with any plan, and with the next one of this lane if
-            # KV of its own has been dropped.
+        others = switches, spills, fetches
+        if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or any(others)):
+            # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.ending:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, switches)
+        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, *others)
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
@@ -418,9 +425,9 @@ class Scheduler:
         if group is None:
             return
         group.suspect = suspect
-        if group.lane < 0:
+        if group.lane < 0 and not self.disks.abandon(group):
             self._holding.remove(group)
-        elif group in self._lanes[group.lane].dealt:
+        elif group.lane >= 0 and group in self._lanes[group.lane].dealt:
             self._take_back(group)
         for completion in group.completions:
             self._end(group, completion)

@@ -40,7 +40,7 @@ class Turn:
     Attributes:
         scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
             lanes are decided here alone.
-        in_flight: plans by step, until ``complete``.
+        in_flight: plans by step, until ``complete``. busy_s: time that compute workers have spent in slices so far.
     """
 
     def __init__(
@@ -56,16 +56,18 @@ class Turn:
         prefix_cache: bool = False,
         step_bound_s: float | None = None,
         balance: Balance = "off",
+        overcommit: float = 1.0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``: as for ``Scheduler``.
-        ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no longer.
-        ``balance``: what moves between memory workers."""
+        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``: as for
+        ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no
+        longer. ``balance``: what moves between memory workers."""
         self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas)
         self.scheduler = Scheduler(
-            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace
+            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace, overcommit
         )
         self.in_flight: dict[int, StepPlan] = {}
+        self.busy_s = 0.0
         self._pipeline = pipeline
         self._ended = False  # the epoch has, and the next one has not begun
         self._paused = False
@@ -152,6 +154,7 @@ class Turn:
         The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
         """
         plan = self.in_flight.pop(done.step)
+        self.busy_s += done.busy_s
         if self._pace is not None and done.rows:
             self._pace.note(plan, done.busy_s, done.waited_s)
         if self._suspects.searching:

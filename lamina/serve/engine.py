@@ -59,14 +59,20 @@ class EngineProcess:
             return
         given = self._bootstrap
         self._frontends = Frontends(
-            engine, Path(given.folder), given.supervisor_pid, given.incarnation, given.frontends, self._note_lost
+            engine,
+            Path(given.folder),
+            given.supervisor_pid,
+            given.incarnation,
+            given.frontends,
+            self._note_lost,
+            self._note_death,
         )
         try:
             self._workers.tell(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
                 self._workers.tell(Beat())
                 if engine.dead is not None:
-                    self._workers.tell(Stopped("EngineDeadError", engine.dead))
+                    self._note_death(engine.dead)  # it may have died before there were frontends
                     self._closing.wait(CLOSE_S)
                     break
         finally:
@@ -88,6 +94,9 @@ class EngineProcess:
 
     def _note_lost(self, frontend: str, why: str) -> None:
         self._workers.tell(FrontendLost(frontend, why))
+
+    def _note_death(self, why: str) -> None:
+        self._workers.tell(Stopped("EngineDeadError", why))
 
     def _read(self) -> None:
         """Take what the supervisor says; it ends this process if it exits."""

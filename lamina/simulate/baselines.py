@@ -47,7 +47,7 @@ class BaselineSimulation:
 
     def __init__(self, system: System, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault]) -> None:
         """Raises ConfigError for a deployment that the system cannot use."""
-        if system is not System.DISAGGREGATED and deployment.memory is not None:
+        if system is not System.DISAGGREGATED and (deployment.memory is not None or deployment.local):
             raise ConfigError(f"{system.value} has one pool; leave out --memory and add its devices to --compute")
         self._system = system
         self._deployment = deployment

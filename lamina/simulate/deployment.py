@@ -18,6 +18,7 @@ class Deployment:
 
     Attributes:
         compute, memory: hardware of each pool's workers.
+        local: KV lies beside the weights, as with ``--memory local``: no memory workers, and one copy of the weights.
         tensor_parallel: devices that together hold one copy of the weights. The runtime has no tensor parallelism yet:
             more than 1 simulates a future version.
         lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the
@@ -36,6 +37,7 @@ class Deployment:
     compute_workers: int
     memory: Hardware | None = None
     memory_workers: int = 0
+    local: bool = False
     tensor_parallel: int = 1
     lanes: int | None = None
     pipelining: Pipelining = "auto"
@@ -55,6 +57,12 @@ class Deployment:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
             raise ConfigError(f"kv_tokens_per_worker is {self.kv_tokens_per_worker}; give at least 1")
+        if self.local and (self.memory is not None or self.compute_workers != self.tensor_parallel):
+            raise ConfigError(
+                f"local memory works with one copy of the weights and without memory workers; {self.compute_workers} "
+                f"compute workers are {self.replicas} copies of {self.tensor_parallel}. Give memory workers, or "
+                f"{self.tensor_parallel} compute workers"
+            )
         if self.compute_workers % self.tensor_parallel:
             raise ConfigError(
                 f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
@@ -82,6 +90,19 @@ class Deployment:
         if self.memory is None or self.memory_workers < 1:
             raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
         return CostModel(self.model, self.memory, Fits.load(self.memory, self.profile))
+
+    @property
+    def memories(self) -> int:
+        """Places that hold KV in Lamina: memory workers, or the compute workers' own memory."""
+        return 1 if self.local else self.memory_workers
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV of each."""
+        if not self.local:
+            return self.memory_cost.kv_tokens
+        free = self.tensor_parallel * self.compute_cost.usable_bytes - self.model.weight_bytes
+        return int(free / self.model.kv_bytes_per_token)
 
     @property
     def usd_per_hour(self) -> float | None:

@@ -31,6 +31,7 @@ from lamina.segments import grown, moved
 from lamina.simulate.arrivals import Arrivals, Ints
 from lamina.simulate.deployment import Deployment
 from lamina.simulate.faults import Fault
+from lamina.simulate.local import LocalStepModel
 from lamina.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.simulate.step_times import Places, StepModel
 from lamina.steps import StepPlan
@@ -92,16 +93,17 @@ class Simulation:
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
-        self._model = StepModel(deployment)
+        self._model = LocalStepModel(deployment) if deployment.local else StepModel(deployment)
         self._config = EngineConfig(
             lanes=deployment.lanes,
             pipelining=deployment.pipelining,
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
         )
-        self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=False)
+        self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=deployment.local)
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
-        self._numbers = {name: index for index, name in enumerate(self._memories)}
+        self._places = ["compute0"] if deployment.local else self._memories
+        self._numbers = {name: index for index, name in enumerate(self._places)}
         self._turn = self._make_turn()
         self._scheduler = self._turn.scheduler
         self._cluster = _native.VirtualCluster(
@@ -130,11 +132,15 @@ class Simulation:
     def _make_turn(self) -> Turn:
         deployment, shape = self._deployment, self._deployment.model
         longest = int((self._arrivals.prompt + self._asked).max(initial=2))
-        capacity = deployment.memory_cost.kv_tokens
+        capacity = deployment.kv_tokens
         sequences = sizing.most_sequences(self._config, self._pipeline)
         return Turn(
             Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
-            Placement(dict.fromkeys(self._memories, capacity), deployment.kv_tokens_per_worker),
+            Placement(
+                dict.fromkeys(self._places, capacity),
+                deployment.kv_tokens_per_worker,
+                local=self._places if deployment.local else (),
+            ),
             self._pipeline,
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
@@ -331,14 +337,15 @@ class Simulation:
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
         replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
+        pools = [_use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now)]
+        if not deployment.local:
+            kind = deployment.memory_cost.hardware.kind
+            pools.append(_use("memory", kind, deployment.memory_workers, memories, now))
         return Result(
             system="lamina",
             log=self._log,
             seconds=now,
-            pools=(
-                _use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now),
-                _use("memory", deployment.memory_cost.hardware.kind, deployment.memory_workers, memories, now),
-            ),
+            pools=tuple(pools),
             usd_per_hour=deployment.usd_per_hour,
             queued=self._queued_s / now if now else 0.0,
             refused=self._refused_s / now if now else 0.0,

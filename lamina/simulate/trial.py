@@ -131,6 +131,7 @@ class Course:
             compute_workers=way.compute_workers,
             memory=way.memory,
             memory_workers=way.memory_workers,
+            local=way.kind is Kind.LOCAL,
             tensor_parallel=way.tensor_parallel,
             lanes=way.lanes if way.kind is Kind.OFFLOADED else None,
             pipelining="rotational" if way.rotates else "fixed" if way.kind is Kind.OFFLOADED else "auto",
@@ -143,7 +144,7 @@ class Course:
 
     def run(self, capacity: Capacity, rate: float, requests: int) -> Result:
         """One simulation at an offered rate."""
-        return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.value))
+        return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.system))
 
     def holds(self, result: Result) -> bool:
         """Whether every request was served, the queue did not grow, and both percentiles are within the SLOs."""

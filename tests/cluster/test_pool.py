@@ -14,6 +14,7 @@ from lamina.cluster.pool import (
     assign_pools,
     memory_pool,
     parse,
+    parse_bounds,
 )
 from lamina.errors import ConfigError
 
@@ -140,3 +141,23 @@ def test_pools_share_gpus_only_where_there_are_too_few(
     assert [worker.device for worker in assigned["memory"]] == memories
     emulated = assign_pools({"compute": parse(compute)}, Devices(16, 2**37, devices.gpus, emulated=True))
     assert emulated["compute"][0].device.startswith("emulated:")
+
+
+def test_bounds_are_parsed_or_refused_with_the_range() -> None:
+    assert parse_bounds("memory=1:4") == {"memory": (1, 4)}
+    assert parse_bounds(" Memory = 0:4 , compute=2:2") == {"memory": (0, 4), "compute": (2, 2)}
+    for text, said in (
+        ("", "give the least and the most workers of a pool, such as memory=1:4"),
+        ("memory", "give the least and the most"),
+        ("memory=1..4", "give the least and the most"),
+        ("disk=1:2", "give the least and the most"),
+        ("memory=-1:2", "give the least and the most"),
+        ("memory=1:4;compute=1:2", "give the least and the most"),
+        ("memory=4:1", "4 to 1 memory workers; give a least of 0 .beside local memory. or 1, and a most"),
+        ("compute=0:2", "0 to 2 compute workers; give a least of 1, and a most from that to 1024"),
+        ("memory=0:0", "0 to 0 memory workers"),
+        ("memory=1:1025", "1 to 1025 memory workers"),
+        ("memory=1:2,memory=1:3", "names the memory pool twice"),
+    ):
+        with pytest.raises(ConfigError, match=f"^autoscale is .*{said}"):
+            parse_bounds(text)

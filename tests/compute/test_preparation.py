@@ -201,6 +201,7 @@ def test_the_key_holds_everything_that_matters(
     assert cache_key(ingredients(change(bundled, monkeypatch, tmp_path), None)) != before
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_leave_one_good_file_and_all_their_code_is_in_the_key(
     bundled: ModelDirectory, cache: Path
 ) -> None:

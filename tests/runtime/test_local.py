@@ -35,12 +35,13 @@ def test_local_memory_gives_the_tokens_of_hugging_face(family: str, tmp_path: Pa
     check_greedy(family, tmp_path, memory="local", holders={"compute0"})
 
 
-@pytest.mark.parametrize("family", sweep(SERVED, ["deepseek_v3"]))
+@pytest.mark.parametrize("family", sweep(SERVED, []))
 def test_a_mixed_pool_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
     """Sequences continue on the other after 16 tokens, so that nearly all have segments on both."""
     check_greedy(family, tmp_path, memory="local,cpu:1", holders={"compute0", "memory0"}, kv_tokens_per_worker=16)
 
 
+@pytest.mark.slow
 def test_a_lost_compute_worker_takes_its_memory_with_it_and_is_replaced(
     checkpoint: Path,  # noqa: F811
     undisturbed: list[list[CompletionOutput]],  # noqa: F811
@@ -89,6 +90,7 @@ def test_memory_workers_join_local_memory_are_lost_and_leave(
         engine.close()
 
 
+@pytest.mark.slow
 def test_prefixes_are_found_and_requests_give_way_in_local_memory(checkpoint: Path) -> None:  # noqa: F811
     """With room for a third of the requests, KV is dropped; a prompt seen before is not computed again."""
     engine = launch(with_memory(checkpoint, "local", kv_cache_memory_bytes=250_000))

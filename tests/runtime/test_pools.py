@@ -36,7 +36,7 @@ LEAVING: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, {"auto", "rotational over TCP"}))
+@pytest.mark.parametrize("switches", sweep(SWITCHES, {"auto"}))
 def test_workers_of_both_kinds_join_and_are_lost_again(
     checkpoint: Path,  # noqa: F811
     switches: dict[str, object],
@@ -142,6 +142,7 @@ def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
     assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 def test_without_a_replacement_the_loss_of_the_last_worker_ends_the_engine(checkpoint: Path) -> None:  # noqa: F811
     """As many replacements exit at once as may be started."""
     workers = Broken()

@@ -75,7 +75,7 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> Switched:
     return Switched(tmp_path_factory.mktemp("switched"))
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, ["lanes that rotate", "everything over TCP"]))
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["everything over TCP"]))
 def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches: dict[str, Any]) -> None:
     """Greedy ones equal Hugging Face; drawn ones, with penalties, depend on the seed alone, whichever replica draws."""
     outputs = switched.run(switches)

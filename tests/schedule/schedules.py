@@ -18,9 +18,12 @@ def scheduler(
     limits: Limits = LIMITS,
     longest: int | None = None,
     prefix_cache: bool = False,
+    overcommit: float = 1.0,
 ) -> Scheduler:
     placement = Placement(capacities, longest)
-    return Scheduler(limits, placement, lanes, attentions=ATTENTIONS, kv_heads=2, prefix_cache=prefix_cache)
+    return Scheduler(
+        limits, placement, lanes, attentions=ATTENTIONS, kv_heads=2, prefix_cache=prefix_cache, overcommit=overcommit
+    )
 
 
 def request(name: str, prompt: int, **params: Any) -> Request:

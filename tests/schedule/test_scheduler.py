@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina import spills
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group
 from lamina.memory.slab import Slab
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
+from lamina.spills import Fetch
 from lamina.steps import LAST_DRAWN, Admission, Fork, Migration, SequenceStep, StepPlan
 from lamina.types import Request, SamplingParams, Segment
 from tests.schedule.schedules import ATTENTIONS, LIMITS, plan_of, request, scheduler
@@ -52,6 +54,8 @@ class MemoryModel:
         for segment in plan.grown:
             self.end(segment.sequence, segment.tokens[0])
             self.begin(segment)
+        for fetch in plan.fetches:
+            self.fetch(fetch)
         for step in plan.sequences:
             self.run(step)
 
@@ -62,6 +66,13 @@ class MemoryModel:
                 if child not in self.slab or len(self.slab.slots(child)) < tokens:
                     self.slab.fork((fork.parent, start), child, tokens)
                 self.here.setdefault(fork.child, {})[start] = stop if stop < fork.tokens else sys.maxsize
+
+    def fetch(self, fetch: Fetch) -> None:
+        if fetch.worker == self.name:
+            if not fetch.start:
+                self.begin(Segment(fetch.child, self.name, fetch.heads, (0, None)))
+            assert len(self.slab.slots((fetch.child, 0))) == fetch.start
+            self.slab.append((fetch.child, 0), len(fetch.blocks) * spills.BLOCK)
 
     def run(self, step: SequenceStep) -> None:
         for start, stop in self.here.get(step.sequence, {}).items():
@@ -182,6 +193,7 @@ class Cluster:
     """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
 
     prefix_cache = False
+    overcommit = 1.0
 
     def __init__(
         self,
@@ -197,7 +209,7 @@ class Cluster:
         self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", capacity) for index in range(memories)]
         capacities = {memory.name: capacity for memory in self.memories}
-        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache)
+        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache, self.overcommit)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self._depth = depth

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from lamina.engine.runtime import Submission
-from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats
+from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.protocol.choice import Choice, Transport
@@ -144,6 +144,7 @@ class FakeEngine:
             placement=PlacementStats(
                 {"memory0": {"chat-1": 5}}, [("memory0", "memory1", 64)], {"memory0": 4096}, 3, 2, 1
             ),
+            scaling={"memory": ScalingStats(1, 4, 1.75, "7 of 8 slots", 2, 1, "+2, requests waited", 1e9)},
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:

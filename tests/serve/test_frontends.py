@@ -183,7 +183,9 @@ def workers_of(server: Server) -> dict[int, str]:
     return {one.pid: one.cmdline()[-1] for one in server.workers() if modules.intersection(one.cmdline())}
 
 
-@pytest.mark.parametrize("also", ["", "lamina.memory.worker", pytest.param("lamina.compute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "also", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lamina.memory.worker", "lamina.compute"))]
+)
 def test_clients_notice_an_engine_that_is_killed_as_a_pause(server: Server, also: str) -> None:
     """Also if a worker dies with it. The others keep what they have loaded, unless it was the last compute worker."""
     one_long = LONG | {"max_tokens": 200}

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -141,6 +142,12 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_kv_slots_cached", "memory0"): 3,
         ("lamina_kv_slots", "memory0"): 9,
         ("lamina_workers", "memory0", "serving"): 1,
+        ("lamina_autoscale_load", "memory"): 1.75,
+        ("lamina_autoscale_bound", "least", "memory"): 1,
+        ("lamina_autoscale_bound", "memory", "most"): 4,
+        ("lamina_autoscale_workers_total", "added", "memory"): 2,
+        ("lamina_autoscale_workers_total", "memory", "removed"): 1,
+        ("lamina_autoscale_latest_seconds", "+2, requests waited", "memory"): 1e9,
         ("lamina_links", "same host", "shm"): 1,
         ("lamina_links", 'different hosts; no rdma: "none"', "tcp"): 2,
     }
@@ -199,6 +206,8 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
     assert status.lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
         "memory0   serving, 5 of 9 token slots in use",
+        f"autoscale memory 1 to 4 workers, load of 1.75; {time.strftime('%H:%M:%S', time.localtime(1e9))}: "
+        "+2, requests waited",
         "network   shm between 1 pair of workers (same host)",
         'network   tcp between 2 pairs of workers (different hosts; no rdma: "none")',
     ]

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from lamina.errors import ConfigError
@@ -79,6 +78,8 @@ def find() -> Found:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # brings parsers of mail and CSV, for which no worker is to wait
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

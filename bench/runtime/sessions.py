@@ -1,0 +1,152 @@
+"""Idle chats on disk: ten times as many as memory holds, and what it takes to go on with one.
+
+    python -m bench.runtime.sessions [--model 60m] [--folder .] [--tokens 2048] [--times 10] [--threads 1] [--json FILE]
+
+Chats begin one after another, each with a prompt of its own, until they have so many times the tokens that the memory
+worker has slots for. Then each goes on, in the same order, so that the next one is always the one used longest ago:
+nothing of it is in memory any more. Printed: the time to the first token with its KV from the disk, beside the same
+prompt with a salt, which is computed again, and beside a chat that goes on at once, from memory; tokens read from the
+disk per second; and the memory of the memory worker before and after. Answers are compared.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.models import MODELS, model_directory
+from bench.runtime.prefix import VOCABULARY, Answer
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.launch import launch
+
+MESSAGE = 40
+HELD = 4  # chats that memory holds
+SETTLE_S = 60.0
+
+
+def kv_nbytes(model: str) -> int:
+    """Bytes of K and V of one token, in bfloat16."""
+    sizes = MODELS[model]
+    return 2 * 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+
+
+def resident_nbytes(engine: Engine) -> int:
+    """Memory of the process of the memory worker, of which there is one."""
+    children = psutil.Process().children(recursive=True)
+    (worker,) = [one for one in children if "lamina.memory" in " ".join(one.cmdline())]
+    return int(worker.memory_info().rss)
+
+
+def wait_until_copied(engine: Engine) -> None:
+    """Wait until nothing is being copied to the disk."""
+    deadline, before = time.monotonic() + SETTLE_S, -1
+    while (spilled := engine.stats().spilled) != before and time.monotonic() < deadline:
+        before = spilled
+        time.sleep(0.5)
+
+
+def measure(engine: Engine, chats: int, tokens: int) -> dict[str, float]:
+    """Begin all chats and go on with each."""
+    draw = random.Random(0)
+
+    def words(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    empty = resident_nbytes(engine)
+    said, at_once = [], []
+    for number in range(chats):
+        prompt = words(tokens)
+        Answer(engine, prompt, "")
+        if number % 8 == 7:
+            at_once.append(Answer(engine, [*prompt, *words(MESSAGE)], "").ttft_s)
+        said.append(prompt)
+        wait_until_copied(engine)
+    full, before = resident_nbytes(engine), engine.stats()
+    resumed, computed, differ = list[Answer](), list[Answer](), 0
+    for number, beginning in enumerate(said):
+        prompt = [*beginning, *words(MESSAGE)]
+        resumed.append(Answer(engine, prompt, ""))
+        if number % 4 == 3:
+            computed.append(Answer(engine, prompt, f"alone {number} "))
+            differ += computed[-1].drawn != resumed[-1].drawn
+    after = engine.stats()
+    found = [one.found for one in resumed]
+    return {
+        "chats": chats,
+        "tokens": tokens,
+        "slots": next(iter(engine.cluster.capacities.values())),
+        "ttft_disk_s": statistics.median(one.ttft_s for one in resumed),
+        "ttft_disk_p95_s": statistics.quantiles([one.ttft_s for one in resumed], n=20)[-1],
+        "ttft_computed_s": statistics.median(one.ttft_s for one in computed),
+        "ttft_memory_s": statistics.median(at_once),
+        "found": sum(found) / sum(map(len, said)),
+        "fetched": after.fetched - before.fetched,
+        "spilled": after.spilled,
+        "compared": len(computed),
+        "different_answers": differ,
+        "empty_nbytes": empty,
+        "full_nbytes": full,
+        "end_nbytes": resident_nbytes(engine),
+    }
+
+
+def table(model: str, figures: Mapping[str, float]) -> Table:
+    """The figures."""
+    made = Table(title=f"Idle chats: {model}, {figures['chats']:.0f} of {figures['tokens']:.0f} tokens")
+    made.add_column("what")
+    made.add_column("value", justify="right")
+    held = figures["chats"] * figures["tokens"] / figures["slots"]
+    made.add_row("tokens of all chats over slots in memory", f"{held:.1f}")
+    made.add_row("TTFT p50 from the disk", f"{figures['ttft_disk_s'] * 1e3:.0f} ms")
+    made.add_row("TTFT p95 from the disk", f"{figures['ttft_disk_p95_s'] * 1e3:.0f} ms")
+    made.add_row("TTFT p50 computed again", f"{figures['ttft_computed_s'] * 1e3:.0f} ms")
+    made.add_row("TTFT p50 from memory", f"{figures['ttft_memory_s'] * 1e3:.0f} ms")
+    made.add_row("computed again over from the disk", f"{figures['ttft_computed_s'] / figures['ttft_disk_s']:.1f}x")
+    made.add_row("tokens of chats found", f"{figures['found']:.3f}")
+    made.add_row("answers that differ", f"{figures['different_answers']:.0f} of {figures['compared']:.0f}")
+    for name, when in (("empty", "before"), ("full", "with all chats"), ("end", "at the end")):
+        made.add_row(f"memory worker's resident memory {when}", f"{figures[f'{name}_nbytes'] / 1e6:.0f} MB")
+    return made
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="60m")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
+    parser.add_argument("--times", type=float, default=10, help="tokens of all chats over slots in memory")
+    parser.add_argument("--threads", type=int, help="of each worker; 1 on a machine that does other things")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with model_directory(given.model) as model:
+        config = EngineConfig(
+            model=str(model),
+            load_format="dummy",
+            kv_cache_memory_bytes=HELD * given.tokens * kv_nbytes(given.model),
+            kv_overcommit=2 + 1.2 * given.times,
+            kv_spill_dir=given.folder,
+            threads=given.threads,
+        )
+        engine = launch(config)
+        try:
+            Answer(engine, list(range(3, 200)), "warm-up")
+            slots = next(iter(engine.cluster.capacities.values()))
+            figures = measure(engine, round(given.times * slots / given.tokens), given.tokens)
+        finally:
+            engine.close()
+    Console(width=120).print(table(given.model, figures))
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Copies blocks of cached sequences between a memory worker's slab and its disk, in the gaps between messages.
+
+The worker's thread copies one block of one layer at a time; a thread beside it reads and writes the disk. At most
+``AHEAD`` blocks of a copy or fetch are on their way at once.
+"""
+
+import collections
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.memory.disk import Disk
+from lamina.memory.store import KvStore
+from lamina.spills import BLOCK, Fetch, Spill, blocks_of
+from lamina.steps import StepPlan
+
+AHEAD = 2
+STALLED_S = 30.0
+
+OnDone = Callable[[int, bool, str], None]
+"""Called with the number of a copy or fetch, whether it is complete, and the disk's error."""
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A copy to the disk or a fetch from it, block by block.
+
+    Attributes:
+        slots: of each block. next: the block that is handed to the disk next.
+        layer: of the first block on its way that is not (copies) or is (fetches) on the disk: the one copied next.
+        moving: the blocks that the disk is at work on, oldest first. left: blocks that are not done.
+        since: when something was done last.
+    """
+
+    number: int
+    sequence: int
+    blocks: list[int]
+    slots: list[npt.NDArray[np.int32]]
+    writes: bool
+    next: int = 0
+    layer: int = 0
+    content: bytearray | None = None
+    moving: "collections.deque[Future[Any]]" = field(default_factory=collections.deque)
+    left: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.blocks)
+
+
+class Tier:
+    """The disk of one memory worker. Its thread owns this; ``work`` does a small part of what there is to do."""
+
+    def __init__(self, store: KvStore, disk: Disk, on_done: OnDone) -> None:
+        self._store = store
+        self._disk = disk
+        self._on_done = on_done
+        self._transfers: list[_Transfer] = []
+        ends = np.cumsum([0, *(BLOCK * spec.slab_bytes_per_token(store.element) for spec in store.attentions)])
+        self._layers = [slice(int(start), int(stop)) for start, stop in itertools.pairwise(ends)]
+
+    @property
+    def active(self) -> bool:
+        """Whether ``work`` has something to do, now or once the disk has."""
+        return bool(self._transfers)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Begin and end what a plan says, after the store has applied it.
+
+        A copy of a sequence that has some tokens elsewhere now ends: its slots may get other owners.
+        """
+        self.release([*plan.released, *(one.sequence for switch in plan.switches for one in switch.segments)])
+        for spill in plan.spills:
+            if spill.worker == self._store.worker:
+                self._copy(spill)
+        for fetch in plan.fetches:
+            if fetch.worker == self._store.worker:
+                self._fetch(fetch)
+
+    def _copy(self, spill: Spill) -> None:
+        slots, key = self._store.slab, (spill.sequence, 0)
+        if key not in slots:
+            self._on_done(spill.number, False, "")  # it was evicted with the same plan
+            return
+        held = slots.slots(key)
+        parts = [held[place * BLOCK : (place + 1) * BLOCK].copy() for place in spill.places]
+        self._transfers.append(_Transfer(spill.number, spill.sequence, spill.blocks, parts, writes=True))
+
+    def _fetch(self, fetch: Fetch) -> None:
+        held = self._store.slab.slots((fetch.child, 0))
+        places = range(fetch.start, fetch.start + len(fetch.blocks) * BLOCK, BLOCK)
+        parts = [held[place : place + BLOCK].copy() for place in places]
+        self._transfers.append(_Transfer(fetch.number, fetch.child, fetch.blocks, parts, writes=False))
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """These sequences have no slots any more."""
+        for one in [one for one in self._transfers if one.sequence in sequences]:
+            self._end(one, complete=False)
+
+    def drop(self) -> None:
+        """Forget all transfers: nobody waits for them any more."""
+        self._transfers.clear()
+
+    def work(self) -> bool:
+        """Copy one block of one layer, or take note of what the disk has done, for the first transfer that allows it.
+        False if all wait for the disk."""
+        now = time.monotonic()
+        for one in self._transfers:
+            try:
+                if self._write(one) if one.writes else self._read(one):
+                    one.since = now
+                    self._transfers.sort(key=lambda each: each.since)  # they take turns
+                    return True
+                if now - one.since > STALLED_S:
+                    raise TimeoutError(f"nothing was read or written for {STALLED_S:.0f} s")
+            except OSError as error:
+                self._end(one, complete=False, error=f"{type(error).__name__}: {error}")
+                return True
+        return False
+
+    def _write(self, one: _Transfer) -> bool:
+        """True if something was done. Raises OSError."""
+        if one.moving and one.moving[0].done():
+            one.moving.popleft().result()
+            one.left -= 1
+            if not one.left:
+                self._end(one, complete=True)
+            return True
+        if one.next == len(one.blocks) or len(one.moving) == AHEAD:
+            return False
+        if one.content is None:
+            one.content = bytearray(self._disk.nbytes)
+        view = memoryview(one.content)[self._layers[one.layer]]
+        self._store.device.read(one.layer, one.slots[one.next], view)
+        one.layer += 1
+        if one.layer == len(self._layers):
+            one.moving.append(self._disk.write(one.blocks[one.next], one.content))
+            one.next, one.layer, one.content = one.next + 1, 0, None
+        return True
+
+    def _read(self, one: _Transfer) -> bool:
+        """True if something was done. Raises OSError."""
+        if one.next < len(one.blocks) and len(one.moving) < AHEAD:
+            one.moving.append(self._disk.read(one.blocks[one.next]))
+            one.next += 1
+            return True
+        if not one.moving[0].done():
+            return False
+        content: bytearray = one.moving[0].result()
+        view = memoryview(content)[self._layers[one.layer]]
+        self._store.device.restore(one.layer, one.slots[len(one.blocks) - one.left], view)
+        one.layer += 1
+        if one.layer == len(self._layers):
+            one.moving.popleft()
+            one.layer, one.left = 0, one.left - 1
+            if not one.left:
+                self._end(one, complete=True)
+        return True
+
+    def _end(self, one: _Transfer, *, complete: bool, error: str = "") -> None:
+        self._transfers.remove(one)
+        self._on_done(one.number, complete, error)
+
+
+def open_tier(
+    store: KvStore, folder: str, overcommit: float, on_done: OnDone, resources: contextlib.ExitStack
+) -> Tier | None:
+    """The disk of a store whose slab holds one part of ``overcommit``; None for no disk. ``resources`` closes it.
+
+    Raises ConfigError if the folder cannot be used.
+    """
+    blocks = blocks_of(store.slab.capacity, overcommit)
+    if not blocks:
+        return None
+    nbytes = BLOCK * sum(spec.slab_bytes_per_token(store.element) for spec in store.attentions)
+    disk = Disk(folder, blocks, nbytes)
+    resources.callback(disk.close)
+    return Tier(store, disk, on_done)

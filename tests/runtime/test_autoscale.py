@@ -1,0 +1,118 @@
+"""Pools that scale by load while requests run: every output is that of an undisturbed run."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+
+from lamina.config import EngineConfig
+from lamina.engine import scaling
+from lamina.engine.engine import Engine
+from lamina.errors import ConfigError
+from lamina.launch import launch
+from lamina.schedule.autoscale import Windows
+from lamina.types import SamplingParams
+from tests.random_models import SERVED_VOCABULARY
+from tests.runtime.test_survival import (  # noqa: F401  # fixtures
+    Killable,
+    Prompt,
+    Streams,
+    assert_same,
+    checkpoint,
+    config,
+    wait_until,
+)
+
+
+def contexts(count: int) -> list[Prompt]:
+    """Long contexts with short answers, as an agent's calls have."""
+    draw = random.Random(3)
+    params = [
+        SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True) for temperature in (0.0, 1.0)
+    ]
+    return [([draw.randrange(3, SERVED_VOCABULARY) for _ in range(80)], params[number % 2]) for number in range(count)]
+
+
+def slots(engine: Engine) -> int:
+    return sum(memory.used for memory in engine.stats().memory.values())
+
+
+@pytest.mark.slow
+def test_a_burst_of_long_contexts_makes_the_memory_pool_grow_and_it_shrinks_afterwards(
+    checkpoint: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a memory worker holds is two of the contexts; those that leave are not waited for, and none is lost."""
+    burst, calm = contexts(12), contexts(1)
+    engine = launch(config(checkpoint, 1, 1, kv_cache_memory_bytes=4_000_000))
+    try:
+        expected, quiet = Streams(engine, burst).results(), Streams(engine, calm).results()
+    finally:
+        engine.close()
+    monkeypatch.setattr(scaling, "WINDOWS", {"memory": Windows(0.5, 3.0)})
+    workers = Killable()
+    assert engine.cluster.fabric is not None
+    per_token = engine.cluster.fabric.bytes_per_token
+    engine = launch(
+        config(checkpoint, 1, 1, kv_cache_memory_bytes=250 * per_token, autoscale="memory=1:3"), workers=workers
+    )
+    try:
+        assert_same(Streams(engine, calm).results(), quiet)
+        assert engine.stats().scaling["memory"].grown == 0
+        assert_same(Streams(engine, burst).results(), expected)
+        grown = engine.stats().scaling["memory"]
+        assert grown.grown == 2 and grown.last in ("+2, requests waited", "+1, requests waited")
+        wait_until(lambda: len(engine.topology.memories) == 1 and slots(engine) == 0, "the pool stays large")
+        wait_until(lambda: len(workers.pids) == 2, "a process is left behind")
+        shrunk = engine.stats().scaling["memory"]
+        assert shrunk.shrunk == 2 and shrunk.last == "-1, it was hardly used" and shrunk.load == 0.0
+        assert_same(Streams(engine, calm).results(), quiet)
+        assert engine.stats().recoveries == engine.stats().recomputed == 0
+    finally:
+        engine.close()
+    said = [record.getMessage() for record in caplog.records if "scales by" in record.getMessage()]
+    assert "the memory pool of 1 scales by +" in said[0] and "KV slots are in use, and requests wait for" in said[0]
+    assert "the memory pool of 2 scales by -1: 0 of " in said[-1]
+
+
+class Broken(Killable):
+    """Workers that are started later exit at once."""
+
+    started = 0
+
+    def command(self, name: str, module: str) -> list[str]:
+        self.started += 1
+        return ["/bin/false"] if name not in {"memory0", "compute0"} else super().command(name, module)
+
+
+@pytest.mark.slow
+def test_workers_that_do_not_start_are_not_tried_again_at_once(
+    checkpoint: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scaling, "WINDOWS", {"memory": Windows(0.0, 60.0)})
+    workers = Broken()
+    engine = launch(config(checkpoint, 1, 1, autoscale="memory=2:3"), workers=workers)
+    try:
+        wait_until(lambda: "refused or failed" in engine.stats().scaling["memory"].last, "nothing is reported")
+        Streams(engine, contexts(2)).results()
+        assert workers.started == 3 and len(engine.topology.memories) == 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"autoscale": "memory=3:2"}, "3 to 2 memory workers"),
+        ({"autoscale": "memory=0:2"}, "without local memory one memory worker must stay"),
+        ({"autoscale": "compute=1:2", "memory": "local"}, "local memory works with one compute worker so far"),
+    ],
+)
+def test_bounds_that_the_pools_rule_out_are_refused_before_anything_is_started(
+    settings: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        launch(dataclasses.replace(EngineConfig(memory="cpu:1"), **settings))  # type: ignore[arg-type]

@@ -1,0 +1,309 @@
+"""The scheduler with disks: what comes back from one is what was copied there, and every slot is accounted for."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+from lamina import spills
+from lamina.groups import Group, ids_of
+from lamina.placement import spill
+from lamina.placement.spill import Blocks, keys_of
+from lamina.schedule.moves import Range
+from lamina.schedule.scheduler import Scheduler
+from lamina.schedule.suspects import Hold
+from lamina.spills import Fetch, Spill
+from lamina.steps import StepPlan
+from tests.schedule.schedules import LIMITS, plan_of, request
+from tests.schedule.test_epochs import NOBODY
+from tests.schedule.test_moves import Moving, settled, step
+from tests.schedule.test_scheduler import MANY
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes", "short_blocks")
+BLOCK = 2
+
+
+@pytest.fixture(scope="module")
+def short_blocks() -> Iterator[None]:
+    """Blocks of two tokens, copied however empty a worker is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spills, "BLOCK", BLOCK)
+        patch.setattr(spill, "BLOCK", BLOCK)
+        patch.setattr(spill, "FULL", 0.1)
+        patch.setattr(spill, "MOST_BLOCKS", 3)
+        yield
+
+
+class Spilling(Moving):
+    """Memory workers with disks, which take their time and sometimes fail. What they copy, they read at the end, from
+    the slots that it had at first.
+
+    Attributes:
+        fetched: blocks that came back.
+    """
+
+    overcommit = 1.7
+
+    def __init__(self, requests: list, prompts: list, random: Random, *settings: Any) -> None:
+        super().__init__(requests, prompts, *settings)
+        self.fetched = 0
+        self.moved_away = set[int]()  # copies of what has moved meanwhile
+        self._random = random
+        self._disks: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        self._transfers: list[tuple[Spill | Fetch, list[int]]] = []
+        self.scheduler.moves._tokens_per_step = 1000
+
+    def prompt(self, index: int) -> list[int]:
+        """As in ``Caching``, of several kinds that do not begin alike."""
+        first = 200 * self.prompts[index][3]
+        return [token if token >= 1000 else first + token for token in super().prompt(index)]
+
+    def _check(self, plan: StepPlan) -> None:
+        for fetch in plan.fetches:
+            self._computed[fetch.child] = fetch.start
+        super()._check(plan)
+        moved = {segment.sequence for switch in plan.switches for segment in switch.segments}
+        self.moved_away |= {spill.number for spill, _ in self._transfers if _sequence(spill) in moved}
+        slabs = {memory.name: memory.slab for memory in self.memories}
+        begun: list[Spill | Fetch] = [*plan.spills, *plan.fetches]
+        for one in begun:
+            key = _sequence(one), 0
+            slab = slabs[one.worker]
+            self._transfers.append((one, slab.slots(key).tolist() if key in slab else []))
+
+    def transfer(self) -> None:
+        """One of the copies is over."""
+        if not self._transfers:
+            return
+        one, slots = self._transfers.pop(self._random.randrange(len(self._transfers)))
+        memory = next((memory for memory in self.memories if memory.name == one.worker), None)
+        if memory is None:
+            return  # lost, or it has left
+        sequence = _sequence(one)
+        wanted = sequence in memory.here and one.number not in self.moved_away
+        complete = wanted and self._random.random() < 0.9
+        if complete:
+            contents = self.contents[memory.name]
+            places = one.places if isinstance(one, Spill) else range(one.start // BLOCK, len(slots) // BLOCK)
+            for place, block in zip(places, one.blocks, strict=True):
+                held = slots[place * BLOCK : (place + 1) * BLOCK]
+                if isinstance(one, Spill):
+                    self._disks[memory.name, block] = [contents[slot] for slot in held]
+                else:
+                    contents |= zip(held, self._disks[memory.name, block], strict=True)
+                    self.fetched += 1
+                    self._computed[sequence] = one.start + len(one.blocks) * BLOCK
+        failed = wanted and not complete and self._random.random() < 0.1
+        self.scheduler.disks.done(one.worker, one.number, complete, "the disk is full" if failed else "")
+
+    def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
+        self._transfers.clear()  # the workers forget them
+        super().end_epoch(number, hold)
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or bool(self._transfers)
+
+
+def _sequence(one: Spill | Fetch) -> int:
+    return one.sequence if isinstance(one, Spill) else one.child
+
+
+def chats(draw: Random) -> tuple[list[tuple[int, int, int, int]], list[Any]]:
+    """Parts of prompts, and (max_tokens, n, when completions stop, when it is aborted, when it arrives)."""
+    count = draw.randint(10, 40)
+    prompts = [(draw.randint(7, 14), draw.randint(0, 4), draw.randint(0, 2), draw.randint(0, 6)) for _ in range(count)]
+    others = [
+        (
+            draw.randint(1, 6),
+            draw.choice([1, 1, 2]),
+            [draw.randint(0, 8) for _ in range(2)],
+            draw.choice([None, None, None, draw.randint(0, 12)]),
+            draw.randint(0, 150),
+        )
+        for _ in range(count)
+    ]
+    return prompts, others
+
+
+def events(draw: Random) -> dict[str, dict[int, Any]]:
+    """What happens in which turn."""
+
+    def some(kinds: list[int], what: Callable[[], Any]) -> dict[int, Any]:
+        return {draw.randint(0, 150): what() for _ in range(draw.choice(kinds))}
+
+    return {
+        "moves": some([0, 20, 80], lambda: (draw.randint(0, 1000), draw.randint(1, 20))),
+        "drops": some([0, 0, 4], lambda: draw.randint(0, 20)),
+        "ends": some([0, 0, 1, 3], lambda: draw.randint(0, 2)),
+        "joins": some([0, 0, 1], lambda: draw.randint(20, 60)),
+        "leaves": some([0, 0, 1, 2], lambda: draw.randint(0, 5)),
+        "switches": some([0, 0, 3], lambda: draw.randint(1, 3)),
+    }
+
+
+def run(cluster: Spilling, lanes: int, happen: dict[str, dict[int, Any]], migration_turns: int) -> None:
+    means: dict[str, Callable[[Any], object]] = {
+        "moves": lambda which: cluster.move(*which),
+        "drops": cluster.drop,
+        "ends": cluster.end_epoch,
+        "joins": cluster.join,
+        "leaves": cluster.drain,
+        "switches": lambda active: cluster.scheduler.use_lanes(min(active, lanes)),
+    }
+    for turn in itertools.count():
+        assert turn < 2000, "the scheduler does not come to rest"
+        cluster.arrive(turn)
+        cluster.transfer()
+        if turn % migration_turns == 0:
+            cluster.arrive_out_of_order(turn)
+        for name, turns in happen.items():
+            if turn in turns:
+                means[name](turns[turn])
+        cluster.leave()
+        for lane in range(lanes):
+            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                cluster.complete(lane)
+            cluster.plan(lane)
+        if turn > 160 and not cluster.busy:
+            break
+    cluster.leave()
+    cluster.check_rest()
+    assert not cluster.scheduler.disks.held and not cluster.scheduler.moves.in_progress
+    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
+        if aborted is None and index not in cluster.unservable:
+            most = cluster.groups[index].max_tokens
+            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+
+
+def spill_at_random(seeds: range) -> Counter[str]:
+    """Schedules of chats at random; returns blocks that came back, moves, and both within one schedule."""
+    counts = Counter[str]()
+    for seed in seeds:
+        draw = Random(seed)
+        prompts, others = chats(draw)
+        lanes, longest = draw.randint(1, 3), draw.choice([None, None, 11])
+        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 27, 35])
+        settings = draw.randint(1, 3), lanes, draw.randint(1, 3), limits, capacity, longest
+        cluster = Spilling(others, prompts, draw, *settings)
+        run(cluster, lanes, events(draw), draw.randint(1, 6))
+        moves = cluster.scheduler.moves.counts.moves
+        counts += Counter(fetched=cluster.fetched, moves=moves, both=min(cluster.fetched, moves, 1))
+        counts += Counter(cancelled=len(cluster.moved_away))
+    return counts
+
+
+def test_what_comes_back_from_a_disk_is_what_requests_attend_to() -> None:
+    """Whatever is evicted, aborted, moved, dropped or lost while blocks are copied."""
+    counts = spill_at_random(range(40))
+    assert counts["fetched"] > 20 and counts["moves"] > 30 and counts["both"] > 2, counts
+
+
+@pytest.mark.slow
+def test_thousands_of_blocks_come_back() -> None:
+    counts = spill_at_random(range(1000, 3000))
+    assert counts["fetched"] > 1000 and counts["both"] > 100 and counts["cancelled"] > 20, counts
+
+
+class Chats(Spilling):
+    """Eight prompts of nine tokens, again and again, and large disks that work."""
+
+    overcommit = 5.0
+
+    def prompt(self, index: int) -> list[int]:
+        return [1000 * (index % 8) + number for number in range(9)]
+
+
+class Sound(Random):
+    """No disk fails."""
+
+    def random(self) -> float:
+        return 0.05
+
+
+def test_chats_that_were_evicted_come_back_from_the_disk() -> None:
+    arrivals = [*range(0, 160, 20), 200, 220]
+    cluster = Chats(
+        [(2, 1, [0], None, turn) for turn in arrivals], [(0, 0, 9, 0)] * 10, Sound(1), 1, 1, 2, LIMITS, 27, None
+    )
+    for turn in range(260):
+        cluster.arrive(turn)
+        cluster.transfer()
+        if cluster.scheduler.in_flight(0):
+            cluster.complete(0)
+        cluster.plan(0)
+    assert [cluster.groups[index].cached_tokens for index in range(10)] == [0] * 8 + [8, 8]
+    assert cluster.fetched == 8 and cluster.scheduler.disks.fetched == 8 * BLOCK
+    cluster.check_rest()
+
+
+def test_a_disk_gives_up_what_was_used_longest_ago_and_nothing_that_is_being_read() -> None:
+    disk, keys = Blocks(3), [bytes([number]) for number in range(5)]
+    for key in keys[:3]:
+        disk.put([key], disk.take(1))
+    pinned = disk.pin(keys[:1])
+    disk.put(keys[3:4], disk.take(1))
+    assert [key in disk for key in keys] == [True, False, True, True, False]
+    assert len(disk.take(3)) == 2 and keys[0] in disk
+    disk.unpin(pinned)
+    assert disk.take(1) == pinned and not len(disk)
+
+
+def test_keys_of_blocks_depend_on_all_tokens_before_and_on_the_salt() -> None:
+    ids = ids_of(range(3 * BLOCK + 1))
+    other = ids_of([99, *range(1, 3 * BLOCK + 1)])
+    keys = keys_of("", ids, len(ids))
+    assert len(keys) == 3 and keys_of("", ids, 3 * BLOCK - 1) == keys[:2]
+    assert not {*keys} & {*keys_of("", other, len(other)), *keys_of("tenant", ids, len(ids))}
+
+
+def continued() -> tuple[Scheduler, Group]:
+    """A request of 40 tokens decodes on memory0, whose disk has eight tokens more of a prompt that begins alike."""
+    under_test = settled(prefix_cache=True, overcommit=3.0)
+    (group,) = under_test.holders("memory0")
+    disk = under_test.disks._disks["memory0"]
+    keys = keys_of("", ids_of(range(48)), 48)[20:]
+    disk.put(keys, disk.take(len(keys)))
+    return under_test, group
+
+
+def test_what_blocks_of_a_disk_continue_does_not_move_before_they_are_there() -> None:
+    under_test, group = continued()
+    assert under_test.moves.movable(group, "memory0") == Range(0, 40, node=ANY)
+    under_test.add(request("next", 49, max_tokens=2))
+    assert under_test.disks.held
+    part = under_test.moves.movable(group, "memory0")
+    assert part is None or part.start >= 40
+    (fetch,) = step(under_test).fetches
+    assert (fetch.worker, fetch.start, len(fetch.blocks)) == ("memory0", 40, 4)
+    under_test.disks.done("memory0", fetch.number, True, "")
+    plan_of(under_test)
+    assert under_test.moves.movable(group, "memory0") == Range(0, 40, node=ANY) and not under_test.disks.held
+
+
+def test_nothing_is_fetched_behind_tokens_that_move() -> None:
+    under_test, group = continued()
+    assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
+    under_test.add(request("next", 49, max_tokens=2))
+    assert not under_test.disks.held and under_test.waiting == 1
+    under_test.migrated(step(under_test).migrations[0].number)
+    assert step(under_test).switches
+    under_test.add(request("another", 49, max_tokens=2))
+    assert not under_test.disks.held, "some of what they continue is on the other worker"
+
+
+def test_a_prefix_on_several_workers_is_not_copied() -> None:
+    under_test, group = continued()
+    spill = under_test.disks._copying["memory0"].spill
+    under_test.moves.try_move(group, "memory0", "memory1", 30)
+    under_test.disks.done("memory0", spill.number, False, "")
+    plan = step(under_test)
+    assert [one.sequence for one in plan.spills] == [spill.sequence], "it has not moved yet"
+    under_test.migrated(plan.migrations[0].number)
+    assert step(under_test).switches
+    under_test.disks.done("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
+    assert not step(under_test).spills
