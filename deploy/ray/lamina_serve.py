@@ -40,8 +40,8 @@ Head = tuple[int, list[tuple[bytes, bytes]]]
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Sends a request to the engine that has computed the beginning of its prompt, unless others are less busy.
 
-    An engine's load is the number of requests that this router knows it to have, or that the engine has reported,
-    whichever is more: other gateways send it requests too.
+    An engine's load is the number of requests that it has from all gateways: as it has told this one with its latest
+    answer, or if that is long ago, as it reports every ``STATS_S``.
     """
 
     def initialize_state(self, **_: Any) -> None:
@@ -58,8 +58,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         return [[by_id[name]] for name in self._prefixes.order(found, loads)]
 
     def _load(self, replica: RunningReplica) -> float:
-        known = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return float(max(known, (replica.routing_stats or {}).get("requests", 0)))
+        known = self.replica_queue_len_cache.get(replica.replica_id)
+        return float((replica.routing_stats or {}).get("requests", 0) if known is None else known)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         """Remember what was sent where."""

@@ -47,14 +47,17 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._engines: collections.OrderedDict[bytes, set[str]] = collections.OrderedDict()
+        self._kept: collections.Counter[str] = collections.Counter()  # blocks, by engine
 
     def note(self, found: Sequence[bytes], engine: str) -> None:
         """A prompt with these ``blocks`` was sent to an engine."""
         for block in found:
-            self._engines.setdefault(block, set()).add(engine)
+            known = self._engines.setdefault(block, set())
+            self._kept[engine] += engine not in known
+            known.add(engine)
             self._engines.move_to_end(block)
         while len(self._engines) > MOST_BLOCKS:
-            self._engines.popitem(last=False)
+            self._kept.subtract(self._engines.popitem(last=False)[1])
 
     def share(self, found: Sequence[bytes], engine: str) -> float:
         """How much of a prompt with these blocks was sent to the engine before, from 0 to 1."""
@@ -64,5 +67,9 @@ class Prefixes:
         return known / len(found) if found else 0.0
 
     def order(self, found: Sequence[bytes], loads: Mapping[str, float]) -> list[str]:
-        """Engines, the best first. ``loads``: requests that each has."""
-        return sorted(loads, key=lambda engine: (loads[engine] - WORTH * self.share(found, engine), loads[engine]))
+        """Engines, the best first; among equals, the one that was sent least. ``loads``: requests that each has."""
+
+        def cost(engine: str) -> tuple[float, float, int]:
+            return loads[engine] - WORTH * self.share(found, engine), loads[engine], self._kept[engine]
+
+        return sorted(loads, key=cost)

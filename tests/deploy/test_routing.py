@@ -54,6 +54,15 @@ def test_an_engine_with_too_many_requests_loses_even_its_own() -> None:
     assert prefixes.order(found, {"one": 3.0, "two": 1.0}) == ["two", "one"], "both have it: the idler one"
 
 
+def test_engines_that_are_idle_share_what_is_new() -> None:
+    prefixes, sent = Prefixes(), []
+    for number in range(8):
+        found = blocks(completion(f"{number} " + "y" * BLOCK))
+        sent.append(prefixes.order(found, {"one": 0.0, "two": 0.0, "three": 0.0})[0])
+        prefixes.note(found, sent[-1])
+    assert {sent.count(engine) for engine in ("one", "two", "three")} == {2, 3}
+
+
 def test_the_oldest_prefixes_are_forgotten() -> None:
     prefixes = Prefixes()
     old, new = blocks(completion("old")), blocks(completion("new"))
