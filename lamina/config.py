@@ -38,6 +38,15 @@ class EngineConfig:
     ] = None
     _: KW_ONLY
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
+    tensor_parallel: Annotated[
+        int,
+        Meaning(
+            "Compute workers that share each copy of the weights: cpu:4 with 2 makes two copies. Each has a part of "
+            "every layer and some of the heads. If one of them is lost, the engine ends.",
+            unit="compute workers",
+            ge=1,
+        ),
+    ] = 1
     memory: Annotated[
         str | None,
         Meaning(

@@ -133,6 +133,8 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
     nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
     """
+    if config.tensor_parallel > 1:
+        return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
             fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
@@ -144,6 +146,30 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
         return Pipeline(lanes, computes, rotates)
     except ValueError as error:
         raise ConfigError(f"{error}. Change lanes, pipelining or the compute pool") from error
+
+
+def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
+    """One lane for each replica: its ranks, which add up what each has computed, must run slices in the same order.
+
+    Ranks send their own heads, so requests are placed as with partition head; and pools are fixed.
+    """
+    ranks, replicas = config.tensor_parallel, computes // config.tensor_parallel
+    if computes % ranks:
+        raise ConfigError(
+            f"tensor_parallel {ranks} makes replicas of {ranks} compute workers, which {computes} cannot be divided "
+            f"into; give --compute a multiple of {ranks}"
+        )
+    given = {
+        f"partition {config.partition}": config.partition not in ("auto", "head"),
+        f"balance {config.balance}": config.balance != "off",
+        "kv_overcommit": config.kv_overcommit > 1,
+        "autoscale": config.autoscale is not None,
+        "pipelining rotational": config.pipelining == "rotational",
+        f"lanes {config.lanes}": config.lanes not in (None, replicas),
+    }
+    if name := next((name for name in given if given[name]), None):
+        raise ConfigError(f"{name} does not work with tensor_parallel so far: leave out one of them")
+    return Pipeline(replicas, replicas, ranks=ranks)
 
 
 @dataclass(frozen=True)
