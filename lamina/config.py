@@ -38,6 +38,15 @@ class EngineConfig:
     ] = None
     _: KW_ONLY
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
+    tensor_parallel: Annotated[
+        int,
+        Meaning(
+            "Compute workers that share each copy of the weights: cpu:4 with 2 makes two copies. Each has a part of "
+            "every layer and some of the heads. If one of them is lost, the engine ends.",
+            unit="compute workers",
+            ge=1,
+        ),
+    ] = 1
     memory: Annotated[
         str | None,
         Meaning(
@@ -279,10 +288,24 @@ class EngineConfig:
                 f"balance {self.balance} moves ranges of a request's tokens between memory workers, which partition "
                 f"{self.partition} rules out: leave out one of them"
             )
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
+
+    def _check_tensor_parallel(self) -> None:
+        """Ranks send their own heads, so requests are placed as with partition head; and pools are fixed."""
+        given = {
+            f"partition {self.partition}": self.partition not in ("auto", "head"),
+            f"balance {self.balance}": self.balance != "off",
+            "kv_overcommit": self.kv_overcommit > 1,
+            "autoscale": self.autoscale is not None,
+            "pipelining rotational": self.pipelining == "rotational",
+        }
+        if name := next((name for name in given if given[name]), None):
+            raise ConfigError(f"{name} does not work with tensor_parallel so far: leave out one of them")
 
 
 def overcommit(config: EngineConfig) -> float:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from lamina.errors import ConfigError
 from lamina.types import AttentionSpec
 
 
@@ -26,11 +27,30 @@ class HeadShards:
     count: int = 1
 
     @classmethod
-    def over(cls, attentions: Sequence[AttentionSpec], workers: int) -> "HeadShards":
-        """Few shards that allow the heads of a sequence to be on so many workers, or on as many as possible."""
+    def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
+        """Few shards that allow the heads of a sequence to be on so many workers, or on as many as possible, and each
+        rank of a replica to have some of them.
+
+        Raises ConfigError if the KV heads cannot be divided by the ranks.
+        """
         most = math.gcd(*(spec.kv_heads for spec in attentions))
-        wanted = max(1, min(most, workers))
+        if most % ranks:
+            counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in attentions}))
+            raise ConfigError(
+                f"the attentions of this model have {counts} KV heads, which {ranks} ranks cannot share evenly; give a "
+                "tensor_parallel that divides them"
+            )
+        wanted = math.lcm(max(1, min(most, workers)), ranks)
         return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
+
+    def of_rank(self, ranks: int) -> "HeadShards":
+        """The shards of one rank of a replica, counted from its first head."""
+        return HeadShards(self.heads // ranks, self.count // ranks)
+
+    def range_of_rank(self, rank: int, ranks: int) -> range:
+        """Which shards a rank has."""
+        own = self.count // ranks
+        return range(rank * own, (rank + 1) * own)
 
     @property
     def whole(self) -> tuple[int, int]:

@@ -28,15 +28,18 @@ class Pipeline:
     """Which replica runs which slice, and in which order.
 
     Attributes:
-        lanes: most batches in flight. replicas: compute workers with a copy of the weights.
+        lanes: most batches in flight. replicas: copies of the weights, each on a compute worker or shared by several.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
         choices: arrangements to choose from at run time, instead of all lanes in the order given by ``rotates``.
+        ranks: compute workers of each replica, which share every slice (``lamina.splitter.shard``). Worker number n
+            is rank ``n % ranks`` of replica ``n // ranks``.
     """
 
     lanes: int
     replicas: int
     rotates: bool = False
     choices: tuple[Arrangement, ...] = ()
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.lanes < self.replicas:
@@ -78,7 +81,7 @@ class Pipeline:
             if replicas > 1 or not one.rotates
         ]
         lanes = replicas + 1 if self.rotates else max(self.lanes, self.lanes // self.replicas * replicas)
-        return Pipeline(lanes, replicas, self.rotates, tuple(dict.fromkeys(choices)))
+        return Pipeline(lanes, replicas, self.rotates, tuple(dict.fromkeys(choices)), self.ranks)
 
     def without_rotation(self) -> "Pipeline":
         """This pipeline, without the choices in which lanes rotate."""
@@ -93,6 +96,12 @@ class Pipeline:
         """Every replica that runs slices of ``lane``. ``rotates``: the order of the step, if not the default."""
         rotating = self.rotates if rotates is None else rotates
         return tuple(range(self.replicas)) if rotating else (lane % self.replicas,)
+
+    def workers_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
+        """The compute workers that run slices of ``lane``: all ranks of its replicas."""
+        return tuple(
+            replica * self.ranks + rank for replica in self.replicas_of(lane, rotates) for rank in range(self.ranks)
+        )
 
     def tick(self, lane: int, turn: int) -> int:
         """Due time of slice ``turn`` of ``lane``: of several slices that could run, a replica takes the earliest."""

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
+from lamina.splitter.parts import Runs
 from lamina.types import AttentionSpec, DType
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ class Cut:
 
 
 Array = npt.NDArray[Any]
+
+Shard = Mapping[int, Runs]
+"""What a rank holds of a weight: by dimension, ranges of indices. Dimensions that are not named are whole."""
+
+
+def cut(tensor: Tensor, shard: Shard) -> Tensor:
+    """The part of a whole weight that ``shard`` names; a view if it is one range."""
+    for dim, ranges in shard.items():
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,8 @@ class SplitModel:
         weights: shape and element type of every weight that slices or sinks use, by checkpoint name.
         ties: other names under which a checkpoint may hold a weight -> the name used here.
         constants: values that checkpoints do not hold (inv_freq), on the CPU.
+        shards: what a rank holds of the weights that it does not hold whole; empty for an unsharded model.
+        whole: the attentions with the heads of all ranks.
     """
 
     config: "PretrainedConfig"
@@ -182,3 +196,5 @@ class SplitModel:
     weights: Mapping[str, Weight]
     ties: Mapping[str, str]
     constants: Mapping[str, Tensor]
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    whole: tuple[AttentionSpec, ...] = ()

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from lamina.kernels.segments import SegmentTable
+from lamina.memory.device.base import Pairs
 from lamina.memory.device.select import make
 from lamina.models.directory import BUNDLED, find
 from lamina.models.tokenizer import Tokenizer
@@ -43,10 +43,9 @@ def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torc
         spec = AttentionSpec(0, q.shape[1], k.shape[1], q.shape[2], v.shape[2], scaling)
         device, slots = make("cpu", [spec], element, count, threads), np.arange(count, dtype=np.int32)
         device.keep(0, k, v, slots)
-        ends, zero = np.array([0, count], np.int32), np.zeros(1, np.int32)
-        table = SegmentTable(ends, zero, ends.astype(np.int64), zero, slots)
+        table = device.table(Pairs([count], [0], [0], [0], [0], [count]), lambda key: slots)
         out, lse = np.empty((count, spec.query_heads, spec.v_dim), np.float32), np.empty(q.shape[:2], np.float32)
-        for _part in device.attend(0, table, q, out, lse):
+        for _part in table.attend(0, q, out, lse):
             pass
         return torch.from_numpy(out)[None], None
 

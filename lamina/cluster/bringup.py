@@ -133,9 +133,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
-    for name in plan.computes:
+    ranks = plan.pipeline.ranks
+    for number, name in enumerate(plan.computes):
         threads = plan.threads("compute", plan.greetings[name])
-        control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
+        setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, rank=number % ranks, ranks=ranks)
+        control.send([name], setup_of)
     loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
     shards = _shards(plan, loaded)
@@ -155,6 +157,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         shards.count,
         plan.kv_overcommit,
         plan.kv_spill_dir,
+        ranks,
         plan.forgets,
     )
     for name, capacity in capacities.items():
@@ -179,14 +182,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         epoch,
         kv_dtype,
         plan.kinds,
-        fabric,
+        fabric if ranks == 1 else None,  # so far, replicas of several ranks neither grow nor shrink
         head_shards=shards.count,
     )
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
-    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers)
+    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
     if plan.compute_setup.head_workers > 1 and shards.count == 1:
         counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
         raise ConfigError(
@@ -281,7 +284,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         loaded_on=plan.greetings[plan.computes[0]].machine,
         slab=_slab(plan, loaded),
         kv_bytes=kv_bytes,
-        sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes),
+        sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks),
         transports=transports,
         wanted=plan.transport,
         spins_s=plan.spins_s,
@@ -292,6 +295,13 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     for name, hello in plan.greetings.items():
         fabric.note(name, hello)
     return fabric
+
+
+def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes of the slots that the ranks of each replica have for each other's sums."""
+    ranks, size = plan.pipeline.ranks, fabric.sizes.sums
+    replicas = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
+    return {pair: (size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
 
 
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
@@ -306,7 +316,7 @@ def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: 
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
     pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}
-    slots = {pair: each for pair, each in pairs.items() if each is not None}
+    slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(plan, fabric)
     between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
     used = {pair: each for pair, each in slots.items() if pair not in between}
     fabric.links.update(converse(gather, link(control, plan.transport, fabric.offers, used)))

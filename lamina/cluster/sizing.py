@@ -133,6 +133,8 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
     nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
     """
+    if config.tensor_parallel > 1:
+        return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
             fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
@@ -144,6 +146,20 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
         return Pipeline(lanes, computes, rotates)
     except ValueError as error:
         raise ConfigError(f"{error}. Change lanes, pipelining or the compute pool") from error
+
+
+def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
+    """One lane for each replica: its ranks, which add up what each has computed, must run slices in the same order."""
+    ranks = config.tensor_parallel
+    if computes % ranks:
+        raise ConfigError(
+            f"tensor_parallel {ranks} makes replicas of {ranks} compute workers, which {computes} cannot be divided "
+            f"into; give --compute a multiple of {ranks}"
+        )
+    replicas = computes // ranks
+    if config.lanes not in (None, replicas):
+        raise ConfigError(f"with tensor_parallel each of the {replicas} replicas runs one lane; leave out lanes")
+    return Pipeline(replicas, replicas, ranks=ranks)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lamina.protocol.wire import (
     pulled_pieces,
 )
 from lamina.splitter import SliceOutput
+from lamina.splitter.parts import ONLY, Rank
 from lamina.steps import StepPlan
 from lamina.types import AttentionSpec, Overlap, Segment
 
@@ -95,24 +96,27 @@ class StepExchange:
         rows: int,
         shards: HeadShards = WHOLE,
         share: LocalShare | None = None,
+        rank: Rank = ONLY,
     ) -> None:
-        """``carrier``: of the rows. ``share``: of the step in this worker's own memory."""
+        """``carrier``: of the rows. ``share``: of the step in this worker's own memory. ``shards``: of all ``rank``s of
+        the replica; tensors have the heads of this one."""
         self.rows = rows
-        self._shards = shards
+        self._shards = own = shards.of_rank(rank.count)
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
+        self._door = plan.lane * rank.count + rank.number  # memory workers serve each rank's messages as a lane
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total * shards.count, np.int64)  # partials each shard of a row has so far
+        self._parts = np.zeros(self._total * own.count, np.int64)  # partials each shard of a row has so far
         self._local = self._plan_local(plan)
         self._share = share
         self._share_source = self._source(share.queries) if share is not None else None
         self._partial_here: Partial | None = None
         named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         named = [worker for worker in named if share is None or worker != share.worker]
-        shares = {worker: message_rows(plan, segments, worker, shards) for worker in named}
+        shares = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in named}
         self._remotes = [
             Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
             for worker, share in shares.items()
@@ -127,7 +131,7 @@ class StepExchange:
             Moves(
                 self._total,
                 rows,
-                shards.count,
+                own.count,
                 queries=[remote.rows.queries for remote in self._remotes],
                 appends=[remote.rows.appends for remote in self._remotes],
                 parts=[remote.source.part for remote in self._remotes],
@@ -198,7 +202,7 @@ class StepExchange:
         for remote, rows, k, v in zip(self._remotes, queries, keys, values, strict=True):
             if remote.is_whole:
                 nbytes, _ = self._sizes(remote, spec)
-                remote.channel.send(self._lane, self._turn + index, nbytes, (k, v, rows))
+                remote.channel.send(self._door, self._turn + index, nbytes, (k, v, rows))
                 continue
             message = next(begun) if remote.queries_first else self._begin(remote, index, spec)
             if remote.rows.pulled:
@@ -210,7 +214,7 @@ class StepExchange:
                 message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _begin(self, remote: Remote, index: int, spec: AttentionSpec) -> Message:
-        return remote.channel.begin(self._lane, self._turn + index, *self._sizes(remote, spec))
+        return remote.channel.begin(self._door, self._turn + index, *self._sizes(remote, spec))
 
     def _sizes(self, remote: Remote, spec: AttentionSpec) -> tuple[int, int]:
         """Bytes of a request, and of what it leaves to be fetched."""
@@ -231,7 +235,7 @@ class StepExchange:
             rows = slice(piece.row, piece.row + piece.rows)
             both = [k[rows], v[rows]]
             if count > 1:
-                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard]) for one in both]
+                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard % count]) for one in both]
             message.lay_out(at, both)
             at += piece.rows * nbytes
 

@@ -38,7 +38,7 @@ class LocalMemory:
 
         Raises as ``KvStore.apply``.
         """
-        tables = self._store.apply(plan)
+        (tables,) = self._store.apply(plan)  # of a replica of one rank
         return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class LocalShare:
         pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
         kept, slots = np.concatenate([rows.appends, *pulled]), np.concatenate([tables.slots, tables.pulled_slots])
         order = np.argsort(kept)
-        self._kept, self._slots = kept[order], slots[order]
+        self._kept, self._slots = kept[order], store.device.sent(slots[order])
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
@@ -81,8 +81,8 @@ class LocalShare:
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
-        kept = _indices(self._kept, len(k))
-        self._store.device.keep(layer, k[kept], v[kept], self._slots)
+        kept, sent = _indices(self._kept, len(k)), self._store.device.sent
+        self._store.device.keep(layer, sent(k[kept]), sent(v[kept]), self._slots)
         if not len(self.queries):
             return None
         spec = self._store.attentions[layer]
@@ -92,7 +92,7 @@ class LocalShare:
             self._partials[shape] = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
         out, lse = self._partials[shape]
         rows = _indices(self.queries, len(q)) if self._count == 1 else self.queries  # shard by shard
-        for _ in self._store.attend(layer, self._tables, 0, q[rows], out, lse):
+        for _ in self._store.attend(layer, self._tables, 0, sent(q[rows]), out, lse):
             pass  # nobody else is served in between
         return out, lse
 

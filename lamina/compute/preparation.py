@@ -28,6 +28,7 @@ from lamina.lowering.linear import packing
 from lamina.lowering.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.models.tensors import Recipe, WeightPlan
+from lamina.splitter.parts import ONLY, Rank
 from lamina.types import DType
 
 logger = logging.getLogger(__name__)
@@ -71,24 +72,31 @@ class _Record(msgspec.Struct):
 
 
 def prepare(
-    place: ModelDirectory, dtype: DType | None, on_split: Callable[[], None], target: Target = Target.CPU
+    place: ModelDirectory,
+    dtype: DType | None,
+    on_split: Callable[[], None],
+    target: Target = Target.CPU,
+    rank: Rank = ONLY,
 ) -> Prepared:
     """Split and lower the model in ``place`` with element type ``dtype`` (None: the config's own), or read it back.
 
-    ``on_split`` is called before the split, which takes seconds. Raises what ``load_config`` and ``split`` raise.
+    ``on_split`` is called before the split, which takes seconds. ``rank``: whose part of the model to make. Raises what
+    ``load_config`` and ``split`` raise.
     """
-    key = cache_key(ingredients(place, dtype, target))
+    key = cache_key(ingredients(place, dtype, target, rank))
     folder = environment().cache_dir
     if folder is not None and (known := _recall(folder / "models" / key, place)) is not None:
         return known
     on_split()
-    prepared = _split(place, dtype, target)
+    prepared = _split(place, dtype, target, rank)
     if folder is not None:
         _keep(folder / "models" / key, prepared)
     return prepared
 
 
-def ingredients(place: ModelDirectory, dtype: DType | None, target: Target = Target.CPU) -> dict[str, bytes]:
+def ingredients(
+    place: ModelDirectory, dtype: DType | None, target: Target = Target.CPU, rank: Rank = ONLY
+) -> dict[str, bytes]:
     """Everything that the result depends on."""
     packings = [packing(each) for each in ([dtype] if dtype else DType)]
     paths = [path.name for path in _native.attention_paths()]
@@ -96,6 +104,7 @@ def ingredients(place: ModelDirectory, dtype: DType | None, target: Target = Tar
         "config": (place.path / CONFIG).read_bytes(),
         "dtype": str(dtype and dtype.value).encode(),
         "target": target.value.encode(),
+        "rank": f"{rank.number} of {rank.count}".encode(),
         "tensors": "\n".join(sorted(place.tensors)).encode(),
         "packing": str([each and (each.linear.__name__, each.inputs_multiple) for each in packings]).encode(),
         "python": sys.version.encode(),
@@ -121,13 +130,13 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _split(place: ModelDirectory, dtype: DType | None, target: Target) -> Prepared:
+def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank) -> Prepared:
     from lamina.lowering import lower
     from lamina.models.config import load_config, resolve_dtype
     from lamina.splitter import split
 
     config = load_config(place)
-    lowered = lower(split(config, resolve_dtype(config, dtype or "auto")), target)
+    lowered = lower(split(config, resolve_dtype(config, dtype or "auto"), rank), target)
     return Prepared(lowered, _plan(place, lowered.dtype))
 
 

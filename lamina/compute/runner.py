@@ -14,6 +14,7 @@ from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel
 from lamina.splitter import SliceOutput
+from lamina.splitter.collective import Reduce
 from lamina.types import AttentionSpec, DType
 
 
@@ -50,13 +51,13 @@ class NativeRunner:
 class SliceRunner(NativeRunner):
     """A lowered model with its weights. Runs one slice at a time; attention is left to the caller."""
 
-    def __init__(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors`` holds the model's weights by name, but not its constants."""
+    def __init__(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None) -> None:
+        """``tensors`` holds the model's weights by name, but not its constants. ``reduce``: see ``Device.runner``."""
         super().__init__(model.dtype)
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
-        *self._inner, self._last = model.with_weights(tensors)
+        *self._inner, self._last = model.with_weights(tensors, reduce)
 
     def reserve(self, rows: int) -> None:
         """Nothing: the system gives memory when it is written to."""

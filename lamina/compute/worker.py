@@ -15,21 +15,18 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from lamina.compute.device.base import Device, Runner
 from lamina.compute.device.select import make
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
+from lamina.compute.loading import load
 from lamina.compute.local import LocalMemory
-from lamina.compute.model_files import locate
-from lamina.compute.preparation import prepare
 from lamina.compute.quick_start import once_set_up
+from lamina.compute.ranks import Ranks
 from lamina.compute.sampler import Row, sample
-from lamina.compute.step import Replica, StepRun, context_nbytes_per_token
-from lamina.errors import ConfigError, DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.compute.step import Replica, StepRun
+from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.heads import HeadShards
 from lamina.lowering import Workspace
-from lamina.models import directory, tensors
-from lamina.models.digest import checkpoint_digest
 from lamina.protocol.control import Bootstrap, ControlClient, expect
 from lamina.protocol.fence import Fence
 from lamina.protocol.fetching import Fetcher
@@ -44,8 +41,6 @@ from lamina.protocol.messages import (
     Forget,
     Grant,
     Link,
-    LoadProgress,
-    ModelLoaded,
     Release,
     Step,
     StepDone,
@@ -59,6 +54,7 @@ from lamina.protocol.process import run_worker
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
 from lamina.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.splitter.parts import Rank
 from lamina.steps import Admission, StepPlan
 from lamina.topology import Epoch
 from lamina.types import Segment
@@ -128,6 +124,7 @@ class ComputeWorker:
         control: ControlClient,
         setup: ComputeSetup,
         replica: Replica,
+        shards: HeadShards,
         links: Links,
         lanes: int,
         mail: Mail,
@@ -135,7 +132,9 @@ class ComputeWorker:
         epoch: Epoch,
         memory: LocalMemory | None = None,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``. ``memory``: its own part of the memory pool."""
+        """``wait`` waits for what ``mail`` awaits, over ``links``. ``memory``: its own part of the memory pool.
+
+        All ranks of a replica run the same slices and draw the same tokens; the first one answers the engine."""
         self._control = control
         self._fence = Fence(control, links, epoch)
         self._replica = replica
@@ -148,7 +147,8 @@ class ComputeWorker:
         self._newcomers = Newcomers(control, links)
         self._memory = memory
         self._overlap = setup.overlap
-        self._shards = HeadShards.over(replica.runner.attentions, setup.head_workers)
+        self._rank = Rank(setup.rank, setup.ranks)
+        self._shards = shards
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
         self._sequences: dict[int, SequenceCopy] = {}
@@ -213,7 +213,7 @@ class ComputeWorker:
         if self._memory is not None:
             self._memory.truncate(message.kept)
         names = topology.computes
-        number = names.index(self._replica.names[self._replica.number])
+        number = names.index(self._control.name) // topology.pipeline.ranks
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
         self._fence.begin(topology)
 
@@ -230,7 +230,7 @@ class ComputeWorker:
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
         self._replica = dataclasses.replace(
-            self._replica, number=names.index(own), names=names, pipeline=topology.pipeline
+            self._replica, number=names.index(own) // topology.pipeline.ranks, names=names, pipeline=topology.pipeline
         )
         self._control.send(Changed(message.number))
 
@@ -253,7 +253,7 @@ class ComputeWorker:
                 whole = lane.busy_s * (attentions + 1) / step.own_slices
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
-                self._done.append(done)
+                self._finish(done)
             lane.steps.popleft()
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
         self._slices += 1
@@ -300,6 +300,11 @@ class ComputeWorker:
         if lane.watched == self._slices and not lane.steps[0].moved_here:
             lane.waited_s += time.monotonic() - lane.since
             lane.waits += 1
+
+    def _finish(self, done: StepDone) -> None:
+        """Answer when there is a pause, unless another rank does."""
+        if self._rank.number == 0:
+            self._done.append(done)
 
     def _answer(self) -> None:
         for done in self._done:
@@ -376,12 +381,12 @@ class ComputeWorker:
         if not plan.sequences:
             self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
-                self._done.append(StepDone(plan.step, []))
+                self._finish(StepDone(plan.step, []))
             return
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
         exchange = StepExchange(
-            plan, self._segments, self._mail, self._overlap, self._runner, rows, self._shards, share
+            plan, self._segments, self._mail, self._overlap, self._runner, rows, self._shards, share, self._rank
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -436,58 +441,24 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
-    runner = _load(control, setup, make(control.device))
+    ranks = Ranks(Rank(setup.rank, setup.ranks))
+    runner, shards = load(control, setup, make(control.device), ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
-    replica = Replica(names.index(control.name), names, connect.pipeline, runner, Timeline(setup.trace))
-    channels = {name: links.channel(name) for name in (*connect.memories, *names) if links.has(name)}
+    number = names.index(control.name) // setup.ranks
+    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace))
+    own = names[number * setup.ranks : (number + 1) * setup.ranks]
+    peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
+    channels = {name: links.channel(name) for name in peers}
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
     lanes, wait = connect.pipeline.lanes, links.settle()
-    worker = ComputeWorker(control, setup, replica, links, lanes, mail, wait, connect.epoch, memory)
+    ranks.connect(links, wait, own)
+    worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, memory)
     control.send(Connected())
     once_set_up()
     return worker
-
-
-def _load(control: ControlClient, setup: ComputeSetup, device: Device) -> Runner:
-    """The model with its weights, as the engine is told on the way."""
-
-    def tell(stage: str, done: int, total: int) -> None:
-        control.send(LoadProgress(stage, done, total))
-
-    weights = setup.load_format != "dummy"
-    place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
-    prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target)
-    tell("splitting", 1, 1)
-    try:
-        loaded = tensors.load(
-            place,
-            prepared.lowered.weights,
-            prepared.weights,
-            setup.load_format,
-            setup.seed,
-            lambda done, of: tell("weights", done, of),
-            device.place,
-        )
-        runner = device.runner(prepared.lowered, loaded)
-        runner.reserve(setup.rows)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows: {error}. Lower "
-            "max_num_batched_tokens, or use a GPU with more memory"
-        ) from error
-    control.send(
-        ModelLoaded(
-            list(runner.attentions),
-            runner.dtype,
-            sum(tensor.numel() for tensor in loaded.values()),
-            runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
-            checkpoint_digest(place),
-        )
-    )
-    return runner
 
 
 def main(bootstrap: Bootstrap) -> None:

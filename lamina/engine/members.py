@@ -159,6 +159,9 @@ class Members:
 
         Returns the request that makes workers die, if this loss proves one: the caller ends it.
         """
+        if self.topology.pipeline.ranks > 1:
+            reason = next(iter(lost.values()))
+            raise TransportError(f"{reason}. With tensor_parallel the loss of a worker ends the engine: start it again")
         pools, role = self.pools, self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.can_lose(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)

@@ -8,9 +8,10 @@ as a graph.
 """
 
 import copy
+import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -20,7 +21,8 @@ from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
 from lamina.lowering.program import SliceProgram, Workspace
 from lamina.lowering.translate import translate
-from lamina.splitter.split_model import Crossing, OnQuery, Slice, SliceOutput, SplitModel, call_hook
+from lamina.splitter.collective import Reduce, bind
+from lamina.splitter.split_model import Crossing, OnQuery, Shard, Slice, SliceOutput, SplitModel, call_hook
 from lamina.types import AttentionSpec, DType
 
 LINEAR = torch.ops.aten.linear.default
@@ -164,7 +166,7 @@ class LoweredModel:
         contexts: the context of each cut.
         weights: names of all weights that slices or sinks use.
         positions: the number that the model supports; 0 if its config does not say.
-        dtype, attentions, sinks, constants: those of ``SplitModel``.
+        dtype, attentions, sinks, constants, shards, whole: those of ``SplitModel``.
     """
 
     dtype: DType
@@ -175,11 +177,14 @@ class LoweredModel:
     weights: tuple[str, ...]
     positions: int
     constants: Mapping[str, Tensor]
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    whole: tuple[AttentionSpec, ...] = ()
 
-    def with_weights(self, tensors: Mapping[str, Tensor]) -> list[LoweredSlice]:
+    def with_weights(self, tensors: Mapping[str, Tensor], reduce: Reduce | None = None) -> list[LoweredSlice]:
         """Executable slices; ``tensors`` holds all of ``weights``, on the CPU.
 
-        Packed weights are copies: drop ``tensors`` to free their memory.
+        Packed weights are copies: drop ``tensors`` to free their memory. ``reduce``: how the ranks of a replica add up
+        what each has computed; slices of one rank alone need none.
         """
         tables: dict[tuple[fx.GraphModule, tuple[str, ...]], PositionTable] = {}
 
@@ -199,7 +204,15 @@ class LoweredModel:
             return [(spec.query_heads, spec.v_dim), *(crossing.shape for crossing in self.contexts[index - 1])]
 
         pack, named = packing(self.dtype), {**tensors, **self.constants}
-        return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in enumerate(self.parts)]
+        parts = self.parts if reduce is None else _bound(self.parts, reduce)
+        return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in enumerate(parts)]
+
+
+def _bound(parts: Sequence[LoweredPart], reduce: Reduce) -> list[LoweredPart]:
+    """The parts with graphs that call ``reduce``; equal slices share theirs as before."""
+    graphs = {part.graphs.main: part.graphs for part in parts}
+    bound = {main: dataclasses.replace(each, main=bind(main, reduce)) for main, each in graphs.items()}
+    return [dataclasses.replace(part, graphs=bound[part.graphs.main]) for part in parts]
 
 
 def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
@@ -223,6 +236,8 @@ def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
         weights=tuple(sorted(model.weights)),
         positions=getattr(model.config, "max_position_embeddings", None) or 0,
         constants=model.constants,
+        shards=model.shards,
+        whole=model.whole,
     )
 
 

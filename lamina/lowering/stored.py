@@ -17,6 +17,8 @@ from torch import fx
 from lamina.lowering import elementwise, linear
 from lamina.lowering.fuse import METHODS
 from lamina.lowering.lowered import LoweredModel, LoweredPart, SliceGraphs
+from lamina.splitter.collective import ALL_REDUCE
+from lamina.splitter.parts import Runs
 from lamina.splitter.split_model import Crossing, call_hook
 from lamina.types import AttentionSpec, DType
 
@@ -76,6 +78,8 @@ class StoredModel(msgspec.Struct):
     weights: tuple[str, ...]
     positions: int
     constants: bytes
+    shards: dict[str, dict[int, Runs]]
+    whole: tuple[AttentionSpec, ...]
 
 
 def store(model: LoweredModel) -> StoredModel:
@@ -103,6 +107,8 @@ def store(model: LoweredModel) -> StoredModel:
         weights=model.weights,
         positions=model.positions,
         constants=safetensors.torch.save({name: value.clone().contiguous() for name, value in model.constants.items()}),
+        shards={name: dict(shard) for name, shard in model.shards.items()},
+        whole=model.whole,
     )
 
 
@@ -126,6 +132,8 @@ def restore(stored: StoredModel) -> LoweredModel:
         weights=stored.weights,
         positions=stored.positions,
         constants=safetensors.torch.load(stored.constants),
+        shards=stored.shards,
+        whole=stored.whole,
     )
 
 
@@ -189,6 +197,8 @@ def _target(node: StoredNode) -> Any:
         case "call_function" if node.target == _GROUPED_PRODUCT:
             importlib.import_module("transformers.integrations.moe")  # registers it
             return torch.ops.transformers.grouped_mm_fallback.default
+        case "call_function" if node.target == str(ALL_REDUCE):
+            return ALL_REDUCE
         case "call_function" if node.target.startswith("aten.") and node.target.count(".") == 2:
             _, operation, overload = node.target.split(".")
             found = getattr(getattr(torch.ops.aten, operation, None), overload, None)

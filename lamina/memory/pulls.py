@@ -66,7 +66,7 @@ class Puller(Fetcher):
             slots = step.pulled_slots[first : first + piece.rows]
             place = start + first * nbytes
             kept = functools.partial(keep, slots)
-            self.add_piece(Piece(peer, place, piece.rows * nbytes, kept, step.plan.lane, step.plan.turn + layer))
+            self.add_piece(Piece(peer, place, piece.rows * nbytes, kept, step.door, step.plan.turn + layer))
             first += piece.rows
 
     def wait(

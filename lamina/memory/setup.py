@@ -23,6 +23,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
         setup.kv_cache_dtype,
         control.device,
         setup.head_shards,
+        setup.ranks,
         setup.forgets,
     )
     tier = open_tier(store, setup.spill_dir, setup.overcommit, lambda *done: control.send(Stored(*done)), resources)

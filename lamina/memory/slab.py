@@ -59,6 +59,7 @@ class Slab(Generic[Key]):
         self._set_aside = 0
         self._references = np.zeros(capacity, np.int32)
         self._tables: dict[Key, _PageTable] = {}
+        self._shortened: dict[Key, None] = {}
         self._growing: dict[Key, _PageTable] = {}  # that were appended to: forks that nobody runs take no runs
 
     @property
@@ -176,6 +177,7 @@ class Slab(Generic[Key]):
         self._give_up(table)
         self._release(table.slots[tokens : table.length])
         table.length = table.held = tokens
+        self._shortened[segment] = None
 
     def free(self, segment: Key) -> None:
         """Forget ``segment``; slots it shares stay with the others. Raises ValueError if it is unknown."""
@@ -192,6 +194,11 @@ class Slab(Generic[Key]):
         view = table.slots[: table.length]
         view.flags.writeable = False
         return view
+
+    def take_shortened(self) -> list[Key]:
+        """The segments that have lost tokens or were freed since the last call, each once."""
+        shortened, self._shortened = list(self._shortened), {}
+        return shortened
 
     def _supply(self, table: _PageTable, length: int) -> None:
         """Let a segment hold ``length`` slots, rounded up to a run if enough slots are free for one per segment."""

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from lamina.errors import PlacementError
 from lamina.heads import HeadShards
 from lamina.kernels.merge import merge
-from lamina.kernels.segments import SegmentTable
-from lamina.memory.device.base import Array, Floats
+from lamina.memory.device.base import Array, Floats, Pairs, Table
 from lamina.memory.device.select import make
 from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
@@ -41,17 +40,18 @@ class Attended:
     start: int
     stop: int
     shard: int
-    table: SegmentTable
+    table: Table
 
 
 @dataclass(frozen=True)
 class Further:
     """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
 
-    ``rows`` int64 [R] index the piece's; ``tables`` cover them in order.
+    ``rows`` int64 [R] index the piece's, ``sent`` are the same on the device; ``tables`` cover them in order.
     """
 
     rows: npt.NDArray[np.int64]
+    sent: Array
     tables: tuple[Attended, ...]
 
 
@@ -63,7 +63,9 @@ class StepTables:
         tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
         further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
             first.
-        slots: for the new tokens that arrive with requests. pulled_slots: for those of ``rows.pulled``.
+        slots: for the new tokens that arrive with requests. sent_slots: the same on the device. pulled_slots: for those
+            of ``rows.pulled``.
+        door: lane * ranks + rank, whose messages these are.
     """
 
     plan: StepPlan
@@ -73,7 +75,9 @@ class StepTables:
     further: tuple[tuple[Further, ...], ...]
     newest: tuple[Attended, ...]
     slots: npt.NDArray[np.int32]
+    sent_slots: Array
     pulled_slots: npt.NDArray[np.int32]
+    door: int
 
 
 class KvStore:
@@ -94,20 +98,22 @@ class KvStore:
         kv_cache_dtype: KvCacheDType = "auto",
         device: str = "cpu",
         head_shards: int = 1,
+        ranks: int = 1,
         forgets: bool = False,
     ) -> None:
         """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads. ``forgets``: layers with a window keep no tokens that no step
-        will attend to: no other sequence may begin with tokens of one that has run. Raises ConfigError if the device
-        cannot be used.
+        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
+        with a window keep no tokens that no step will attend to: no other sequence may begin with tokens of one that
+        has run. Raises ConfigError if the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
         self.dtype = dtype
         self.element = KvElement.of(kv_cache_dtype, dtype)
         self._overlap = overlap
+        self._ranks = ranks
         self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
         self.slab = Slab[SegmentKey](capacity * head_shards)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
@@ -130,8 +136,9 @@ class KvStore:
         """Tokens that the slots in use could hold with all heads, rounded up."""
         return -(-self.slab.used // self.shards.count)
 
-    def apply(self, plan: StepPlan) -> StepTables:
-        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step.
+    def apply(self, plan: StepPlan) -> list[StepTables]:
+        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step: what
+        each rank of a replica sends.
 
         Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
         PlacementError, having changed nothing at all, for segments that cannot be served.
@@ -159,7 +166,8 @@ class KvStore:
             self._grow(segment)
         for fetch in plan.fetches:
             self._begin_fetch(fetch)
-        return self._plan_step(plan)
+        self.device.forget(self.slab.take_shortened())
+        return [self._plan_step(plan, rank) for rank in range(self._ranks)]
 
     def truncate(self, kept: Mapping[int, int]) -> None:
         """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
@@ -306,8 +314,8 @@ class KvStore:
             if after:
                 self._segments[sequence] = after
 
-    def _plan_step(self, plan: StepPlan) -> StepTables:
-        rows = message_rows(plan, self._segments, self.worker, self.shards)
+    def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
+        rows = message_rows(plan, self._segments, self.worker, self.shards, rank, self._ranks)
         if self._forgets:
             self._note_starts(rows)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
@@ -320,13 +328,16 @@ class KvStore:
         )
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
-        inline = len(rows.appends)
-        return StepTables(plan, rows, cut, tables, further, newest, appended[:inline], appended[inline:])
+        inline, pulled = np.split(appended, [len(rows.appends)])
+        door = plan.lane * self._ranks + rank
+        return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled, door)
 
     def _note_starts(self, rows: MessageRows) -> None:
         """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
         for sequence, start in {(one.sequence, one.start) for one in (*rows.attends, *dict(rows.further).values())}:
-            self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT)).append(start)
+            starts = self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT))
+            if not starts or starts[-1] != start:  # else it is of another rank
+                starts.append(start)
 
     def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
         """See ``Needed``. A sequence that has not run here yet, such as a fork, may go on anywhere."""
@@ -352,16 +363,14 @@ class KvStore:
                 if number == len(rounds):
                     rounds.append([])
                 rounds[number].append((index, attend))
-        return tuple(
-            Further(
-                np.concatenate([np.arange(begins[index], begins[index + 1]) for index, _ in pairs]),
-                self._tables(
-                    [attend for _, attend in pairs],
-                    [min(attend.kv_stop, attend.start) if late else attend.kv_stop for _, attend in pairs],
-                ),
-            )
-            for pairs in rounds
-        )
+        return tuple(self._further_round(begins, pairs, late) for pairs in rounds)
+
+    def _further_round(
+        self, begins: npt.NDArray[np.int64], pairs: Sequence[tuple[int, SegmentRows]], late: bool
+    ) -> Further:
+        rows = np.concatenate([np.arange(begins[index], begins[index + 1]) for index, _ in pairs])
+        stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for _, attend in pairs]
+        return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs], stops))
 
     def _tables(
         self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
@@ -375,28 +384,27 @@ class KvStore:
         tables, row, first = [], 0, 0
         for shard, run in itertools.groupby(shards):
             part = slice(first, first + len(list(run)))
-            table = self._table(attends[part], stops[part], starts[part])
-            rows = int(table.query_offsets[-1])
-            tables.append(Attended(row, row + rows, shard, table))
+            rows = sum(attend.rows for attend in attends[part])
+            tables.append(Attended(row, row + rows, shard, self._table(attends[part], stops[part], starts[part])))
             row, first = row + rows, part.stop
         return tuple(tables)
 
-    def _table(self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int]) -> SegmentTable:
-        slots = []
-        for attend, start, stop in zip(attends, starts, stops, strict=True):
-            first, key = attend.kv_start, self._key(attend.sequence, attend.kv_start, attend.shard)
-            slots.append(self.slab.slots(key)[start - first : stop - first])
-        return SegmentTable(
-            query_offsets=_offsets([attend.rows for attend in attends]),
-            query_start=np.array([attend.start for attend in attends], np.int32),
-            kv_offsets=_offsets([len(part) for part in slots]).astype(np.int64),  # the kernel's type: no copy there
-            kv_start=np.array(starts, np.int32),
-            slots=np.concatenate(slots),
+    def _table(self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int]) -> Table:
+        pairs = Pairs(
+            rows=[attend.rows for attend in attends],
+            query_start=[attend.start for attend in attends],
+            kv_start=starts,
+            keys=[self._key(attend.sequence, attend.kv_start, attend.shard) for attend in attends],
+            first=[start - attend.kv_start for attend, start in zip(attends, starts, strict=True)],
+            stop=[stop - attend.kv_start for attend, stop in zip(attends, stops, strict=True)],
         )
+        return self.device.table(pairs, self.slab.slots)
 
     def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
         """Store K and V of a token in each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
-        self.device.keep(layer, *keys_values(content, self.attentions[layer], self.dtype, 0, len(slots)), slots)
+        there = self.device.sent(np.frombuffer(content, np.uint8))
+        k, v = keys_values(there, self.attentions[layer], self.dtype, 0, len(slots))
+        self.device.keep(layer, k, v, self.device.sent(slots))
 
     def serve(
         self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats
@@ -408,22 +416,26 @@ class KvStore:
         change before the end.
         """
         spec, rows, piece = self.attentions[layer], step.rows, step.pieces[number]
+        content, sent = np.frombuffer(request, np.uint8), self.device.sent
+        if len(step.pieces) == 1:
+            content, sent = sent(content), _as_it_is  # all at once
         if piece.keeps:
-            self.device.keep(layer, *read_kept(request, spec, self.dtype, rows, step.pieces), step.slots)
+            k, v = read_kept(content, spec, self.dtype, rows, step.pieces)
+            self.device.keep(layer, sent(k), sent(v), step.sent_slots)
         if step.tables[number]:
             part = slice(piece.start, piece.stop)
-            q = read_queries(request, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            yield from self.attend(layer, step, number, q, out[part], lse[part])
+            q = read_queries(content, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
+            yield from self.attend(layer, step, number, sent(q), out[part], lse[part])
         elif step.newest:
-            q = read_queries(request, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
-            more, sums = np.empty_like(out), np.empty_like(lse)
-            yield from self._attend(layer, step.newest, q, more, sums)
+            q = read_queries(content, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
+            more, sums = self.device.results(len(q), spec)
+            yield from self._attend(layer, step.newest, sent(q), more, sums)
             merge([out, more], [lse, sums], None, out, lse, self.threads)
 
     def attend(self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Attend with q [R, Hq, D], the query rows of piece ``number``, to what is kept of their segments here.
 
-        Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
+        q has been sent to the device. Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
         """
         yield from self._attend(layer, step.tables[number], q, out, lse)
         for further in step.further[number]:
@@ -436,13 +448,13 @@ class KvStore:
             if number:
                 yield
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.shard]
-            yield from self.device.attend(layer, one.table, q[rows], out[rows], lse[rows], spec)
+            yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
         rows = further.rows
-        more, sums = np.empty((len(rows), *out.shape[1:]), np.float32), np.empty((len(rows), lse.shape[1]), np.float32)
-        yield from self._attend(layer, further.tables, q[rows], more, sums)
+        more, sums = self.device.results(len(rows), self.attentions[layer])
+        yield from self._attend(layer, further.tables, q[further.sent], more, sums)
         merge([out[rows], more], [lse[rows], sums], None, more, sums, self.threads)
         out[rows], lse[rows] = more, sums
 
@@ -459,5 +471,5 @@ def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -
     ]
 
 
-def _offsets(counts: list[int]) -> npt.NDArray[np.int32]:
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).astype(np.int32)
+def _as_it_is(array: Array) -> Array:
+    return array

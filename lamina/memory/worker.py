@@ -84,6 +84,9 @@ class Door:
 class Lane:
     """The steps announced for one lane, and how far the first of them is.
 
+    Where several ranks share a replica, what each of them sends is served as a lane of its own, with its own share of
+    the lane's steps: lane * ranks + rank.
+
     Attributes:
         layer, piece: of the first step, to be served next.
         begin: byte at which that piece begins, of a request that is fetched.
@@ -140,7 +143,7 @@ class MemoryWorker:
             store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
         )
         self._newcomers = Newcomers(control, links)
-        self._lanes = [Lane(number) for number in range(connect.pipeline.lanes)]
+        self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._doors = self._closed_doors()
         self._timeline = timeline
         self._running = True
@@ -243,7 +246,8 @@ class MemoryWorker:
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         self._migrations.change(self._others(topology.memories))
         self._pipeline, self._computes = topology.pipeline, topology.computes
-        self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
+        lanes = topology.pipeline.lanes * topology.pipeline.ranks
+        self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
         self._control.send(Changed(message.number))
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
@@ -311,7 +315,7 @@ class MemoryWorker:
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
         if lane.out.shape != shape:
-            lane.out, lane.lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+            lane.out, lane.lse = self._store.device.results(queries, spec)
         body = lane.door.body if lane.door is not None else memoryview(b"")
         lane.work = self._store.serve(lane.layer, step, lane.piece, body, lane.out, lane.lse)
         self._serve_cut(lane, lane.work)
@@ -326,7 +330,7 @@ class MemoryWorker:
     def _report(self) -> None:
         """Tell the engine now and then which lanes are being served."""
         now = time.monotonic()
-        lanes = [lane.number for lane in self._lanes if lane.work is not None]
+        lanes = [lane.number // self._pipeline.ranks for lane in self._lanes if lane.work is not None]
         if lanes and now - self._reported >= REPORT_S:
             self._reported = now
             self._control.send(Working(lanes))
@@ -348,10 +352,11 @@ class MemoryWorker:
         """A request is served: reply to it, after a step's last one as soon as everything has been pulled."""
         step, door = lane.steps[0], lane.door
         number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
+        ranks, rank = self._pipeline.ranks, lane.number % self._pipeline.ranks
         if door is not None and door.request is not None:
             self._leave(door, door.request, lane.layer, step)
         lane.door = None
-        peer = self._computes[self._pipeline.replica(number, turn + 1, rotates)]
+        peer = self._computes[self._pipeline.replica(number, turn + 1, rotates) * ranks + rank]
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
         lane.reply = Reply(peer, parts, turn, turn if ends else -1)
@@ -379,7 +384,8 @@ class MemoryWorker:
         span = self._timeline.now()
         nbytes = sum(part.nbytes for part in reply.parts)
         # If it has to be kept, nothing overwrites it before it has been sent: the lane's next request follows it.
-        channel.begin(lane.number, reply.turn, nbytes, copies=False).send(reply.parts)
+        number = lane.number // self._pipeline.ranks
+        channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
         self._timeline.add("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
@@ -407,12 +413,13 @@ class MemoryWorker:
         elif isinstance(message, Step):
             if message.epoch < self._fence.epoch:
                 return
-            tables = self._store.apply(message.plan)
+            shares = self._store.apply(message.plan)
             self._migrations.apply(message.plan)
             if self._tier is not None:
                 self._tier.apply(message.plan)
-            if not tables.rows.empty:
-                self._lanes[message.plan.lane].steps.append(tables)
+            for share in shares:
+                if not share.rows.empty:
+                    self._lanes[share.door].steps.append(share)
         elif isinstance(message, Change):
             self._change(message)
         elif isinstance(message, Grant | Link | Forget):

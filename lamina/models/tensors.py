@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from lamina.errors import ModelError
 from lamina.models.checkpoint import some
 from lamina.models.directory import ModelDirectory
+from lamina.splitter.split_model import Shard, cut
 from lamina.types import LoadFormat
 
 Progress = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]
 HOST = torch.device("cpu")
+NOTHING: Mapping[str, Shard] = {}
 _DUMMY_STD = 0.02  # of dummy matrices: most families' initialisation
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
@@ -69,6 +71,7 @@ def load(
     seed: int = 0,
     on_progress: Progress | None = None,
     device: torch.device = HOST,
+    shards: Mapping[str, Shard] = NOTHING,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors ``names`` of a model on ``device``, in memory of their own. Tied names share one tensor.
 
@@ -76,6 +79,8 @@ def load(
         names: of ``plan.expected``. Nothing else is read.
         load_format: "auto" reads the checkpoint; "dummy" draws weights that depend on ``seed`` and name alone.
         on_progress: called with (bytes done, total bytes) after every tensor.
+        shards: what to load of some of the tensors, for one rank of a replica; the others are loaded whole. Tied names
+            have equal shards.
 
     Raises:
         ModelError: the model does not have such a tensor, or the checkpoint lacks one or has it in another shape or in
@@ -84,10 +89,10 @@ def load(
     unknown = sorted(set(names) - plan.expected.keys())
     if unknown:
         raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} unknown names)")
-    done = _Done(sum(plan.expected[name].nbytes for name in names), on_progress)
+    done = _Done(sum(cut(plan.expected[name], shards.get(name, {})).nbytes for name in names), on_progress)
     if load_format == "dummy":
-        return _dummy(names, plan.expected, plan.ties, seed, done, device)
-    return _Checkpoint(directory, plan, device).read(names, done)
+        return _dummy(names, plan.expected, plan.ties, seed, done, device, shards)
+    return _Checkpoint(directory, plan, device).read(names, done, shards)
 
 
 class _Done:
@@ -112,9 +117,10 @@ class _Checkpoint:
         self._recipes = plan.recipes
         self._ties = plan.ties
 
-    def read(self, names: Sequence[str], done: _Done) -> dict[str, torch.Tensor]:
+    def read(self, names: Sequence[str], done: _Done, shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
         """Read all of ``names``, running each recipe once."""
         sources = {name: self._stored(name) for name in names}
+        wanted = {source: shards.get(name, {}) for name, source in sources.items()}
         needed = set(sources.values())
         for name in sorted(needed):
             self._check_inputs(name)
@@ -124,10 +130,10 @@ class _Checkpoint:
             files: dict[Path, Any] = {}
             for name, source in sources.items():
                 if source not in made:
-                    outputs = self._make(self._recipes[source], files, stack)
+                    outputs = self._make(self._recipes[source], files, stack, wanted)
                     made.update((output, outputs[output]) for output in outputs.keys() & needed)
                     for other in self._copies(source):
-                        copy = self._make(self._recipes[other], files, stack)[other]
+                        copy = self._make(self._recipes[other], files, stack, {other: wanted[source]})[other]
                         self._check_tie(source, made[source], other, copy)
                 result[name] = made[source]
                 done.add(result[name])
@@ -184,9 +190,12 @@ class _Checkpoint:
                 f"config.json requires {list(wanted)}. Weights and config.json are from different models"
             )
 
-    def _make(self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack) -> dict[str, torch.Tensor]:
+    def _make(
+        self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack, shards: Mapping[str, Shard]
+    ) -> dict[str, torch.Tensor]:
         wanted = self._expected[recipe.outputs[0]].dtype
         mapped: set[int] = set()
+        early = shards.get(recipe.outputs[0], {}) if recipe.convert is None else {}
 
         def read(key: str) -> torch.Tensor:
             file = self._directory.tensors[key].file
@@ -198,7 +207,7 @@ class _Checkpoint:
             tensor: torch.Tensor = files[file].get_tensor(key)
             if tensor.device == HOST:  # elsewhere it was copied, not mapped
                 mapped.add(tensor.untyped_storage().data_ptr())
-            return tensor.to(wanted)
+            return cut(tensor, early).to(wanted)  # of a mapped file, the rest is not read
 
         try:
             outputs = recipe.make(read)
@@ -207,14 +216,18 @@ class _Checkpoint:
                 f"{self._directory.path}: {recipe.outputs[0]} cannot be made from {recipe.inputs[0][1]} and "
                 f"{len(recipe.inputs) - 1} more tensors: {error}. The checkpoint is incomplete: copy it again"
             ) from error
-        for name, tensor in outputs.items():
-            self._check_shape(name, tensor.shape, recipe)
+        if recipe.convert is not None:
+            for name, tensor in outputs.items():
+                self._check_shape(name, tensor.shape, recipe)
+            outputs = {name: cut(tensor, shards.get(name, {})) for name, tensor in outputs.items()}
         return {name: _own(tensor, mapped) for name, tensor in outputs.items()}
 
 
 def _own(tensor: torch.Tensor, mapped: set[int]) -> torch.Tensor:
-    """A contiguous tensor with its own memory; a view of the memory map would depend on the file and be unaligned."""
-    if tensor.is_contiguous() and tensor.untyped_storage().data_ptr() not in mapped:
+    """A contiguous tensor with its own memory; a view of the memory map would depend on the file and be unaligned, and
+    a part of another tensor would keep all of that."""
+    storage = tensor.untyped_storage()
+    if tensor.is_contiguous() and storage.data_ptr() not in mapped and storage.nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -226,13 +239,16 @@ def _dummy(
     seed: int,
     done: _Done,
     device: torch.device,
+    shards: Mapping[str, Shard],
 ) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name in names:
         source = ties.get(name, name)
         if source not in made:
-            made[source] = _dummy_tensor(source, expected[source], seed).to(device)
+            made[source] = _own(cut(_dummy_tensor(source, expected[source], seed), shards.get(name, {})), set()).to(
+                device
+            )
         result[name] = made[source]
         done.add(result[name])
     return result

@@ -27,6 +27,7 @@ DOORBELLS = 2 * SLOTS + 2  # of a lease, see protocol.channel
 POOLED_MESSAGES = 4  # of the largest size that the pool has room for
 LANDINGS = 4  # fetches that a worker has in flight at once
 LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
+SUMS_NBYTES = 1 << 20  # of a slot between two ranks: larger tensors are added up in pieces
 SPARE_LINKS = 64  # that address space is reserved for
 STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
 
@@ -161,6 +162,7 @@ class Messages(msgspec.Struct, frozen=True):
         request, reply, context: slots for each kind, 0 if it is not sent; see ``protocol.wire``.
         fetched_from_compute, fetched_from_memory: most that a message leaves to be fetched.
         landing: most that one fetch brings.
+        sums: slots between the ``ranks`` of a replica; 0: there is one rank.
     """
 
     request: int
@@ -169,14 +171,16 @@ class Messages(msgspec.Struct, frozen=True):
     fetched_from_compute: int
     fetched_from_memory: int
     landing: int
+    sums: int = 0
+    ranks: int = 1
 
     def compute_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
         """What a compute worker needs for links to all others, and ``spare`` more of any kind."""
         others = computes - 1 if self.context else 0
         leased = memories * lease_nbytes(self.reply) + others * lease_nbytes(self.context)
-        leased += spare * lease_nbytes(max(self.reply, self.context))
+        leased += spare * lease_nbytes(max(self.reply, self.context)) + (self.ranks - 1) * lease_nbytes(self.sums)
         pool = POOLED_MESSAGES * self.fetched_from_compute
-        return ArenaPlan(self.landing, False, pool, leased, memories + others + spare)
+        return ArenaPlan(self.landing, False, pool, leased, memories + others + spare + self.ranks - 1)
 
     def memory_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
         """What a memory worker needs for links to all others, and ``spare`` more of any kind."""
@@ -186,7 +190,9 @@ class Messages(msgspec.Struct, frozen=True):
         return ArenaPlan(self.landing, memories + spare > 1, pool, leased, computes + others + spare)
 
 
-def messages(attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int) -> Messages:
+def messages(
+    attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int, ranks: int = 1
+) -> Messages:
     """Sizes for steps of at most ``rows`` rows, and ``context_nbytes`` between replicas; 0: it stays on one."""
     few = min(rows, SLOT_ROWS)
     context = aligned(-(-context_nbytes * few // rows))
@@ -197,6 +203,8 @@ def messages(attentions: Sequence[AttentionSpec], dtype: DType, rows: int, conte
         fetched_from_compute=max(aligned(request_nbytes(attentions, dtype, rows)), context_nbytes) + ALIGNMENT,
         fetched_from_memory=reply_nbytes(attentions, rows),
         landing=max(LANDING_NBYTES, *(spec.kv_bytes_per_token(dtype) for spec in attentions)),
+        sums=SUMS_NBYTES if ranks > 1 else 0,
+        ranks=ranks,
     )
 
 

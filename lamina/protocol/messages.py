@@ -18,6 +18,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
     model's files, for machines that do not have them under this path.
+    ``rank`` of ``ranks``: which part of the model to load.
     """
 
     model: str
@@ -32,13 +33,16 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     head_workers: int = 1
     local: bool = False
     source: FileSource | None = None
+    rank: int = 0
+    ranks: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
 
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
-    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``).
+    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``), which the
+    ``ranks`` of a replica share.
     ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir`` together. ``forgets``: layers
     with a window keep no tokens that it has left.
     """
@@ -53,6 +57,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     head_shards: int = 1
     overcommit: float = 1.0
     spill_dir: str = ""
+    ranks: int = 1
     forgets: bool = False
 
 

@@ -68,7 +68,8 @@ class PulledRows(msgspec.Struct, frozen=True, gc=False):
 class MessageRows:
     """The rows of one step that concern one memory worker, in the order their bytes travel: shard by shard.
 
-    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard.
+    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard, where
+    each rank of a replica counts its own shards.
     ``attends`` covers ``queries`` in order, ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are
     kept too, but not part of the request. ``further`` = (index of ``attends``, segment): where a worker holds several
     segments of a sequence, its rows travel once, and it merges what they see of each.
@@ -155,11 +156,18 @@ def check_placements(plan: StepPlan, shards: HeadShards) -> None:
 
 
 def message_rows(
-    plan: StepPlan, segments: Mapping[int, Sequence[Segment]], worker: str, shards: HeadShards = WHOLE
+    plan: StepPlan,
+    segments: Mapping[int, Sequence[Segment]],
+    worker: str,
+    shards: HeadShards = WHOLE,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> MessageRows:
     """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
 
     The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
+    With several ``ranks``, these are the rows of the message of one of them, who has some shards of every row:
+    ``queries`` and ``appends`` count its own.
     """
     queries: list[npt.NDArray[np.int64]] = []
     appends: list[npt.NDArray[np.int64]] = []
@@ -168,7 +176,8 @@ def message_rows(
     pulled: list[PulledRows] = []
     further: list[tuple[int, SegmentRows]] = []
     several = shards.count > 1
-    for shard in range(shards.count):
+    own = shards.range_of_rank(rank, ranks)
+    for shard in own:
         asking: list[tuple[int, int]] = []
         adding: list[tuple[int, int]] = []
         row = 0
@@ -200,8 +209,8 @@ def message_rows(
                         asking.append((row, count))
                         attends.append(attend)
             row += count
-        queries.append(_ranges(asking) * shards.count + shard)
-        appends.append(_ranges(adding) * shards.count + shard)
+        queries.append(_ranges(asking) * len(own) + shard - own.start)
+        appends.append(_ranges(adding) * len(own) + shard - own.start)
     indices = np.concatenate(queries), np.concatenate(appends)
     return MessageRows(*indices, tuple(attends), tuple(kept), tuple(pulled), tuple(further))
 
@@ -268,18 +277,21 @@ def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
 
 
 def read_queries(
-    body: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
+    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
 ) -> Array:
-    """View q [stop - start, Hq, D] of a request's bytes: its query rows [start, stop). ``cut``: its pieces."""
+    """View q [stop - start, Hq, D] of a request's bytes, uint8 [n] in any memory: its query rows [start, stop).
+
+    ``cut``: its pieces.
+    """
     before = len(rows.appends) * spec.kv_bytes_per_token(dtype) if cut[0].keeps else 0
     shape = (stop - start, spec.query_heads, spec.qk_dim)
     return _view(body, dtype, shape, before + start * spec.query_bytes_per_token(dtype))
 
 
 def read_kept(
-    body: memoryview, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
+    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
 ) -> tuple[Array, Array]:
-    """Views (k, v) of a request's bytes, see ``keys_values``."""
+    """Views (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
     before = 0 if cut[0].keeps else len(rows.queries) * spec.query_bytes_per_token(dtype)
     return keys_values(body, spec, dtype, before, len(rows.appends))
 
@@ -290,7 +302,7 @@ def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Pie
     return kept + (part.stop - part.start) * spec.query_bytes_per_token(dtype)
 
 
-def keys_values(buffer: memoryview, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
+def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
     """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
     k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
     return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
@@ -320,8 +332,9 @@ def migration_number(migration: int, piece: int) -> int:
     return (migration << 32) + piece + 1
 
 
-def _view(buffer: memoryview, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
-    return np.frombuffer(buffer, NUMPY_DTYPE[dtype], math.prod(shape), offset).reshape(shape)
+def _view(buffer: Array, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
+    element = NUMPY_DTYPE[dtype]
+    return buffer[offset : offset + math.prod(shape) * element.itemsize].view(element).reshape(shape)
 
 
 def read_reply(

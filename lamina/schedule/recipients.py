@@ -59,7 +59,7 @@ class Recipients:
     """Follows plans in the order in which they are sent."""
 
     def __init__(self, computes: Sequence[str], pipeline: Pipeline) -> None:
-        """``computes``: names of the pipeline's replicas, in order."""
+        """``computes``: names of the compute workers, in the order of the pipeline's replicas."""
         self._computes = tuple(computes)
         self._pipeline = pipeline
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
@@ -110,7 +110,7 @@ class Recipients:
 
         ``now``: seconds of any monotonic clock.
         """
-        replicas = tuple(self._computes[number] for number in self._pipeline.replicas_of(plan.lane, plan.rotates))
+        replicas = tuple(self._computes[number] for number in self._pipeline.workers_of(plan.lane, plan.rotates))
         parts: dict[str, dict[str, Any]] = {}
 
         def add(workers: Iterable[str], name: str, item: object) -> None:

@@ -80,7 +80,7 @@ class Memory:
             self.station.hub.flush()
 
     def serve(self, plan: StepPlan) -> threading.Thread:
-        step = self.store.apply(plan)
+        (step,) = self.store.apply(plan)
 
         def answer() -> None:
             channel = self.station.channels["compute0"]

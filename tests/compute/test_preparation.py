@@ -32,7 +32,7 @@ from tests.sweep import sweep
 
 PREPARE = f"""
 import sys
-from lamina.compute.worker import prepare
+from lamina.compute.preparation import prepare
 from lamina.compute.runner import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find({str(BUNDLED)!r})

@@ -185,6 +185,6 @@ def test_rows_of_several_segments_on_one_worker_travel_once(overlap: Overlap) ->
         under_test.run({0: 9}, admitted=[admission])
         under_test.run({0: 4})
         plan = StepPlan(9, 0, 0, [], [], [], [SequenceStep(0, 13, [0], [])], NOBODY)
-        shares = {name: memory.store.apply(plan).rows for name, memory in cluster.memories.items()}
+        shares = {name: memory.store.apply(plan)[0].rows for name, memory in cluster.memories.items()}
         assert {name: len(rows.queries) for name, rows in shares.items()} == {"memory0": 1, "memory1": 1, "memory2": 0}
         assert [each.kv_start for _, each in shares["memory0"].further] == [5, 8]

@@ -59,6 +59,35 @@ def test_the_device_holds_the_hosts_tables(steps):
                 np.testing.assert_array_equal(device[start : start + len(slots)], slots)
 
 
+@given(operations, st.integers(0, 99))
+def test_words_last_as_long_as_somebody_reads_them(steps, seed):
+    """Steps read their tables while later ones change them, and end in any order."""
+    slab, tables, device = Slab[int](1000), PageTables(1 << 16), np.full(1 << 16, -1, np.int32)
+    rng = np.random.default_rng(seed)
+    readers: list[tuple[int, list[tuple[int, np.ndarray]]]] = []
+    for operation, sequence, amount, begins in steps:
+        apply(slab, operation, sequence, amount)
+        for shortened in slab.take_shortened():
+            tables.free(shortened)
+        known = slab.segments
+        for segment in known:
+            tables.update(segment, slab.slots(segment))
+        words, values = tables.changes()
+        device[words] = values
+        if begins:
+            readers.append((tables.begin(), [(tables.start(each), slab.slots(each).copy()) for each in known]))
+        for _, read in readers:
+            for start, slots in read:
+                np.testing.assert_array_equal(device[start : start + len(slots)], slots)
+        if readers and rng.random() < 0.3:
+            tables.end(readers.pop(int(rng.integers(len(readers))))[0])
+    for reader, _ in readers:
+        tables.end(reader)
+    for segment in slab.segments:
+        tables.free(segment)
+    assert tables._regions.free_words == tables.words
+
+
 def test_a_decode_step_sends_one_word_per_sequence():
     tables = PageTables(4096)
     slots = np.arange(500, dtype=np.int32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from lamina.kernels import reference
-from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
+from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, append, pair_table
 from lamina.kernels.gpu.choice import Choices
 from lamina.types import KvElement
 from tests.kernels.cases import Pair, decode, encode, make_case, make_spec, problem_pairs, specs
@@ -180,8 +180,7 @@ def test_append_rounds_as_defined_and_leaves_out_what_is_not_ours(element):
     slots = np.array([4, -1, 0, 9, 7, -1], np.int32)
     empty_k, empty_v = (encode(np.zeros((10, 2, dim), np.float32), KV_TYPES[element]) for dim in (24, 40))
     slab, _, _ = slab_of(empty_k, empty_v, element)
-    attention = Attention(BACKEND, StepCapacity(1, 1), Choices(""))
-    attention.append(slab, give(k), give(v), give(slots))
+    append(BACKEND, slab, give(k), give(v), give(slots))
     for kept, rows in zip(held(slab), (k, v), strict=True):
         wanted = np.zeros((10, *rows.shape[1:]), np.float32)
         values = (
@@ -208,9 +207,7 @@ def test_ties_round_to_even(element, values, wanted):
     zeros = np.zeros((1, 1, 16), np.float32)
     slab, _, _ = slab_of(zeros, zeros, element)
     device_rows = give(rows)
-    Attention(BACKEND, StepCapacity(1, 1), Choices("")).append(
-        slab, device_rows, device_rows, give(np.array([0], np.int32))
-    )
+    append(BACKEND, slab, device_rows, device_rows, give(np.array([0], np.int32)))
     for kept in held(slab):
         assert kept[0, 0, :7].tolist() == wanted
 
@@ -221,7 +218,7 @@ def test_a_row_that_is_not_finite_is_poisoned_as_a_whole(element, value):
     k, v = np.ones((1, 1, 16), np.float32), np.ones((1, 1, 16), np.float32)
     k[0, 0, 5] = value
     slab, _, _ = slab_of(np.zeros((2, 1, 16), np.float32), np.zeros((2, 1, 16), np.float32), element)
-    Attention(BACKEND, StepCapacity(1, 1), Choices("")).append(slab, give(k), give(v), give(np.array([1], np.int32)))
+    append(BACKEND, slab, give(k), give(v), give(np.array([1], np.int32)))
     kept_k, kept_v = held(slab)
     assert np.isnan(kept_k[1]).all() and (kept_k[0] == 0).all() and np.allclose(kept_v[1], 1)
 
@@ -262,4 +259,4 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="new k is float32 and v float16"):
         attention.partial(*given, out, lse, (rows, BACKEND.empty(rows.shape, np.float16)))
     with pytest.raises(ValueError, match=r"slots are int32 \(1,\); give one int32 for each of 2 tokens"):
-        attention.append(slab, rows, rows, give(np.array([3], np.int32)))
+        append(BACKEND, slab, rows, rows, give(np.array([3], np.int32)))

@@ -18,10 +18,8 @@ from lamina.schedule import turn
 from lamina.schedule.suspects import Hold
 from lamina.steps import Migration, StepPlan
 from lamina.types import AttentionSpec, DType, KvElement, Overlap
-from tests.schedule.schedules import LIMITS
 from tests.schedule.test_epochs import NOBODY
-from tests.schedule.test_moves import Moving, events, requests, run
-from tests.schedule.test_scheduler import MANY
+from tests.schedule.test_moves import Moving, course_of, events, requests, run
 
 SIZES: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "scale": 0.3}
 SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in enumerate((0, 3, 7, 3))]
@@ -65,7 +63,7 @@ class Forgetting(Moving):
         shares = []
         for name, (whole, forgets) in self._stores.items():
             if name in self.scheduler.placement.capacities:
-                tables = whole.apply(plan), forgets.apply(plan)
+                (tables,) = zip(whole.apply(plan), forgets.apply(plan), strict=True)
                 if not tables[0].rows.empty:
                     shares.append((LocalShare(whole, tables[0], {}), LocalShare(forgets, tables[1], {})))
         self._shares[plan.step] = shares
@@ -73,11 +71,11 @@ class Forgetting(Moving):
             ends = self._stores[one.source], self._stores[one.target]
             self._slots[one.number] = [(ends[0][kind].slots_of(one), ends[1][kind].slots_of(one)) for kind in (0, 1)]
 
-    def arrive_out_of_order(self, number: int) -> None:
+    def migrate(self) -> None:
         """One of the migrations is done."""
         if self._migrations:
-            self._copy(self._migrations[number % len(self._migrations)])
-        super().arrive_out_of_order(number)
+            self._copy(self._migrations[self.turn % len(self._migrations)])
+        super().migrate()
 
     def _copy(self, one: Migration) -> None:
         for kind, (there, here) in enumerate(self._slots.pop(one.number)):
@@ -125,12 +123,10 @@ def forget_at_random(seeds: range) -> int:
     for seed in seeds:
         draw = random.Random(seed)
         prompts, others = requests(draw)
-        lanes, longest = draw.randint(1, 3), draw.choice([None, None, 5, 11])
-        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
-        depth = draw.randint(1, 3)
-        cluster = Forgetting(others, prompts, draw.randint(2, 4), lanes, depth, limits, capacity, longest)
+        course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw))
+        cluster = Forgetting(others, prompts, *course.sizes)
         cluster.scheduler.moves._tokens_per_step = 1000
-        run(cluster, lanes, events(draw), draw.randint(1, 3))
+        run(cluster, course)
         forgotten += cluster.forgotten
     return forgotten
 

@@ -1,7 +1,6 @@
 """Beams in the scheduler: whatever is chosen, dropped, lost or moved meanwhile, they attend to their own tokens."""
 
 import dataclasses
-import itertools
 from random import Random
 from typing import Any
 
@@ -10,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.groups import Completion, Group
-from lamina.schedule.limits import Limits
 from lamina.steps import StepPlan
 from lamina.types import Request
-from tests.schedule.schedules import LIMITS
-from tests.schedule.test_prefixes import Caching
+from tests.schedule.clusters import Course
+from tests.schedule.test_prefixes import LOSSES, Caching
 from tests.schedule.test_prefixes import requests as mixed
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -93,62 +90,13 @@ class Searching(Caching):
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    requests=mixed,
-    random=st.randoms(use_true_random=False),
-    memories=st.integers(1, 3),
-    lanes=st.integers(1, 3),
-    depth=st.integers(1, 3),
-    switches=st.dictionaries(st.integers(0, 30), st.integers(1, 3), max_size=4),
-    limits=st.sampled_from([LIMITS, MANY]),
-    capacity=st.sampled_from([60, 60, 27]),
-    longest=st.sampled_from([None, None, 5, 11]),
-    migration_turns=st.integers(1, 6),
-    ends=st.dictionaries(st.integers(0, 40), st.integers(0, 2), max_size=3),
-    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=2),
-    leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=3),
-    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=5),
-)
+@given(requests=mixed, random=st.randoms(use_true_random=False), course=LOSSES)
 def test_beams_attend_to_their_own_tokens_and_every_slot_comes_back(
-    requests: list,
-    random: Random,
-    memories: int,
-    lanes: int,
-    depth: int,
-    switches: dict[int, int],
-    limits: Limits,
-    capacity: int,
-    longest: int | None,
-    migration_turns: int,
-    ends: dict[int, int],
-    joins: dict[int, int],
-    leaves: dict[int, int],
-    drops: dict[int, int],
+    requests: list, random: Random, course: Course
 ) -> None:
     prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
-    cluster = Searching(others, prompts, random, memories, lanes, depth, limits, capacity, longest)
-    for turn in itertools.count():
-        assert turn < 2000, "the scheduler does not come to rest"
-        if turn in switches:
-            cluster.scheduler.use_lanes(min(switches[turn], lanes))
-        cluster.arrive(turn)
-        if turn % migration_turns == 0:
-            cluster.migrate()
-        if turn in drops:
-            cluster.drop(drops[turn])
-        if turn in ends:
-            cluster.end_epoch(ends[turn])
-        if turn in joins:
-            cluster.join(joins[turn])
-        if turn in leaves:
-            cluster.drain(leaves[turn])
-        cluster.leave()
-        for lane in range(lanes):
-            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
-                cluster.complete(lane)
-            cluster.plan(lane)
-        if turn > 40 and not cluster.busy:
-            break
+    cluster = Searching(others, prompts, random, *course.sizes)
+    cluster.play(course, 40)
     cluster.leave()
     cluster.check_rest()
     for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):

@@ -15,9 +15,9 @@ from lamina.schedule.moves import Move
 from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
 from lamina.types import Balance
+from tests.schedule.clusters import MANY, Course
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_prefixes import Caching
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -46,10 +46,14 @@ class Moving(Caching):
         source, target = pairs[number % len(pairs)]
         return self.scheduler.moves.try_move(groups[number % len(groups)], source, target, tokens)
 
-    def arrive_out_of_order(self, number: int) -> None:
-        """One of the migrations is done."""
+    def move_several(self, moves: list[tuple[int, int]]) -> None:
+        for number, tokens in moves:
+            self.move(number, tokens)
+
+    def migrate(self) -> None:
+        """One of the migrations is done, not always the oldest."""
         if self._migrations:
-            self.scheduler.migrated(self._migrations.pop(number % len(self._migrations)).number)
+            self.scheduler.migrated(self._migrations.pop(self.turn % len(self._migrations)).number)
 
     def _check(self, plan: StepPlan) -> None:
         self._reading = []
@@ -70,36 +74,17 @@ class Moving(Caching):
             self.balancing.note_step(3, 1.0)
 
 
-def run(cluster: Moving, lanes: int, events: dict[str, dict[int, Any]], migration_turns: int) -> None:
-    for turn in itertools.count():
-        assert turn < 2000, "the scheduler does not come to rest"
-        if turn in events["switches"]:
-            cluster.scheduler.use_lanes(min(events["switches"][turn], lanes))
-        cluster.arrive(turn)
-        for number, tokens in events["moves"].get(turn, ()):
-            cluster.move(number, tokens)
-        if turn % migration_turns == 0:
-            cluster.arrive_out_of_order(turn)
-        if turn in events["drops"]:
-            cluster.drop(events["drops"][turn])
-        if turn in events["ends"]:
-            cluster.end_epoch(events["ends"][turn])
-        if turn in events["leaves"]:
-            cluster.drain(events["leaves"][turn])
-        cluster.leave()
-        for lane in range(lanes):
-            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
-                cluster.complete(lane)
-            cluster.plan(lane)
-        if turn > 40 and not cluster.busy:
-            break
+def run(cluster: Moving, course: Course) -> None:
+    cluster.play(course, 40)
     cluster.leave()
     cluster.check_rest()
     assert not cluster.scheduler.moves.in_progress
-    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
-        if aborted is None and index not in cluster.unservable:
-            most = cluster.groups[index].max_tokens
-            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+    cluster.check_ends()
+
+
+def course_of(draw: random.Random, lanes: int, longest: int | None, events: dict[str, dict[int, Any]]) -> Course:
+    limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
+    return Course(draw.randint(2, 4), lanes, draw.randint(1, 3), limits, capacity, longest, draw.randint(1, 3), events)
 
 
 def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
@@ -109,14 +94,14 @@ def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
         return draw.randint(0, 40)
 
     return {
-        "moves": {
+        "move_several": {
             turn(): [(draw.randint(0, 1000), draw.randint(1, 20)) for _ in range(draw.randint(1, 4))]
             for _ in range(draw.randint(0, most))
         },
-        "switches": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
-        "drops": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
-        "ends": {turn(): draw.randint(0, 2) for _ in range(draw.choice([0, 0, 2]))},
-        "leaves": {turn(): draw.randint(0, 5) for _ in range(draw.choice([0, 0, 1]))},
+        "use_lanes": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
+        "drop": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
+        "end_epoch": {turn(): draw.randint(0, 2) for _ in range(draw.choice([0, 0, 2]))},
+        "drain": {turn(): draw.randint(0, 5) for _ in range(draw.choice([0, 0, 1]))},
     }
 
 
@@ -143,11 +128,10 @@ def move_at_random(seeds: range, most: int = 25) -> int:
     for seed in seeds:
         draw = random.Random(seed)
         prompts, others = requests(draw)
-        lanes, longest = draw.randint(1, 3), draw.choice([None, None, 5, 11])
-        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
-        cluster = Moving(others, prompts, draw.randint(2, 4), lanes, draw.randint(1, 3), limits, capacity, longest)
+        course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw, most))
+        cluster = Moving(others, prompts, *course.sizes)
         cluster.scheduler.moves._tokens_per_step = 1000
-        run(cluster, lanes, events(draw, most), draw.randint(1, 3))
+        run(cluster, course)
         moves += cluster.scheduler.moves.counts.moves
     return moves
 
@@ -169,14 +153,14 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
     for where, what in ((balance, "LEAST"), (balance, "LEAST_SWAP"), (balance, "UNEVEN"), (balancing, "LOOK_STEPS")):
         monkeypatch.setattr(where, what, 1)
     moves = 0
-    for seed in range(40):
+    for seed in range(50):
         draw = random.Random(seed)
         prompts, others = requests(draw)
-        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
-        cluster = Moving(others, prompts, draw.randint(2, 4), 2, draw.randint(1, 3), limits, capacity, None)
+        course = course_of(draw, 2, None, events(draw) | {"move_several": {}})
+        cluster = Moving(others, prompts, *course.sizes)
         cluster.scheduler.moves._tokens_per_step = 1000
         cluster.balancing = Balancing(POLICIES[name](), cluster.scheduler.moves, cluster.scheduler.placement)
-        run(cluster, 2, events(draw) | {"moves": {}}, draw.randint(1, 3))
+        run(cluster, course)
         moves += cluster.scheduler.moves.counts.moves
         seen = set[tuple[str, str, str]]()
         for one in cluster.begun:

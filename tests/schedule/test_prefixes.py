@@ -1,18 +1,16 @@
 """The scheduler with cached prefixes, against what every slot of its memory workers holds."""
 
 import collections
-import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.schedule.limits import Limits
 from lamina.steps import StepPlan
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.schedule.clusters import Course, courses, turns
+from tests.schedule.schedules import plan_of, request, scheduler
 from tests.schedule.test_epochs import Losing
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -111,69 +109,27 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    requests=requests,
-    memories=st.integers(1, 3),
-    lanes=st.integers(1, 3),
-    depth=st.integers(1, 3),
-    switches=st.dictionaries(st.integers(0, 30), st.integers(1, 3), max_size=4),
-    limits=st.sampled_from([LIMITS, MANY]),
-    capacity=st.sampled_from([60, 60, 27]),
-    longest=st.sampled_from([None, None, 5, 11]),
-    migration_turns=st.integers(1, 6),
-    ends=st.dictionaries(st.integers(0, 40), st.integers(0, 2), max_size=3),
-    joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=2),
-    leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=3),
-    drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=5),
+LOSSES = courses(
+    drop=turns(st.integers(0, 20), 5),
+    end_epoch=turns(st.integers(0, 2), 3, last=40),
+    join=turns(st.integers(20, 60), 2),
+    drain=turns(st.integers(0, 5), 3),
 )
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests=requests, course=LOSSES)
 def test_rows_attend_to_their_own_tokens_and_every_slot_is_free_or_cached_in_the_end(
-    requests: list,
-    memories: int,
-    lanes: int,
-    depth: int,
-    switches: dict[int, int],
-    limits: Limits,
-    capacity: int,
-    longest: int | None,
-    migration_turns: int,
-    ends: dict[int, int],
-    joins: dict[int, int],
-    leaves: dict[int, int],
-    drops: dict[int, int],
+    requests: list, course: Course
 ) -> None:
     """Whatever is shared, evicted, split, moved, dropped or lost meanwhile, and whoever joins or leaves."""
     prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
-    cluster = Caching(others, prompts, memories, lanes, depth, limits, capacity, longest)
-    for turn in itertools.count():
-        assert turn < 2000, "the scheduler does not come to rest"
-        if turn in switches:
-            cluster.scheduler.use_lanes(min(switches[turn], lanes))
-        cluster.arrive(turn)
-        if turn % migration_turns == 0:
-            cluster.migrate()
-        if turn in drops:
-            cluster.drop(drops[turn])
-        if turn in ends:
-            cluster.end_epoch(ends[turn])
-        if turn in joins:
-            cluster.join(joins[turn])
-        if turn in leaves:
-            cluster.drain(leaves[turn])
-        cluster.leave()
-        for lane in range(lanes):
-            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
-                cluster.complete(lane)
-            cluster.plan(lane)
-        if turn > 40 and not cluster.busy:
-            break
+    cluster = Caching(others, prompts, *course.sizes)
+    cluster.play(course, 40)
     cluster.leave()
     assert not cluster.scheduler.placement.closed
     cluster.check_rest()
-    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
-        if aborted is None and index not in cluster.unservable:
-            most = cluster.groups[index].max_tokens
-            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+    cluster.check_ends()
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.5])

@@ -1,6 +1,5 @@
 """The scheduler with disks: what comes back from one is what was copied there, and every slot is accounted for."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
@@ -18,10 +17,10 @@ from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
 from lamina.spills import Fetch, Spill
 from lamina.steps import StepPlan
+from tests.schedule.clusters import MANY, Course
 from tests.schedule.schedules import LIMITS, plan_of, request
 from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_moves import Moving, settled, step
-from tests.schedule.test_scheduler import MANY
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes", "short_blocks")
 BLOCK = 2
@@ -74,6 +73,10 @@ class Spilling(Moving):
             key = _sequence(one), 0
             slab = slabs[one.worker]
             self._transfers.append((one, slab.slots(key).tolist() if key in slab else []))
+
+    def arrive(self, turn: int) -> None:
+        super().arrive(turn)
+        self.transfer()
 
     def transfer(self) -> None:
         """One of the copies is over."""
@@ -137,47 +140,21 @@ def events(draw: Random) -> dict[str, dict[int, Any]]:
         return {draw.randint(0, 150): what() for _ in range(draw.choice(kinds))}
 
     return {
-        "moves": some([0, 20, 80], lambda: (draw.randint(0, 1000), draw.randint(1, 20))),
-        "drops": some([0, 0, 4], lambda: draw.randint(0, 20)),
-        "ends": some([0, 0, 1, 3], lambda: draw.randint(0, 2)),
-        "joins": some([0, 0, 1], lambda: draw.randint(20, 60)),
-        "leaves": some([0, 0, 1, 2], lambda: draw.randint(0, 5)),
-        "switches": some([0, 0, 3], lambda: draw.randint(1, 3)),
+        "move_several": some([0, 20, 80], lambda: [(draw.randint(0, 1000), draw.randint(1, 20))]),
+        "drop": some([0, 0, 4], lambda: draw.randint(0, 20)),
+        "end_epoch": some([0, 0, 1, 3], lambda: draw.randint(0, 2)),
+        "join": some([0, 0, 1], lambda: draw.randint(20, 60)),
+        "drain": some([0, 0, 1, 2], lambda: draw.randint(0, 5)),
+        "use_lanes": some([0, 0, 3], lambda: draw.randint(1, 3)),
     }
 
 
-def run(cluster: Spilling, lanes: int, happen: dict[str, dict[int, Any]], migration_turns: int) -> None:
-    means: dict[str, Callable[[Any], object]] = {
-        "moves": lambda which: cluster.move(*which),
-        "drops": cluster.drop,
-        "ends": cluster.end_epoch,
-        "joins": cluster.join,
-        "leaves": cluster.drain,
-        "switches": lambda active: cluster.scheduler.use_lanes(min(active, lanes)),
-    }
-    for turn in itertools.count():
-        assert turn < 2000, "the scheduler does not come to rest"
-        cluster.arrive(turn)
-        cluster.transfer()
-        if turn % migration_turns == 0:
-            cluster.arrive_out_of_order(turn)
-        for name, turns in happen.items():
-            if turn in turns:
-                means[name](turns[turn])
-        cluster.leave()
-        for lane in range(lanes):
-            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
-                cluster.complete(lane)
-            cluster.plan(lane)
-        if turn > 160 and not cluster.busy:
-            break
+def run(cluster: Spilling, course: Course) -> None:
+    cluster.play(course, 160)
     cluster.leave()
     cluster.check_rest()
     assert not cluster.scheduler.disks.held and not cluster.scheduler.moves.in_progress
-    for index, (_, _, n, stops, aborted, _) in enumerate(cluster.requests):
-        if aborted is None and index not in cluster.unservable:
-            most = cluster.groups[index].max_tokens
-            assert sorted(cluster.lengths[str(index)]) == sorted(min(stop or most, most) for stop in stops[:n])
+    cluster.check_ends()
 
 
 def spill_at_random(seeds: range) -> Counter[str]:
@@ -188,9 +165,11 @@ def spill_at_random(seeds: range) -> Counter[str]:
         prompts, others = chats(draw)
         lanes, longest = draw.randint(1, 3), draw.choice([None, None, 11])
         limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 27, 35])
-        settings = draw.randint(1, 3), lanes, draw.randint(1, 3), limits, capacity, longest
-        cluster = Spilling(others, prompts, draw, *settings)
-        run(cluster, lanes, events(draw), draw.randint(1, 6))
+        course = Course(
+            draw.randint(1, 3), lanes, draw.randint(1, 3), limits, capacity, longest, draw.randint(1, 6), events(draw)
+        )
+        cluster = Spilling(others, prompts, draw, *course.sizes)
+        run(cluster, course)
         moves = cluster.scheduler.moves.counts.moves
         counts += Counter(fetched=cluster.fetched, moves=moves, both=min(cluster.fetched, moves, 1))
         counts += Counter(cancelled=len(cluster.moved_away))
@@ -232,7 +211,6 @@ def test_chats_that_were_evicted_come_back_from_the_disk() -> None:
     )
     for turn in range(260):
         cluster.arrive(turn)
-        cluster.transfer()
         if cluster.scheduler.in_flight(0):
             cluster.complete(0)
         cluster.plan(0)

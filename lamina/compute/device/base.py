@@ -12,6 +12,7 @@ from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.splitter import Crossing, SliceOutput
+from lamina.splitter.collective import Reduce
 from lamina.types import AttentionSpec, DType
 
 Array = npt.NDArray[np.generic]
@@ -33,8 +34,11 @@ class Device(Protocol):
     target: Target
     place: torch.device
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> "Runner":
-        """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``."""
+    def runner(
+        self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None
+    ) -> "Runner":
+        """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``. ``reduce``: how the
+        ranks of a replica add up what each has computed, if there are several; ConfigError if the device cannot."""
 
 
 class Carrier(Protocol):

@@ -6,6 +6,7 @@ import torch
 
 from lamina.compute.runner import SliceRunner
 from lamina.lowering import LoweredModel, Target
+from lamina.splitter.collective import Reduce
 
 
 class Cpu:
@@ -14,6 +15,8 @@ class Cpu:
     target = Target.CPU
     place = torch.device("cpu")
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor]) -> SliceRunner:
+    def runner(
+        self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None
+    ) -> SliceRunner:
         """See ``Device``. Packed weights are copies: drop ``tensors`` to free their memory."""
-        return SliceRunner(model, tensors)
+        return SliceRunner(model, tensors, reduce)

@@ -17,10 +17,12 @@ from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
 from lamina.compute.device.moves import Moves
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.compute.rows import Rows
+from lamina.errors import ConfigError
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.placed import PlacedSlice, place
 from lamina.splitter import SliceOutput
+from lamina.splitter.collective import Reduce
 from lamina.types import AttentionSpec, DType
 
 
@@ -33,8 +35,10 @@ class Gpu:
         self.place = kit.place
         self._kit = kit
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, Tensor]) -> "GpuRunner":
+    def runner(self, model: LoweredModel, tensors: Mapping[str, Tensor], reduce: Reduce | None = None) -> "GpuRunner":
         """See ``Device``."""
+        if reduce is not None:
+            raise ConfigError("tensor_parallel runs on CPUs only so far; give --compute cpu, or leave it out")
         return GpuRunner(model, tensors, self._kit)
 
 

@@ -171,6 +171,20 @@ class _Plan:
     splits: Any
 
 
+class Scratch:
+    """Memory for what one attention leaves for its last kernel. Those of one stream share it: they run in order."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffers = [backend.empty((0,), np.float32)]
+
+    def take(self, count: int) -> Any:
+        """Memory for ``count`` float32. Smaller buffers are kept: captured graphs point to them."""
+        if len(self._buffers[-1]) < count:
+            self._buffers.append(self._backend.empty((count,), np.float32))
+        return self._buffers[-1]
+
+
 class Attention:
     """Runs the attention of one memory worker's steps on one GPU. One thread owns it.
 
@@ -180,7 +194,13 @@ class Attention:
     captured step had them.
     """
 
-    def __init__(self, backend: Backend, capacity: StepCapacity, choices: Choices | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        capacity: StepCapacity,
+        choices: Choices | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:
         self._backend = backend
         self._capacity = capacity
         self._choices = choices or Choices.load(backend.name)
@@ -188,7 +208,7 @@ class Attention:
         self._row_pairs = self._words[capacity.pairs * PAIR_WORDS :]
         self._plans: dict[tuple[_PairClass, Tiling], _Plan] = {}
         self._current: dict[_PairClass, _Plan] = {}
-        self._scratches = [backend.empty((0,), np.float32)]
+        self._scratch = scratch or Scratch(backend)
         self._slopes: dict[tuple[float, ...], Any] = {}
         self.step_class = (Context.NORMAL, False)
         """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
@@ -249,26 +269,13 @@ class Attention:
             many = _PairClass.of(spec, slab.element, prompt_tile(slab.element), rows)
             self._run(many, replace(given, new=None))
 
-    def append(self, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
-        """Write k [T, Hkv, D] and v [T, Hkv, Dv] to ``slots`` int32 [T]; a token with slot -1 is skipped.
-
-        Raises ValueError for an invalid shape or element type.
-        """
-        _check_rows(slab, k, v)
-        if slots.shape != k.shape[:1] or slots.dtype != np.int32:
-            raise ValueError(f"slots are {slots.dtype} {slots.shape}; give one int32 for each of {len(k)} tokens")
-        if len(k):
-            program = append_program(slab.element, k.dtype, k.shape[1], k.shape[2], v.shape[2])
-            arrays = [slab.k, slab.v, *_scales(slab, slots), k, v, slots]
-            self._backend.launch(program, (len(k), k.shape[1]), arrays)
-
     def _run(self, pairs: _PairClass, given: _Operands) -> None:
         """Attend for one class of pairs, and merge the parts of split tiles."""
         if pairs not in self._current:
             self._current[pairs] = self._plan(pairs)
         plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
         part_rows = plan.bound * spec.kv_heads * pairs.block_m
-        parts = self._parts(part_rows * (spec.v_dim + 1))
+        parts = self._scratch.take(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
         slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
         new_type = None if given.new is None else given.new[0].dtype
@@ -305,17 +312,24 @@ class Attention:
         )
         return plan
 
-    def _parts(self, count: int) -> Any:
-        """Memory for ``count`` numbers. Smaller buffers are kept: captured graphs point to them."""
-        if len(self._scratches[-1]) < count:
-            self._scratches.append(self._backend.empty((count,), np.float32))
-        return self._scratches[-1]
-
     def _alibi(self, slopes: tuple[float, ...]) -> Any:
         if slopes not in self._slopes:
             self._slopes[slopes] = self._backend.empty((len(slopes),), np.float32)
             self._backend.upload(np.asarray(slopes, np.float32), self._slopes[slopes])
         return self._slopes[slopes]
+
+
+def append(backend: Backend, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
+    """Write k [T, Hkv, D] and v [T, Hkv, Dv] to ``slots`` int32 [T]; a token with slot -1 is skipped.
+
+    Raises ValueError for an invalid shape or element type.
+    """
+    _check_rows(slab, k, v)
+    if slots.shape != k.shape[:1] or slots.dtype != np.int32:
+        raise ValueError(f"slots are {slots.dtype} {slots.shape}; give one int32 for each of {len(k)} tokens")
+    if len(k):
+        program = append_program(slab.element, k.dtype, k.shape[1], k.shape[2], v.shape[2])
+        backend.launch(program, (len(k), k.shape[1]), [slab.k, slab.v, *_scales(slab, slots), k, v, slots])
 
 
 def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any = None) -> None:

@@ -1,5 +1,6 @@
 """The CUDA ``Backend``: Triton compiles programs, CuPy allocates memory and launches. Does not need torch."""
 
+import math
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -13,8 +14,8 @@ import numpy.typing as npt
 from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.device import count_by_bus, find, require
-from lamina.kernels.gpu.program import Program
-from lamina.kernels.gpu.triton_compile import ALIGNMENT, Binary, compile_program
+from lamina.kernels.gpu.program import ALIGNMENT, Program
+from lamina.kernels.gpu.triton_compile import Binary, compile_program
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec, KvElement
 
@@ -48,9 +49,22 @@ class Cuda:
             self._stagings.append(self._stagings.pop(0))
             self._stagings[-1].send(source, target[: len(source)])
 
-    def download(self, source: Any, target: npt.NDArray[Any]) -> None:
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """See ``Backend``; from CuPy's pool, to which it returns with the array."""
+        count = math.prod(shape)
+        memory = cupy.cuda.alloc_pinned_memory(max(1, count * np.dtype(dtype).itemsize))
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:
         """Copy on the current stream, and wait."""
-        source.get(out=target)
+        stream = cupy.cuda.get_current_stream()
+        for source, target in copies:
+            source.get(stream=stream, out=target, blocking=False)
+        stream.synchronize()
+
+    def aligned(self, array: Any) -> Any:
+        """See ``Backend``."""
+        return array.copy() if array.data.ptr % ALIGNMENT else array
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run on the current stream; compiles on first use.

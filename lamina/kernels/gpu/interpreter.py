@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.kernels.gpu.program import Program
+from lamina.kernels.gpu.program import ALIGNMENT, Program
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "u8": torch.uint8}
 
@@ -29,15 +29,35 @@ class Interpreter:
         """See ``Backend``."""
         target[: len(source)] = source
 
-    def download(self, source: Any, target: npt.NDArray[Any]) -> None:
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """See ``Backend``."""
-        target[...] = source
+        return np.empty(shape, dtype)
+
+    def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:
+        """See ``Backend``."""
+        for source, target in copies:
+            target[...] = source
+
+    def aligned(self, array: Any) -> Any:
+        """See ``Backend``."""
+        return array.copy() if array.ctypes.data % ALIGNMENT else array
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """Run the programs of ``grid`` one after another."""
+        """Run the programs of ``grid`` one after another.
+
+        Raises ValueError for an array that is not C-contiguous or not aligned: on a GPU, programs rely on both.
+        """
         import triton.language as tl
 
         match_gpus()
+        for argument in arguments:
+            if isinstance(argument, np.ndarray) and not (
+                argument.flags.c_contiguous and argument.ctypes.data % ALIGNMENT == 0
+            ):
+                raise ValueError(
+                    f"{program.kernel} got an array {argument.shape} at {argument.ctypes.data} with strides "
+                    f"{argument.strides}; give C-contiguous ones at multiples of {ALIGNMENT} bytes"
+                )
         kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)
         kernel[grid](*map(as_tensor, arguments, program.types), **constants(program, tl))
 

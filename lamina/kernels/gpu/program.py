@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from lamina.types import KvElement
 
+ALIGNMENT = 16
+"""Alignment in bytes of every array passed to a program."""
+
 Constant = int | bool | str
 """A kernel's compile-time parameter; a string names a type of triton.language."""
 
@@ -61,8 +64,14 @@ class Backend(Protocol):
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards."""
 
-    def download(self, source: Any, target: npt.NDArray[Any]) -> None:
-        """Copy to ``target``, C-contiguous and of the same shape and type, and wait for it."""
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Uninitialised memory of the host that ``download`` copies to without a detour."""
+
+    def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:
+        """Copy each (source, target), C-contiguous and of the same shape and type, and wait once for all."""
+
+    def aligned(self, array: Any) -> Any:
+        """The array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run in stream order without waiting. Arguments are arrays or numbers, one for each of ``program.types``."""

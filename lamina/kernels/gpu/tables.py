@@ -5,6 +5,9 @@ changes one word per new token. A table that outgrows its region moves to one tw
 slot of a sequence is sent at most twice on average.
 """
 
+import collections
+from collections.abc import Hashable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -52,7 +55,10 @@ class Regions:
 
 
 class PageTables:
-    """Which words of the device's array hold each sequence's slots, and which changes have not been sent yet.
+    """Which words of the device's array hold each segment's slots, and which changes have not been sent yet.
+
+    A step reads its tables long after they were sent. So words that are freed while somebody reads (``begin``) are not
+    used again before all who may read them have ended.
 
     Not thread-safe: one thread owns it. An operation that raises changes nothing.
     """
@@ -60,34 +66,62 @@ class PageTables:
     def __init__(self, words: int) -> None:
         """``words``: length of the device's array, a power of two; twice the slots suffice if few are shared."""
         self._regions = Regions(words)
-        self._tables: dict[int, tuple[int, int, int]] = {}  # first word, words, slots sent
+        self._tables: dict[Hashable, tuple[int, int, int]] = {}  # first word, words, slots sent
         self._changes: list[tuple[int, Slots]] = []
+        self._begun = 0
+        self._readers: dict[int, None] = {}  # in the order in which they began
+        self._freed: collections.deque[tuple[int, int, int]] = collections.deque()  # readers begun by then, region
 
-    def start(self, sequence: int) -> int:
-        """First word of a sequence's table. Raises KeyError if it was never updated."""
-        return self._tables[sequence][0]
+    @property
+    def words(self) -> int:
+        """Length of the device's array."""
+        return self._regions.words
 
-    def update(self, sequence: int, slots: Slots) -> None:
-        """Set the table of ``sequence`` to ``slots``, which must extend or truncate the previous one.
+    def start(self, segment: Hashable) -> int:
+        """First word of a segment's table. Raises KeyError if it was never updated."""
+        return self._tables[segment][0]
+
+    def update(self, segment: Hashable, slots: Slots) -> None:
+        """Set the table of ``segment`` to ``slots``, which must extend or truncate the previous one.
 
         Raises CapacityError, counted in words, if no region is large enough.
         """
-        start, size, sent = self._tables.get(sequence, (0, 0, 0))
+        start, size, sent = self._tables.get(segment, (0, 0, 0))
         count = len(slots)
         if count > size:
             grown = max(FIRST_REGION, 1 << (count - 1).bit_length())
             region = self._regions.take(grown)
-            if size:
-                self._regions.give(start, size)
+            self._give(start, size)
             start, size, sent = region, grown, 0
         if count > sent:
             self._changes.append((start + sent, slots[sent:].copy()))
-        self._tables[sequence] = start, size, count
+        self._tables[segment] = start, size, count
 
-    def free(self, sequence: int) -> None:
-        """Forget a sequence, if it has a table. Steps sent before can still read it until changes are written."""
-        start, size, _ = self._tables.pop(sequence, (0, 0, 0))
-        if size:
+    def free(self, segment: Hashable) -> None:
+        """Forget a segment, if it has a table."""
+        start, size, _ = self._tables.pop(segment, (0, 0, 0))
+        self._give(start, size)
+
+    def begin(self) -> int:
+        """Somebody reads the tables as they are now, or extended, until ``end`` of the number returned."""
+        self._begun += 1
+        self._readers[self._begun] = None
+        return self._begun
+
+    def end(self, reader: int) -> None:
+        """A reader has ended."""
+        del self._readers[reader]
+        oldest = next(iter(self._readers), self._begun + 1)
+        while self._freed and self._freed[0][0] < oldest:
+            _, start, size = self._freed.popleft()
+            self._regions.give(start, size)
+
+    def _give(self, start: int, size: int) -> None:
+        if not size:
+            return
+        if self._readers:
+            self._freed.append((self._begun, start, size))
+        else:
             self._regions.give(start, size)
 
     def changes(self) -> npt.NDArray[np.int32]:

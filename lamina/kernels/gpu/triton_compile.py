@@ -13,11 +13,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamina.kernels.gpu.program import Program
+from lamina.kernels.gpu.program import ALIGNMENT, Program
 
 LANGUAGE_TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
-ALIGNMENT = 16
-"""Alignment in bytes of every array passed to a program."""
 
 
 @dataclass(frozen=True)

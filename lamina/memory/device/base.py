@@ -1,7 +1,8 @@
 """The protocol of devices."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,30 +16,83 @@ Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.int32]
 
 
+SlotsOf = Callable[[Any], Slots]
+"""A segment's page table: int32 [tokens], valid until the segment changes, see ``Slab.slots``."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which query rows attend to which tokens, in the order of the rows.
+
+    Pair i has ``rows[i]`` query rows, the first at position ``query_start[i]``. They see tokens [first[i], stop[i]) of
+    segment ``keys[i]``, counted from its first token here; the first of them is at position ``kv_start[i]``.
+    """
+
+    rows: Sequence[int]
+    query_start: Sequence[int]
+    kv_start: Sequence[int]
+    keys: Sequence[Hashable]
+    first: Sequence[int]
+    stop: Sequence[int]
+
+    def table(self, slots: Slots) -> SegmentTable:
+        """As kernels take it; ``slots``: of all pairs' tokens, one pair after another."""
+        return SegmentTable(
+            query_offsets=_offsets(self.rows).astype(np.int32),
+            query_start=np.array(self.query_start, np.int32),
+            kv_offsets=_offsets([stop - first for first, stop in zip(self.first, self.stop, strict=True)]),
+            kv_start=np.array(self.kv_start, np.int32),
+            slots=slots,
+        )
+
+
+class Table(Protocol):
+    """What query rows attend to, wherever the device reads it. Made once per step, used for every layer.
+
+    It stays valid while segments grow, and until their slots are used again for other tokens.
+    """
+
+    def attend(
+        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
+        """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own.
+
+        Writes out [R, Hq, Dv] and lse [R, Hq], in host memory, complete at the end. Yields every few milliseconds,
+        where the work may pause; q must not change before the end.
+        """
+
+
 class Device(Protocol):
     """Holds the slabs of all attentions, by layer. One thread owns it.
 
-    All arrays of these methods are in host memory. Shapes use T tokens, R query rows, Hq query heads, Hkv key/value
-    heads, D and Dv head sizes.
+    Shapes use T tokens, R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes.
     """
 
+    def sent(self, array: Array) -> Array:
+        """An array of the host where the device reads it: a copy, or the array itself. So are views of it."""
+
+    def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
+        """Host memory for out [rows, Hq, Dv] and lse [rows, Hq], which the device writes fastest."""
+
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
-        """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type."""
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type. All have been
+        ``sent``."""
 
-    def attend(
-        self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
-    ) -> Iterator[None]:
-        """Partial attention of q [R, Hq, D] over the segments of ``table``; ``spec``: instead of the layer's own.
+    def table(self, pairs: Pairs, slots: SlotsOf) -> Table:
+        """What rows attend to. ``slots``: of the segments that ``pairs`` name."""
 
-        Writes out [R, Hq, Dv] and lse [R, Hq], complete at the end. Yields every few milliseconds, where the work may
-        pause; q must not change before the end.
-        """
+    def forget(self, segments: Sequence[Hashable]) -> None:
+        """These segments have ended or lost tokens. Tables made before stay valid."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """Write what ``slots`` hold into ``content``, as it is stored: scales of k and v if they are codes, k, v."""
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
         """Store what ``read`` wrote, in these slots."""
+
+
+def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 def parts(content: memoryview, rows: int, arrays: Sequence[Any]) -> Iterator[tuple[Any, Array]]:

@@ -1,6 +1,6 @@
 """Slabs in host memory, and attention by native kernels. Runs without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from lamina.kernels.elements import STORAGE
 from lamina.kernels.memory import allocate
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, cuts
-from lamina.memory.device.base import Array, Floats, Slots, parts
+from lamina.memory.device.base import Array, Floats, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.windows import Needed, Windows
 from lamina.types import AttentionSpec, KvElement
 
@@ -68,10 +68,27 @@ class Cpu:
         slots = slots if windows is None else windows.place(slots)
         append(slab.k, slab.v, k, v, slots, self._threads, slab.scales)
 
+    def sent(self, array: Array) -> Array:
+        """See ``Device``."""
+        return array
+
+    def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
+        """See ``Device``."""
+        shape = rows, spec.query_heads
+        return np.empty((*shape, spec.v_dim), np.float32), np.empty(shape, np.float32)
+
+    def table(self, pairs: Pairs, slots: SlotsOf) -> "CpuTable":
+        """See ``Device``."""
+        seen = zip(pairs.keys, pairs.first, pairs.stop, strict=True)
+        return CpuTable(self, pairs.table(np.concatenate([slots(key)[first:stop] for key, first, stop in seen])))
+
+    def forget(self, segments: Sequence[Hashable]) -> None:
+        """See ``Device``; tables have copies."""
+
     def attend(
         self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
     ) -> Iterator[None]:
-        """See ``Device``."""
+        """See ``Table``."""
         slab, windows, spec = self._slabs[layer], self._windows[layer], spec or self._attentions[layer]
         table = table if windows is None else windows.table(table)
         for place, cut in enumerate(cuts(table, spec, self._threads, MOST_PRODUCTS)):
@@ -97,3 +114,17 @@ class Cpu:
         rows = slots if windows is None else windows.place(slots)
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
             array[rows] = view
+
+
+@dataclass(frozen=True)
+class CpuTable:
+    """A ``Table``: all slots in one array."""
+
+    device: Cpu
+    segments: SegmentTable
+
+    def attend(
+        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
+        """See ``Table``."""
+        return self.device.attend(layer, self.segments, q, out, lse, spec)

@@ -1,24 +1,28 @@
 """Slabs in the memory of a GPU, and attention by Triton kernels; the host keeps the slots and plans.
 
-Queries are copied to the GPU and results back for every call: messages arrive in host memory. The table of a step is
-sent once, with the first layer that uses it.
+Messages arrive in host memory: a layer costs one copy to the GPU, and one back. What a step attends to is sent when its
+plan arrives, and of the page tables only the words that have changed since the step before.
 """
 
+import collections
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lamina.errors import ConfigError
-from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
+from lamina.errors import CapacityError, ConfigError
+from lamina.kernels.gpu.attention import Attention, KvSlab, Scratch, StepCapacity, append, pair_table, write_words
 from lamina.kernels.gpu.program import Backend
 from lamina.kernels.gpu.specialize import power_of_two
-from lamina.kernels.segments import SegmentTable
-from lamina.memory.device.base import Array, Floats, Slots, parts
+from lamina.kernels.gpu.tables import PageTables
+from lamina.memory.device.base import Array, Floats, Pairs, Slots, SlotsOf, parts
 from lamina.types import AttentionSpec, KvElement
 
 EMULATED = "emulated"
+NO_SLOTS = np.empty(0, np.int32)
 
 
 def backend(name: str) -> Backend:
@@ -51,66 +55,117 @@ class Gpu:
         self._backend = backend
         self._specs = attentions
         self._slabs = [KvSlab.allocate(backend, element, spec, capacity) for spec in attentions]
-        self._attentions: dict[StepCapacity, Attention] = {}
-        self._table: SegmentTable | None = None  # sent last
-        self._attention: Attention | None = None
-        self._slots: Any = None
+        self._pages = _Pages(backend, power_of_two(2 * capacity))
+        self._scratch = Scratch(backend)
+        self._unused: dict[StepCapacity, list[Attention]] = collections.defaultdict(list)
 
-    def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
+    def sent(self, array: Array) -> Any:
         """See ``Device``."""
-        if len(slots):
-            self._any().append(self._slabs[layer], self._sent(k), self._sent(v), self._sent(slots))
-
-    def attend(
-        self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
-    ) -> Iterator[None]:
-        """See ``Device``."""
-        attention = self._begin(table)
-        out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
-        spec = spec or self._specs[layer]
-        attention.partial(self._sent(q), self._slabs[layer], self._slots, spec, out_there, lse_there)
-        self._backend.download(out_there, out)
-        self._backend.download(lse_there, lse)
-        yield from ()
-
-    def read(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """See ``Device``."""
-        there = self._sent(slots)
-        for array, view in parts(content, len(slots), self._arrays(layer)):
-            self._backend.download(array[there], view)
-
-    def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """See ``Device``."""
-        there = self._sent(slots)
-        for array, view in parts(content, len(slots), self._arrays(layer)):
-            array[there] = self._sent(view)
-
-    def _arrays(self, layer: int) -> tuple[Any, ...]:
-        slab = self._slabs[layer]
-        scales = () if slab.k_scales is None else (slab.k_scales, slab.v_scales)
-        return (*scales, slab.k, slab.v)
-
-    def _sent(self, array: Array) -> Any:
-        """A copy on the GPU."""
         there = self._backend.empty(array.shape, array.dtype)
         self._backend.upload(np.ascontiguousarray(array), there)
         return there
 
-    def _begin(self, table: SegmentTable) -> Attention:
-        """Send a table, unless it is the one sent last."""
-        if table is self._table and self._attention is not None:
-            return self._attention
-        pairs, rows = len(table.query_start), int(table.query_offsets[-1])
-        attention = self._with_capacity(StepCapacity(power_of_two(pairs), power_of_two(rows)))
-        attention.begin(pair_table(table))
-        self._slots = self._sent(np.append(table.slots, np.int32(-1)))  # programs may not take empty arrays
-        self._table, self._attention = table, attention
-        return attention
+    def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
+        """See ``Device``."""
+        shape = rows, spec.query_heads
+        return self._backend.pinned((*shape, spec.v_dim), np.float32), self._backend.pinned(shape, np.float32)
 
-    def _any(self) -> Attention:
-        return next(iter(self._attentions.values()), None) or self._with_capacity(StepCapacity(1, 1))
+    def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
+        """See ``Device``."""
+        append(self._backend, self._slabs[layer], self._backend.aligned(k), self._backend.aligned(v), slots)
 
-    def _with_capacity(self, capacity: StepCapacity) -> Attention:
-        if capacity not in self._attentions:
-            self._attentions[capacity] = Attention(self._backend, capacity)
-        return self._attentions[capacity]
+    def table(self, pairs: Pairs, slots: SlotsOf) -> "GpuTable":
+        """See ``Device``."""
+        pages, starts = self._send_pages(pairs, slots)
+        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first))
+        unused = self._unused[StepCapacity(power_of_two(len(words)), power_of_two(sum(pairs.rows)))]
+        attention = unused.pop() if unused else self._attention(words)
+        attention.begin(words)
+        table, reader = GpuTable(self, pages, attention), pages.tables.begin()
+
+        def end() -> None:
+            pages.tables.end(reader)
+            unused.append(attention)
+
+        weakref.finalize(table, end).atexit = False
+        return table
+
+    def forget(self, segments: Sequence[Hashable]) -> None:
+        """See ``Device``."""
+        for segment in segments:
+            self._pages.tables.free(segment)
+
+    def attend(
+        self, layer: int, table: "GpuTable", q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
+        """See ``Table``."""
+        out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
+        slab, spec, q = self._slabs[layer], spec or self._specs[layer], self._backend.aligned(q)
+        table.attention.partial(q, slab, table.pages.words, spec, out_there, lse_there)
+        self._backend.download((out_there, out), (lse_there, lse))
+        yield from ()
+
+    def read(self, layer: int, slots: Slots, content: memoryview) -> None:
+        """See ``Device``."""
+        there = self.sent(slots)
+        self._backend.download(*((array[there], view) for array, view in parts(content, len(slots), self._held(layer))))
+
+    def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
+        """See ``Device``."""
+        there = self.sent(slots)
+        for array, view in parts(content, len(slots), self._held(layer)):
+            array[there] = self.sent(view)
+
+    def _held(self, layer: int) -> tuple[Any, ...]:
+        slab = self._slabs[layer]
+        scales = () if slab.k_scales is None else (slab.k_scales, slab.v_scales)
+        return (*scales, slab.k, slab.v)
+
+    def _send_pages(self, pairs: Pairs, slots: SlotsOf) -> tuple["_Pages", list[int]]:
+        """Send what has changed of the pairs' page tables: where they are, and the first word of each."""
+        try:
+            starts = self._pages.send(pairs.keys, slots)
+        except CapacityError:  # many segments share slots, or have just been freed
+            self._pages = _Pages(self._backend, 2 * self._pages.tables.words)
+            return self._send_pages(pairs, slots)
+        return self._pages, starts
+
+    def _attention(self, words: Array) -> Attention:
+        capacity = StepCapacity(power_of_two(len(words)), power_of_two(int(words[:, 1].sum())))
+        return Attention(self._backend, capacity, scratch=self._scratch)
+
+
+class _Pages:
+    """The page tables of all segments, on the host and on the GPU. Larger ones replace them; tables of steps keep what
+    they have been made with.
+
+    Attributes:
+        tables: on the host. words: int32 on the GPU.
+    """
+
+    def __init__(self, backend: Backend, words: int) -> None:
+        self._backend = backend
+        self.tables = PageTables(words)
+        self.words = backend.empty((words,), np.int32)
+
+    def send(self, segments: Sequence[Hashable], slots: SlotsOf) -> list[int]:
+        """Send what has changed; the first word of each segment. Raises CapacityError."""
+        for segment in segments:
+            self.tables.update(segment, slots(segment))
+        write_words(self._backend, self.words, self.tables.changes())
+        return [self.tables.start(segment) for segment in segments]
+
+
+@dataclass(eq=False)
+class GpuTable:
+    """A ``Table``: the step's pairs, as ``attention`` holds them, read ``pages``."""
+
+    device: Gpu
+    pages: _Pages
+    attention: Attention
+
+    def attend(
+        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+    ) -> Iterator[None]:
+        """See ``Table``."""
+        return self.device.attend(layer, self, q, out, lse, spec)

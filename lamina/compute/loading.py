@@ -1,0 +1,59 @@
+"""Splits or recalls the model, and loads the weights of a compute worker, as the engine directs."""
+
+import torch
+
+from lamina.compute.device.base import Device, Runner
+from lamina.compute.model_files import locate
+from lamina.compute.preparation import prepare
+from lamina.compute.ranks import Ranks
+from lamina.compute.step import context_nbytes_per_token
+from lamina.errors import ConfigError
+from lamina.heads import HeadShards
+from lamina.models import directory, tensors
+from lamina.models.digest import checkpoint_digest
+from lamina.protocol.control import ControlClient
+from lamina.protocol.messages import ComputeSetup, LoadProgress, ModelLoaded
+
+
+def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Ranks) -> tuple[Runner, HeadShards]:
+    """The model with its weights, or this rank's part of both, and how heads are cut; the engine is told on the way.
+
+    Raises ConfigError, and what ``prepare`` and ``tensors.load`` raise.
+    """
+
+    def tell(stage: str, done: int, total: int) -> None:
+        control.send(LoadProgress(stage, done, total))
+
+    weights = setup.load_format != "dummy"
+    place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
+    prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
+    tell("splitting", 1, 1)
+    shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
+    try:
+        loaded = tensors.load(
+            place,
+            prepared.lowered.weights,
+            prepared.weights,
+            setup.load_format,
+            setup.seed,
+            lambda done, of: tell("weights", done, of),
+            device.place,
+            prepared.lowered.shards,
+        )
+        runner = device.runner(prepared.lowered, loaded, ranks.reduce if setup.ranks > 1 else None)
+        runner.reserve(setup.rows)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows: {error}. Lower "
+            "max_num_batched_tokens, or use a GPU with more memory"
+        ) from error
+    control.send(
+        ModelLoaded(
+            list(prepared.lowered.whole),
+            runner.dtype,
+            sum(prepared.weights.expected[name].numel() for name in prepared.lowered.weights),
+            runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
+            checkpoint_digest(place),
+        )
+    )
+    return runner, shards

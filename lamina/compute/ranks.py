@@ -1,0 +1,93 @@
+"""The ranks of a tensor-parallel replica: compute workers that add up what each has computed of every slice.
+
+Every rank writes its tensor into an arena slot of every other, and adds what it finds in its own slots, in the order of
+the ranks, so that all have the same bits. There are two slots for each peer, used in turn: a peer that has sent number
+n has read everything of number n - 2, so that no slot needs to be given back. A tensor larger than a slot is added up
+in pieces.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.errors import DeadlineError
+from lamina.protocol.channel import ARRIVED, Outbox, Slot
+from lamina.protocol.leases import SLOTS
+from lamina.protocol.links import Links, Wait
+from lamina.splitter import as_numpy
+from lamina.splitter.parts import Rank
+from lamina.transport.base import Arena
+
+TIMEOUT_S = 300.0  # for another rank, which may wait for memory workers that attend to a long prompt
+
+
+class _Peer:
+    """Another rank: where it writes here, and where this one writes there."""
+
+    def __init__(self, links: Links, name: str) -> None:
+        own, theirs = links.leases(name)
+        self.name = name
+        self.nbytes = min(own.slot_nbytes, theirs.slot_nbytes)
+        self._arena: Arena = links.arena
+        self._places = [own.slot(number) for number in range(SLOTS)]
+        self.bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
+        self.outboxes: list[Outbox] = [
+            links.outbox(name, Slot(theirs.slot(number), self.nbytes, theirs.doorbell + ARRIVED + number))
+            for number in range(SLOTS)
+        ]
+
+    def read(self, slot: int, like: Tensor) -> Tensor:
+        """A view of what has arrived in a slot, with the type and size of ``like``."""
+        return torch.frombuffer(self._arena.view(self._places[slot], like.nbytes), dtype=like.dtype)
+
+
+class Ranks:
+    """Adds tensors up with the other ranks of the replica. The compute worker's thread owns it."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._peers: list[_Peer] = []
+        self._number = 0
+
+    def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
+        """``names``: of all ranks, in order, with this worker's. Call it before the first sum."""
+        self._wait = wait
+        self._peers = [_Peer(links, name) for name in names if name != links.name]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over all ranks, in the order of the ranks; overwrites ``x``.
+
+        Raises PeerLostError, DeadlineError.
+        """
+        x = x.contiguous()
+        flat = x.view(-1)
+        step = min(peer.nbytes for peer in self._peers) // x.element_size()
+        for start in range(0, len(flat), step):
+            self._add(flat[start : start + step])
+        return x
+
+    def _add(self, piece: Tensor) -> None:
+        self._number += 1
+        slot, number = self._number % SLOTS, self._number
+        own = as_numpy(piece)
+        for peer in self._peers:
+            peer.outboxes[slot].send([own], number)
+        deadline = time.monotonic() + TIMEOUT_S
+        for peer in self._peers:
+            try:
+                self._wait([(peer.bells[slot], number)], deadline - time.monotonic())
+            except DeadlineError as error:
+                raise DeadlineError(
+                    f"{peer.name} has not sent its part of a sum within {TIMEOUT_S:g} s: the ranks of a replica must "
+                    "run the same slices"
+                ) from error
+        parts = [peer.read(slot, piece) for peer in self._peers]
+        if self.rank.number == 0 or len(parts) == 1:  # a sum of two is the same in either order
+            total = piece
+        else:
+            first, *parts = [*parts[: self.rank.number], piece.clone(), *parts[self.rank.number :]]
+            total = piece.copy_(first)
+        for part in parts:
+            total += part

@@ -1,0 +1,309 @@
+"""What an operator of a captured graph needs to compute a part of its result.
+
+One rule for each kind of operator. An operator without a rule, or one that mixes the indices of a dimension of which
+only a part is wanted, computes its whole result on every rank.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from lamina.splitter.parts import Indices, NotAPartError, Part, reshaped
+
+aten = torch.ops.aten
+VIEWS = ("view", "_unsafe_view", "reshape")
+
+Needs = Mapping[fx.Node, Part]
+"""The part of each input that is a tensor; inputs that are not named are needed whole."""
+
+
+class MixesError(ValueError):
+    """The operator needs more than a part of its inputs, or is not known."""
+
+
+def needs(node: fx.Node, part: Part) -> Needs:
+    """What ``node`` takes to compute ``part`` of its result. Raises MixesError."""
+    if (cut := Cut.of(node)) is not None:
+        return {cut.source: cut.needs(part)}
+    if not part:
+        return {}
+    if is_pointwise(node):
+        return {source: _broadcast(node, source, part) for source in node.all_input_nodes if shape(source) is not None}
+    rule = _RULES.get(name(node))
+    if rule is None or node.op != "call_function":
+        raise MixesError
+    try:
+        return rule(node, part)
+    except NotAPartError as error:
+        raise MixesError from error
+
+
+def shape(node: Any) -> tuple[Any, ...] | None:
+    """Sizes of a node's tensor, some of them symbols; those of its first result, if it has several."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if isinstance(value, tuple | list):
+        value = value[0]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def sizes(node: Any) -> tuple[Any, ...]:
+    """``shape`` of a tensor. Raises MixesError for anything else."""
+    found = shape(node)
+    if found is None:
+        raise MixesError
+    return found
+
+
+def name(node: fx.Node) -> str:
+    """The operator's name without overload, as ``view``."""
+    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """True if every element of the result depends on the same element of each input."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or name(node) in ("_to_copy", "clone", "alias")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice, a selection, or one result of a split: some indices of dimension ``dim`` of ``source``.
+
+    ``removes``: the result lacks the dimension.
+    """
+
+    source: fx.Node
+    dim: int
+    indices: Indices
+    removes: bool
+
+    @classmethod
+    def of(cls, node: fx.Node) -> "Cut | None":
+        """None for another operator, and along a dimension of symbolic size."""
+        arguments: Any = node.args
+        if not arguments or not isinstance(arguments[0], fx.Node):
+            return None
+        several = name(node) == "getitem" and name(arguments[0]) in _SPLITS
+        source: Any = arguments[0].args[0] if several else arguments[0]
+        whole = shape(source)
+        if whole is None:
+            return None
+        if several:
+            return cls._of_split(arguments[0], source, arguments[1], whole)
+        if name(node) == "select":
+            dim, index = arguments[1] % len(whole), arguments[2]
+            known = isinstance(whole[dim], int) and isinstance(index, int)
+            return cls(source, dim, np.array([index % whole[dim]]), True) if known else None
+        if name(node) != "slice":
+            return None
+        dim, *bounds = [*arguments[1:], *[0, None, None, 1][len(arguments) - 1 :]]
+        return cls._ranged(source, dim % len(whole), slice(*bounds), whole)
+
+    @classmethod
+    def _of_split(cls, split: fx.Node, source: Any, place: int, whole: tuple[Any, ...]) -> "Cut | None":
+        arguments: Any = split.args
+        if name(split) == "unbind":
+            dim = (arguments[1] if len(arguments) > 1 else 0) % len(whole)
+            return cls(source, dim, np.array([place]), True)
+        dim = (arguments[2] if len(arguments) > 2 else 0) % len(whole)
+        if isinstance(arguments[1], int):
+            bounds = slice(place * arguments[1], (place + 1) * arguments[1])
+        else:
+            bounds = slice(sum(arguments[1][:place]), sum(arguments[1][: place + 1]))
+        return cls._ranged(source, dim, bounds, whole)
+
+    @classmethod
+    def _ranged(cls, source: Any, dim: int, bounds: slice, whole: tuple[Any, ...]) -> "Cut | None":
+        numbers = (whole[dim], *(each for each in (bounds.start, bounds.stop, bounds.step) if each is not None))
+        if not all(isinstance(each, int) for each in numbers):
+            return None
+        return cls(source, dim, np.arange(whole[dim])[bounds], False)
+
+    def needs(self, part: Part) -> Part:
+        """The part of the source that holds ``part`` of the result."""
+        moved = {dim + (self.removes and dim >= self.dim): held for dim, held in part.items()}
+        held = moved.get(self.dim)
+        return {**moved, self.dim: self.indices if held is None else self.indices[held]}
+
+
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind")
+
+
+def _broadcast(node: fx.Node, source: fx.Node, part: Part) -> Part:
+    """The part of an operand, aligned with the result from the right; its dimensions of size 1 are repeated."""
+    own = sizes(source)
+    skipped = len(sizes(node)) - len(own)
+    return {dim - skipped: held for dim, held in part.items() if dim >= skipped and own[dim - skipped] != 1}
+
+
+def _view(node: fx.Node, part: Part) -> Needs:
+    source: Any = node.args[0]
+    return {source: reshaped(part, sizes(node), sizes(source))}
+
+
+def _permuted(node: fx.Node, part: Part) -> Needs:
+    """Dimensions in another order: that of the result's dimension i is the source's ``order[i]``, -1 for a new one."""
+    source: Any = node.args[0]
+    arguments: Any = node.args[1:]
+    rank = len(sizes(source))
+    order = list(range(rank))
+    if name(node) == "transpose":
+        a, b = arguments
+        order[a], order[b] = order[b], order[a]
+    elif name(node) == "t":
+        order.reverse()
+    elif name(node) == "permute":
+        order = [dim % rank for dim in arguments[0]]
+    elif name(node) == "unsqueeze":
+        order.insert(arguments[0] % (rank + 1), -1)
+    elif len(arguments) == 1 and isinstance(arguments[0], int):
+        del order[arguments[0]]
+    else:
+        raise MixesError
+    return {source: {order[dim]: held for dim, held in part.items() if order[dim] >= 0}}
+
+
+def _expand(node: fx.Node, part: Part) -> Needs:
+    source: Any = node.args[0]
+    return {source: _broadcast(node, source, part)}
+
+
+def _joined(node: fx.Node, part: Part) -> Needs:
+    """cat and stack, along a dimension that is whole."""
+    sources, dim, *_ = (*node.args, 0)
+    along: int = dim % len(sizes(node))  # type: ignore[operator, assignment]
+    if along in part:
+        raise MixesError
+    if name(node) == "stack":
+        part = {place - (place > along): held for place, held in part.items()}
+    return dict.fromkeys(sources, part)  # type: ignore[arg-type]
+
+
+def _reduction(node: fx.Node, part: Part) -> Needs:
+    """Over whole dimensions."""
+    source: Any = node.args[0]
+    dims, keeps = reduced(node)
+    kept = [dim for dim in range(len(sizes(source))) if keeps or dim not in dims]
+    return {source: {kept[dim]: held for dim, held in part.items()}}
+
+
+def reduced(node: fx.Node) -> tuple[set[int], bool]:
+    """The dimensions that a reduction runs over, and whether the result keeps them with size 1."""
+    arguments: list[Any] = [*node.args[1:3], None, None]
+    over, keeps = arguments[:2]
+    rank = len(sizes(node.args[0]))
+    dims = [over] if isinstance(over, int) else over or range(rank)
+    return {dim % rank for dim in dims}, bool(keeps)
+
+
+def _along(node: fx.Node, part: Part) -> Needs:
+    """Operators of (input, dimension) that keep the shape."""
+    source: Any = node.args[0]
+    dim: Any = node.args[1]
+    if dim % len(sizes(node)) in part:
+        raise MixesError
+    return {source: part}
+
+
+def _index(node: fx.Node, part: Part) -> Needs:
+    """Some indices of the first dimension, given by one tensor of one dimension."""
+    source: Any = node.args[0]
+    places: Any = node.args[1]
+    if len(places) != 1 or len(sizes(places[0])) != 1 or 0 in part:
+        raise MixesError
+    return {source: part}
+
+
+def _layer_norm(node: fx.Node, part: Part) -> Needs:
+    source: Any = node.args[0]
+    over: Any = node.args[1]
+    if max(part) >= len(sizes(source)) - len(over):
+        raise MixesError
+    return {source: part}
+
+
+def _item(node: fx.Node, part: Part) -> Needs:
+    source: Any = node.args[0]
+    if node.args[1] != 0:
+        raise MixesError
+    return {source: part}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer, or those of several experts: ``x`` times ``weight``, plus ``bias``.
+
+    ``inputs`` is the weight's dimension that is summed over, ``outputs`` the one of the results.
+    """
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def of(cls, node: fx.Node) -> "Product | None":
+        """None for another operator."""
+        arguments: Any = node.args
+        match name(node):
+            case "linear":
+                x, weight, bias = (*arguments, None)[:3]
+                return cls(x, weight, bias, 1, 0)
+            case "mm":
+                return cls(arguments[0], arguments[1], None, 0, 1)
+            case "addmm" if not node.kwargs:
+                bias, x, weight = arguments
+                return cls(x, weight, bias, 0, 1)
+            case "bmm" | "grouped_mm_fallback" | "_grouped_mm":  # grouped: rows of x are sorted by expert
+                return cls(arguments[0], arguments[1], None, 1, 2)
+        return None
+
+    @property
+    def size(self) -> int:
+        """How many inputs are summed."""
+        size: int = sizes(self.weight)[self.inputs]
+        return size
+
+    def by_inputs(self, held: Indices) -> Needs:
+        """What a rank takes to sum over some of the inputs."""
+        return {self.x: {len(sizes(self.x)) - 1: held}, self.weight: {self.inputs: held}}
+
+    def by_outputs(self, held: Indices) -> Needs:
+        """What a rank takes to compute some of the outputs."""
+        bias = {} if self.bias is None else {self.bias: {len(sizes(self.bias)) - 1: held}}
+        return {self.weight: {self.outputs: held}, **bias}
+
+
+def _product(node: fx.Node, part: Part) -> Needs:
+    product, outputs = Product.of(node), len(sizes(node)) - 1
+    if product is None or part.keys() != {outputs}:
+        raise MixesError
+    return product.by_outputs(part[outputs])
+
+
+def _embedding(node: fx.Node, part: Part) -> Needs:
+    weight: Any = node.args[0]
+    last = len(sizes(node)) - 1
+    if part.keys() != {last}:
+        raise MixesError
+    return {weight: {1: part[last]}}
+
+
+_RULES: dict[str, Callable[[fx.Node, Part], Needs]] = {
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(("transpose", "t", "permute", "unsqueeze", "squeeze"), _permuted),
+    **dict.fromkeys(("cat", "stack"), _joined),
+    **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduction),
+    **dict.fromkeys(("_softmax", "softmax"), _along),
+    **dict.fromkeys(("linear", "mm", "addmm", "bmm", "grouped_mm_fallback", "_grouped_mm"), _product),
+    "expand": _expand,
+    "native_layer_norm": _layer_norm,
+    "getitem": _item,
+    "index": _index,
+    "embedding": _embedding,
+}

@@ -1,0 +1,413 @@
+"""Shards a captured graph over the ranks of a tensor-parallel replica, by what its operators compute.
+
+Every rank has some heads of every attention. Going backwards from q, k and v, ``propagate`` says which part of each
+value a rank needs: so the linear layers before them compute only those outputs (by columns), in whatever order a fused
+one has them. A linear layer whose inputs can be computed in parts like this sums over its part of the inputs (by rows):
+the output projection after an attention, the down projection of a feed-forward layer, whose gate and up projections
+then compute a part of their outputs. The ranks add up its results, and then add the bias, once. The embedding and the
+head are cut by the vocabulary. All else, such as norms over the residual stream, is computed on every rank.
+
+Each rank makes its own graph; all have the same sequence of sums.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.node import map_arg
+
+from lamina.errors import UnsupportedModelError
+from lamina.splitter.attention import OPERATOR
+from lamina.splitter.capture import Capture
+from lamina.splitter.collective import ALL_REDUCE
+from lamina.splitter.flow import ancestors
+from lamina.splitter.parts import WHOLE, Indices, Part, Rank, block, equal, positions, runs, union
+from lamina.splitter.propagate import (
+    VIEWS,
+    Cut,
+    MixesError,
+    Needs,
+    Product,
+    is_pointwise,
+    name,
+    needs,
+    reduced,
+    shape,
+    sizes,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The graph of one rank. ``parts``: of the weights that it has not whole, by placeholder name."""
+
+    captured: Capture
+    parts: Mapping[str, Part]
+
+
+def shard(captured: Capture, rank: Rank) -> Sharded:
+    """The graph that ``rank`` computes; ``captured`` is not changed.
+
+    Raises UnsupportedModelError: its heads cannot be divided by the number of ranks, or an attention's result is used
+    in a way that needs all heads.
+    """
+    plan = _Plan(captured, rank)
+    return _Writer(plan).write()
+
+
+def heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
+    """The query heads and the KV heads of a rank; ranks share a KV head where there are fewer of them.
+
+    Raises UnsupportedModelError.
+    """
+    count = rank.count
+    if query_heads % count or (kv_heads % count and count % kv_heads):
+        raise UnsupportedModelError(
+            f"an attention with {query_heads} query heads and {kv_heads} KV heads cannot be divided among {count} "
+            "ranks; use a number of ranks that divides the query heads, and divides the KV heads or is a multiple of "
+            "them"
+        )
+    if kv_heads % count == 0:
+        return block(query_heads, rank.number, count), block(kv_heads, rank.number, count)
+    return block(query_heads, rank.number, count), np.array([rank.number * kv_heads // count])
+
+
+class _Plan:
+    """Which part of every value a rank computes.
+
+    Attributes:
+        parts: of each node that is used. uses: what each node needs of its inputs, as far as it is not whole.
+        rows: linear layers that sum over a part of their inputs. head: the one that makes logits, if it is cut.
+        embeddings: of token ids, cut by the vocabulary. means: over dimensions of which the rank has a part.
+    """
+
+    def __init__(self, captured: Capture, rank: Rank) -> None:
+        self.captured, self.rank = captured, rank
+        self.nodes = list(captured.graph.nodes)
+        self.weights = {node for node in self.nodes if node.name in captured.weights}
+        self.parts: dict[fx.Node, Part] = {}
+        self.uses: dict[fx.Node, Needs] = {}
+        self.rows = self._find_rows()
+        self.head = self._find_head()
+        self.embeddings = self._find_embeddings()
+        self.means = set[fx.Node]()
+        self._wanted: dict[fx.Node, list[Part]] = defaultdict(list)
+        for node in reversed(self.nodes):
+            if node.op == "output" or node in self._wanted:
+                self._visit(node)
+
+    def heads(self, attention: fx.Node, rank: Rank | None = None) -> tuple[Indices, Indices]:
+        """The query heads and KV heads of a rank, this one by default."""
+        query, key = (shape(node) for node in attention.args[:2])
+        assert query is not None and key is not None
+        return heads_of(query[1], key[1], rank or self.rank)
+
+    def _block(self, size: int, rank: Rank | None = None) -> Indices:
+        rank = rank or self.rank
+        return block(size, rank.number, rank.count)
+
+    def _find_columns(self) -> set[fx.Node]:
+        """The linear layers that q, k and v come from."""
+        found: set[fx.Node] = set()
+        for attention in self.captured.attentions:
+            for node in attention.args[:3]:
+                found |= (_sources(node, {1: self.heads(attention)[node is not attention.args[0]]}) or {}).keys()
+        return found
+
+    def _find_rows(self) -> dict[fx.Node, Indices]:
+        columns = self._find_columns()
+        rows: dict[fx.Node, Indices] = {}
+        ranks = [Rank(number, self.rank.count) for number in range(self.rank.count)]
+        for node in self.nodes:
+            product = Product.of(node)
+            if product is not None and node not in columns and all(self._divides(product, one, rows) for one in ranks):
+                rows[node] = self._block(product.size)
+        return rows
+
+    def _divides(self, product: Product, rank: Rank, rows: Mapping[fx.Node, Indices]) -> bool:
+        """True if a rank can compute its block of a layer's inputs from parts of attentions and of other layers."""
+        sources = _sources(product.x, {len(sizes(product.x)) - 1: self._block(product.size, rank)})
+        return bool(sources) and all(
+            equal(part, {1: self.heads(node, rank)[0]})
+            if node.target is OPERATOR
+            else node not in rows and part.keys() == {len(sizes(node)) - 1}
+            for node, part in (sources or {}).items()
+        )
+
+    def _find_head(self) -> fx.Node | None:
+        """The linear layer whose results become logits one by one."""
+        (node,) = self.captured.graph.output_node().all_input_nodes
+        while Product.of(node) is None:
+            sources = [source for source in node.all_input_nodes if source.op != "placeholder" and shape(source)]
+            if len(sources) != 1 or not (is_pointwise(node) or name(node) in (*VIEWS, "select", "slice", "squeeze")):
+                return None
+            (node,) = sources
+        return None if node in self.rows else node
+
+    def _find_embeddings(self) -> set[fx.Node]:
+        return {
+            node
+            for node in self.nodes
+            if node.target is aten.embedding.default
+            and node.args[0] in self.weights
+            and self.captured.ids in ancestors([node.args[1]])  # type: ignore[list-item]
+        }
+
+    def _visit(self, node: fx.Node) -> None:
+        wanted, whole = self._wanted[node], shape(node)
+        part = union(wanted, whole) if wanted and whole is not None else WHOLE
+        uses: Needs = {}
+        product = Product.of(node)
+        if node.op == "placeholder":
+            part = part if node in self.weights else WHOLE
+        elif node.target is OPERATOR:
+            part, uses = self._attention(node, part)
+        elif product is not None and node in self.rows:
+            part, uses = WHOLE, product.by_inputs(self.rows[node])
+        elif product is not None and node is self.head:
+            part, uses = WHOLE, product.by_outputs(self._block(sizes(node)[-1]))
+        elif node in self.embeddings:
+            part, uses = WHOLE, {node.args[0]: {0: self._block(sizes(node.args[0])[0])}}  # type: ignore[dict-item]
+        elif not part and (known := self._averaged(node)):
+            uses = {node.args[0]: known}  # type: ignore[dict-item]
+            self.means.add(node)
+        else:
+            try:
+                uses = needs(node, part)
+            except MixesError:
+                part = WHOLE
+        self.parts[node], self.uses[node] = part, uses
+        cut = Cut.of(node)
+        for source in node.all_input_nodes if cut is None else [cut.source]:
+            self._wanted[source].append(uses.get(source, WHOLE))
+
+    def _attention(self, node: fx.Node, wanted: Part) -> tuple[Part, Needs]:
+        query_heads, kv_heads = self.heads(node)
+        if not equal(wanted, {1: query_heads}):
+            users = sorted({name(user) for user in node.users})
+            raise UnsupportedModelError(
+                f"the result of an attention ({node.meta.get('path', node.name)}) goes through {users} to an operator "
+                "that needs the heads of all ranks; this model cannot run on several ranks"
+            )
+        query, key, value, sinks, *_ = node.args
+        uses: dict[Any, Part] = {query: {1: query_heads}, key: {1: kv_heads}, value: {1: kv_heads}}
+        if sinks is not None:
+            uses[sinks] = {0: query_heads}
+        return wanted, uses
+
+    def _averaged(self, node: fx.Node) -> Part:
+        """The part of its input that a mean over features has, if other users of the same values need no more.
+
+        The ranks add up their means: norms of q and k over all heads.
+        """
+        if node.target is not aten.mean.dim:
+            return WHOLE
+        source: Any = node.args[0]
+        size = shape(source)
+        base = source
+        while not self._wanted.get(base) and is_pointwise(base) and len(base.all_input_nodes) == 1:
+            (base,) = base.all_input_nodes
+        if not self._wanted.get(base) or shape(base) != size or size is None:
+            return WHOLE
+        part = union(self._wanted[base], size)
+        dims, _ = reduced(node)
+        evenly = all(
+            size[dim] % len(held) == 0 == self.rank.count % (size[dim] // len(held)) for dim, held in part.items()
+        )
+        return part if evenly and part.keys() <= dims else WHOLE
+
+
+def _sources(node: Any, part: Part) -> dict[fx.Node, Part] | None:
+    """The linear layers and attentions whose results ``part`` of a value depends on, index by index, and the parts of
+    them that it needs; None if an operator between mixes indices."""
+    found: dict[fx.Node, Part] = {}
+    todo = [(node, part)]
+    while todo:
+        node, part = todo.pop()
+        if not part or node.op == "placeholder":
+            continue
+        if node.target is OPERATOR or Product.of(node) is not None:
+            found[node] = part
+            continue
+        try:
+            todo.extend(needs(node, part).items())
+        except MixesError:
+            return None
+    return found
+
+
+class _Writer:
+    """Writes the graph of a plan."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._held: dict[tuple[Any, ...], fx.Node] = {}
+        self._mode = plan.captured.ids.meta["val"].fake_mode
+
+    def write(self) -> Sharded:
+        """The graph, with the shapes of its values."""
+        captured = self._plan.captured
+        for node in self._plan.nodes:
+            if node in self._plan.parts:
+                self._copies[node] = self._write(node)
+            elif node in (captured.ids, captured.positions):
+                self._copies[node] = self._placeholder(node)
+        self._graph.eliminate_dead_code()
+        self._graph.lint()
+        parts = {node.name: part for node, part in self._plan.parts.items() if node in self._plan.weights and part}
+        copies = self._copies
+        return Sharded(
+            dataclasses.replace(
+                captured, graph=self._graph, ids=copies[captured.ids], positions=copies[captured.positions]
+            ),
+            parts,
+        )
+
+    def _write(self, node: fx.Node) -> fx.Node:
+        plan, part = self._plan, self._plan.parts[node]
+        cut = Cut.of(node)
+        if node.op == "placeholder":
+            copy = self._placeholder(node, part)
+        elif node in plan.rows:
+            copy = self._sum_over_inputs(node)
+        elif node is plan.head:
+            copy = self._join_outputs(node)
+        elif node in plan.embeddings:
+            copy = self._embed(node)
+        elif cut is not None and (part or plan.parts[cut.source] or cut.source not in node.all_input_nodes):
+            copy = self._cut(node, cut)
+        elif part or any(plan.parts.get(source) for source in node.all_input_nodes):
+            copy = self._compute(node, part)
+        else:
+            copy = self._graph.node_copy(node, self._copies.__getitem__)
+        return copy
+
+    def _compute(self, node: fx.Node, part: Part) -> fx.Node:
+        """An operator on parts."""
+        plan, arguments = self._plan, self._arguments(node)
+        if name(node) in (*VIEWS, "expand"):
+            given: Any = arguments[1]
+            local = [len(part[dim]) if dim in part and size != -1 else size for dim, size in enumerate(given)]
+            arguments = (arguments[0], local, *arguments[2:])
+        elif node.target is OPERATOR:
+            heads, slopes = plan.heads(node)[0], arguments[4]
+            arguments = (*arguments[:4], [slopes[head] for head in heads] if slopes else [], *arguments[5:])
+        kwargs: Any = map_arg(node.kwargs, lambda source: self._part(source, plan.uses[node].get(source, WHOLE)))
+        copy = self._call(node.target, arguments, kwargs, node)
+        if node in plan.means:
+            copy = self._call(aten.mul.Tensor, (copy, 1.0 / plan.rank.count), like=node)
+            copy = self._call(ALL_REDUCE, (copy,), like=node)
+        return copy
+
+    def _placeholder(self, node: fx.Node, part: Part = WHOLE) -> fx.Node:
+        copy = self._graph.node_copy(node)
+        assert copy.name == node.name
+        if part:
+            local = [len(part[dim]) if dim in part else size for dim, size in enumerate(sizes(node))]
+            with enable_python_dispatcher(), self._mode, torch.no_grad():
+                copy.meta = {**node.meta, "val": node.meta["val"].new_empty(local)}
+        return copy
+
+    def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
+        uses = self._plan.uses[node]
+        found: Any = map_arg(node.args, lambda source: self._part(source, uses.get(source, WHOLE)))
+        return tuple(found)
+
+    def _call(
+        self,
+        target: Any,
+        arguments: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        like: fx.Node | None = None,
+    ) -> fx.Node:
+        """Call an operator on parts; runs it without values to learn the shape of the result."""
+        node = self._graph.call_function(target, tuple(arguments), dict(kwargs or {}))
+        node.meta = {} if like is None else {key: value for key, value in like.meta.items() if key != "val"}
+        with enable_python_dispatcher(), self._mode, torch.no_grad():
+            values: Any = map_arg((node.args, node.kwargs), _value)
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def _part(self, source: fx.Node, wanted: Part) -> fx.Node:
+        """The node that has the part ``wanted`` of what ``source`` is in the whole graph."""
+        copy, held = self._copies[source], self._plan.parts[source]
+        for dim in held.keys() | wanted.keys():
+            if dim not in wanted:
+                raise AssertionError(f"{source.name} is needed whole in dimension {dim}")
+            copy = self._take(copy, dim, positions(held.get(dim), wanted[dim]), source)
+        return copy
+
+    def _take(self, copy: fx.Node, dim: int, places: Indices, like: fx.Node) -> fx.Node:
+        """Some indices of a dimension, ascending."""
+        if len(places) == sizes(copy)[dim]:
+            return copy
+        key = (copy, dim, places.tobytes())
+        if key not in self._held:
+            found = runs(places)
+            steps = set(np.diff(places).tolist())
+            if len(found) > 1 and len(steps) == 1:
+                bounds = [(int(places[0]), int(places[-1]) + 1, steps.pop())]
+            else:
+                bounds = [(start, stop, 1) for start, stop in found or [(0, 0)]]
+            pieces = [self._call(aten.slice.Tensor, (copy, dim, *each), like=like) for each in bounds]
+            self._held[key] = pieces[0] if len(pieces) == 1 else self._call(aten.cat.default, (pieces, dim), like=like)
+        return self._held[key]
+
+    def _cut(self, node: fx.Node, cut: Cut) -> fx.Node:
+        copy = self._part(cut.source, self._plan.uses[node][cut.source])
+        return self._call(aten.select.int, (copy, cut.dim, 0), like=node) if cut.removes else copy
+
+    def _sum_over_inputs(self, node: fx.Node) -> fx.Node:
+        product, uses = Product.of(node), self._plan.uses[node]
+        assert product is not None
+        x, weight = (self._part(source, uses[source]) for source in (product.x, product.weight))
+        if product.bias is not None or node.target is aten.linear.default:
+            target = aten.linear.default if node.target is aten.linear.default else aten.mm.default
+            partial = self._call(target, (x, weight), like=node)
+        else:
+            partial = self._call(node.target, (x, weight, *self._arguments(node)[2:]), like=node)
+        total = self._call(ALL_REDUCE, (partial,), like=node)
+        if product.bias is None:
+            return total
+        return self._call(aten.add.Tensor, (total, self._part(product.bias, WHOLE)), like=node)
+
+    def _join_outputs(self, node: fx.Node) -> fx.Node:
+        """Logits of the rank's tokens, among zeros for those of other ranks."""
+        partial = self._call(node.target, self._arguments(node), like=node)
+        whole, rank = sizes(node)[-1], self._plan.rank
+        before, behind = rank.number * whole // rank.count, whole - (rank.number + 1) * whole // rank.count
+        padded = self._call(aten.constant_pad_nd.default, (partial, [before, behind]), like=node)
+        return self._call(ALL_REDUCE, (padded,), like=node)
+
+    def _embed(self, node: fx.Node) -> fx.Node:
+        """Embeddings of the rank's tokens; zeros for others."""
+        weight: Any = node.args[0]
+        ids: Any = node.args[1]
+        tokens = self._plan.uses[node][weight][0]
+        shifted = self._call(aten.sub.Tensor, (self._part(ids, WHOLE), int(tokens[0])), like=node)
+        nearest = self._call(aten.clamp.default, (shifted, 0, len(tokens) - 1), like=node)
+        own = self._call(aten.eq.Tensor, (shifted, nearest), like=node)
+        rows = self._call(
+            aten.embedding.default, (self._part(weight, self._plan.uses[node][weight]), nearest), like=node
+        )
+        kept = self._call(aten.mul.Tensor, (rows, self._call(aten.unsqueeze.default, (own, -1), like=node)), like=node)
+        return self._call(ALL_REDUCE, (kept,), like=node)
+
+
+def _value(node: fx.Node) -> Any:
+    """The fake value of a node; sizes that were recorded without one are computed."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    target: Any = node.target
+    value: Any = target(*map_arg(node.args, _value))
+    return value
