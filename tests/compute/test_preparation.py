@@ -56,13 +56,13 @@ def bundled() -> ModelDirectory:
 @pytest.fixture(scope="module")
 def fresh() -> Prepared:
     """The bundled model, split."""
-    return preparation._split(directory.find(None), None, Target.CPU)
+    return preparation._split(directory.find(None), None, Target.CPU, ONLY)
 
 
 @pytest.fixture
 def split_before(fresh: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splitting, where only its times matter, takes none."""
-    monkeypatch.setattr(preparation, "_split", lambda place, dtype, target: fresh)
+    monkeypatch.setattr(preparation, "_split", lambda *_: fresh)
 
 
 def must_not_split() -> None:
