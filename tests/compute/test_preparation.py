@@ -26,6 +26,7 @@ from lamina.compute.runner import SliceRunner
 from lamina.lowering import Target
 from lamina.models import directory, tensors
 from lamina.models.directory import BUNDLED, ModelDirectory
+from lamina.splitter.parts import ONLY
 from lamina.types import DType
 from tests.random_models import variant, write_checkpoint
 from tests.sweep import sweep

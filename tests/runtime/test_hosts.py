@@ -141,7 +141,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
     assert memory.end()[0] == 0
     assert spans.keys() == {"engine", "compute0", "memory0", "memory3"}
     assert_between(spans, begun, time.monotonic_ns())
-    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+    left = [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+    assert not [worker.cmdline() for worker in left]
 
 
 def test_each_mistake_is_one_clear_error(
