@@ -26,6 +26,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
             control.device,
             setup.head_shards,
             setup.ranks,
+            setup.forgets,
         )
     except MemoryError as error:  # CuPy's is one too
         lower = "kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
