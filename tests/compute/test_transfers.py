@@ -122,8 +122,13 @@ def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.Mo
     lines, rng = Lines(Emulated(), ROWS[-1]), np.random.default_rng(0)
     step = GpuTransfers(lines, draw_moves(rng, 5, 8, 1, 2), torch.float32)
     planned: list[Any] = []
-    monkeypatch.setattr(step, "_plan_collecting", lambda *each: planned.append(each) or plan(*each))
-    plan = GpuTransfers._plan_collecting.__get__(step)
+    plan = step._plan_collecting
+
+    def count(*each: Any) -> Any:
+        planned.append(each)
+        return plan(*each)
+
+    monkeypatch.setattr(step, "_plan_collecting", count)
     for _ in range(3):
         shapes = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
         q, k, v = (lines.at(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
