@@ -86,7 +86,7 @@ def test_kuberay_s_service_runs_engines_that_fit_its_pods() -> None:
 
 @pytest.mark.slow
 def test_ray_serve_accepts_the_application_s_configuration() -> None:
-    schema = pytest.importorskip("ray.serve.schema")
+    schema = pytest.importorskip("ray.serve.schema", reason='Ray Serve is not installed: pip install "ray[serve]"')
     (service,) = documents(DEPLOY / "ray" / "kuberay-service.yaml")
     schema.ServeDeploySchema(**yaml.safe_load(service["spec"]["serveConfigV2"]))
 

@@ -29,7 +29,7 @@ SYSTEM = "You complete functions of a library that sorts, searches and parses. "
 @pytest.fixture(scope="module")
 def served() -> Iterator[httpx.Client]:
     """A client of two engines, whose workers Ray places."""
-    serve = pytest.importorskip("ray.serve")
+    serve = pytest.importorskip("ray.serve", reason='Ray Serve is not installed: pip install "ray[serve]"')
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
