@@ -141,8 +141,7 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
     assert memory.end()[0] == 0
     assert spans.keys() == {"engine", "compute0", "memory0", "memory3"}
     assert_between(spans, begun, time.monotonic_ns())
-    left = [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
-    assert not [worker.cmdline() for worker in left]
+    assert not [one.cmdline() for one in workers if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_each_mistake_is_one_clear_error(
